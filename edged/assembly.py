@@ -1,7 +1,5 @@
 """The parts of a daemon, built from the settings and connected with each other."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The daemon: takes its addresses, has its parts built, runs them, and stops them in order."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

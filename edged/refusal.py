@@ -3,8 +3,6 @@
 Imports nothing slow: settings that are wrong are refused before torch is imported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Settings that change while the daemon runs: which they are, and how they reach the parts."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """The journal: takes the learning loop's records from the engine thread to the database."""
 
-from __future__ import annotations
-
 import logging
 import sqlite3
 import threading

@@ -1,7 +1,5 @@
 """The language of an adapter's answers: their repetition, and neutral text that no preference is about."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from edged.align.feedback.pair import TokenPair

@@ -1,7 +1,5 @@
 """The log lines of the learning loop's records."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

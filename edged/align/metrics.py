@@ -5,8 +5,6 @@ positive. Both favour the shorter answer whatever was learned, so reward margin 
 model (TRL's names) stand beside them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import dataclass

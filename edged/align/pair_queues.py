@@ -1,7 +1,5 @@
 """Pair queues by adapter: waiting, replayed and held-out pairs, the next step's, and which adapters have work."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import deque

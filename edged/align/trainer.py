@@ -3,8 +3,6 @@
 It is not thread-safe: the engine thread alone uses it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence

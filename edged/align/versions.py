@@ -1,7 +1,5 @@
 """The versions that adapters serve: publishing, rollback, and the judgement that takes a version back."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any

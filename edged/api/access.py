@@ -1,7 +1,5 @@
 """Who calls, by the kernel's word or by token, and what they may do, as `[access]` says."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import grp

@@ -1,7 +1,5 @@
 """`/v1/adapters`: what was learned for each user, going back, taking out and in, forgetting."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tarfile

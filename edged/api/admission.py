@@ -4,8 +4,6 @@ The engine orders what it has by deadlines, whoever asked. So it never gets more
 who sends a thousand requests at once delays the others by one turn of each, not by a thousand.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

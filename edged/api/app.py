@@ -1,7 +1,5 @@
 """The aiohttp application: the table of routes, and the checks before every one of them."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import warnings

@@ -1,7 +1,5 @@
 """`POST /v1/chat/completions` and `POST /v1/completions`."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

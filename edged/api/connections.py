@@ -3,8 +3,6 @@
 The body's time is the application's matter.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

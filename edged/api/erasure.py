@@ -1,7 +1,5 @@
 """Forgetting a user: rows, what the engine learned, files, and then the search that shows that nothing is left."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

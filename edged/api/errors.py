@@ -1,7 +1,5 @@
 """What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

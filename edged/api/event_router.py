@@ -1,7 +1,5 @@
 """Where the engine's events find the request that waits for them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress

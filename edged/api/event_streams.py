@@ -3,8 +3,6 @@
 Everything runs on the event loop's thread, but for `Feed.tell`, which any thread may call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """`GET /v1/events`: what the daemon does, as server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import lru_cache
 

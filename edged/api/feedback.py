@@ -1,7 +1,5 @@
 """`POST /v1/feedback`, `GET /v1/feedback`, and `GET /v1/feedback/{id}`: what became of a feedback's pairs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime

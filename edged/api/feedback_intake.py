@@ -1,7 +1,5 @@
 """Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """One completion being generated: its engine requests, the text that grows from their tokens, its record."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 Everything is read on a worker's thread: the event loop only writes the answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

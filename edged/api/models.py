@@ -3,8 +3,6 @@
 `BASE` is the served model, `BASE:NAME` the same with that user's adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from aiohttp import web

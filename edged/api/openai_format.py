@@ -1,7 +1,5 @@
 """OpenAI's response objects as JSON-ready dicts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 `python -m edged.api.openapi` prints the document; `docs/openapi.json` is a copy of that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence

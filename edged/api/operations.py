@@ -1,7 +1,5 @@
 """`/v1/store`, `/v1/backup`, `/v1/settings`, `/v1/reload`: what an operator looks at and asks for."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Generator

@@ -3,8 +3,6 @@
 They hold no data, and need no token.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """Versions answer their adapter's first prompt once they passed their test, so that a person can tell them apart."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -3,8 +3,6 @@
 Who may call them is the application's matter; that a caller decides about no other user's pair is checked here.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """Each request's id, and the one line that the log has of it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -4,8 +4,6 @@ Handlers build them. Completions, whose log-probabilities may be thousands of ob
 are plain dicts: `tests/api/test_openapi.py` holds these to their models.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict

@@ -1,7 +1,5 @@
 """The table of all routes, from which the application, the check of roles and the OpenAPI document are made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from aiohttp import web

@@ -1,7 +1,5 @@
 """What the routes work with, and in which phase of its life the daemon is."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable

@@ -4,8 +4,6 @@ While a start is refused, requests on systemd's sockets are answered with 503, s
 come. Imports nothing slow.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """`GET /v1/status`, `/healthz`, `/readyz`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

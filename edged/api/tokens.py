@@ -3,8 +3,6 @@
 Must not import anything slow: a command does.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -1,7 +1,5 @@
 """`GET /v1/trace?seconds=N`: what the engine did in the last N seconds, for ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

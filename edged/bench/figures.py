@@ -1,7 +1,5 @@
 """The figures of a report, from what a recorder took and from looks at an engine's sums."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A trace's requests with preference pairs, sent to an engine in real or in virtual time, and the report of that."""
 
-from __future__ import annotations
-
 import random
 import time
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """What an engine did during a replay, as its callbacks tell it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

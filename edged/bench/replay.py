@@ -1,7 +1,5 @@
 """Replays a recorded request load and real preference pairs against the engine, in process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

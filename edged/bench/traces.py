@@ -1,7 +1,5 @@
 """Recorded request loads, and how they become a load that fits one machine."""
 
-from __future__ import annotations
-
 import csv
 import json
 import random

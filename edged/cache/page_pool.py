@@ -1,7 +1,5 @@
 """The page pool: which pages of K/V storage are free, and who else holds those that are not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 

@@ -1,8 +1,6 @@
 """The commands `edged bench`, which measures this machine with recorded loads or simulates another, and `edged
 profile`, which measures the scheduler's prices. The engine runs inside the command, without a daemon."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

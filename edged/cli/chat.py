@@ -1,7 +1,5 @@
 """The commands `edged chat`, a conversation in the terminal whose feedback trains the model, and `edged ask`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands `edged feedback`, `edged export` and `edged quarantine`: preference pairs in, out and under review."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

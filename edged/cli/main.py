@@ -3,8 +3,6 @@
 Commands are imported lazily, so that `edged status --help` appears at once.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Options that several commands share: the daemon's address, JSON output, the settings file, user, seed, policy."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Output of the commands: JSON, tables, progress, number formats, a screen that refreshes."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Text plots: lines in braille dots, bars in block characters. Pure functions from numbers to text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

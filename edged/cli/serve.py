@@ -1,7 +1,5 @@
 """The command `edged serve`, which runs the daemon in the foreground."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

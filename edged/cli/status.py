@@ -1,7 +1,5 @@
 """The commands `edged status`, the daemon's current state, and `edged metrics`, how well adapters predict users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote

@@ -1,7 +1,5 @@
 """The command `edged trace`, which writes the engine's recent iterations as a trace for ui.perfetto.dev."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Commands of other threads for the engine thread, and the order to stop."""
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

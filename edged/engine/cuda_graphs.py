@@ -8,8 +8,6 @@ without, and so is each of the two plain ways of drawing; rows with penalties or
 without one.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The engine as other threads use it: commands go to its thread, events and records come through two callbacks."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import threading

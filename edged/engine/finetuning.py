@@ -1,7 +1,5 @@
 """Fine-tuning as the engine asks for it: pairs in, steps opened when they are due, versions made and taken back."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Pages of KV cache in the hands of sequences: allocated, found in the prefix trie, shared, freed."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine loop: commands, plan, run, complete, publish."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Norm-based K/V pruning of decoding sequences (MACE 4.3), carried out on pages."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """What is asked of the engine and what it answers: requests, sampling parameters, events."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Keeps the engine within the limits that governors set: pages, pruning, fine-tuning, sequences."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -3,8 +3,6 @@
 `use` and `limit` are functions.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

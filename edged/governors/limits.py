@@ -1,7 +1,5 @@
 """What governors see of the engine, and what they allow it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -7,8 +7,6 @@ that do now, and as many more as leave the reserve free: that holds still when t
 and moves only when a neighbour does.
 """
 
-from __future__ import annotations
-
 import math
 
 from edged.governors.limits import EngineLimits, Use

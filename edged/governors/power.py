@@ -4,8 +4,6 @@ Pure: readings, the clock and the time of day go in, a share of the time comes o
 what the box is for, and the hardware slows it down by itself where it must.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from edged.settings.live import Live

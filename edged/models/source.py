@@ -1,7 +1,5 @@
 """The directory of the model that the settings name: one that is here, the embedded one, or one from the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from edged.models import demo_model_dir

@@ -1,7 +1,5 @@
 """Every metric that `GET /metrics` can show: name, type, labels, meaning. docs/metrics.md is checked against it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

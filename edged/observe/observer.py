@@ -3,8 +3,6 @@
 Must not run on the engine's thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

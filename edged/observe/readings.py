@@ -3,8 +3,6 @@
 A value that is None is not known; several labels are a tuple, in the catalogue's order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import sys

@@ -7,8 +7,6 @@ Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 `ts` and `dur` are microseconds, of the monotonic clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """The page that shows and talks to the daemon in a browser: its files, and the chart library's."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the engine adds to its forwards and units: between two iterations, and to the first one after a rest."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

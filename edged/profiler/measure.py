@@ -3,8 +3,6 @@
 Drives the real executor, in process and without the engine's thread.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How much memory a measured piece of work needed at its peak."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

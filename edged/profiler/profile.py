@@ -1,7 +1,5 @@
 """Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial

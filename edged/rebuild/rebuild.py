@@ -1,7 +1,5 @@
 """One rebuild: the base model, the stored pairs, TRL, the comparison, and the adapter's files."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """How two adapters of one PEFT model do on the same pairs and prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

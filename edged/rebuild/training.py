@@ -1,7 +1,5 @@
 """TRL's DPOTrainer over stored pairs, as its documentation shows it, on the very tokens that were served."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

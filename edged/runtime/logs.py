@@ -1,7 +1,5 @@
 """What the daemon says: one line per event that an operator needs, JSON under systemd, plain on a terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

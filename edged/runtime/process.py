@@ -3,8 +3,6 @@
 `prepare` must run before numpy and torch are imported, and imports neither: the first threads fix both.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

@@ -3,8 +3,6 @@
 Without systemd nothing is sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

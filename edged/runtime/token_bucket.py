@@ -1,7 +1,5 @@
 """The token bucket behind limits of what may happen in an hour or a minute."""
 
-from __future__ import annotations
-
 import math
 
 _HAIR = 1e-9

@@ -4,8 +4,6 @@ A decode is foreseen to go on, a chunk to be computed; that an answer ends is no
 the plan predicts it takes was predicted before the present iteration was learned from.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from operator import attrgetter
 

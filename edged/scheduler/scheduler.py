@@ -3,8 +3,6 @@
 Deterministic: the clock is passed in.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the scheduler packs: tasks, the grants of one iteration, and what came of them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -3,8 +3,6 @@
 Must not import anything slow: every command does.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings that change while their readers live."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

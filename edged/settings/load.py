@@ -2,8 +2,6 @@
 `edged.settings.access`), and how it is read: a TOML file, the environment and flags, in rising order of precedence.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import os

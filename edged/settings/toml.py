@@ -3,8 +3,6 @@
 `edged.settings.load` owns the settings themselves.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 `edged.simulator.roofline` computes times.
 """
 
-from __future__ import annotations
-
 import difflib
 import sysconfig
 import tomllib

@@ -5,8 +5,6 @@ Waterman and Patterson 2009); parts follow one another. On a GPU the CPU launche
 the device's time and the launches'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Where `ModelRunner` computes, `SimulatedRunner` asks the device how long that ta
 requests share.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Simulates a request load with preference learning on a device that is not here, in virtual time."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,6 @@
 Every pair is assumed to have a loss over the threshold, and none is held out for tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping

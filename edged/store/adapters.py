@@ -1,7 +1,5 @@
 """The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

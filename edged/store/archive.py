@@ -1,7 +1,5 @@
 """Tar archives that are made while they are sent, so that they take neither room on the disk nor memory."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

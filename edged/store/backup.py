@@ -6,8 +6,6 @@ forgotten meanwhile, and is left out. Versions are never changed in place, so th
 hard links are copies. The manifest is the tar's last member: a file that breaks off has none.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

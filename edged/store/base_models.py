@@ -5,8 +5,6 @@ The tables hold that of one base alone, so that no query can mix two; the pairs 
 that was never served is trained on the pairs of the one before only where that is asked for.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

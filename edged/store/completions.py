@@ -1,7 +1,5 @@
 """The tables `completions` and `choices`: what was asked and what was answered."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where the data folder is, what its parts are called, and what makes a file in it last."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The SQLite file: opening, migrating, one writer thread with group commit, one read connection per thread."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,8 +4,6 @@ A row in `forgetting` stands from the deletion until everything is gone; a start
 the user did after `started_at` is new and stays.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import dataclass

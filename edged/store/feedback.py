@@ -1,7 +1,5 @@
 """The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Files that one process holds at a time."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

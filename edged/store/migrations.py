@@ -3,8 +3,6 @@
 A released migration is never edited: add one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.resources import files
 

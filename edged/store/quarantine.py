@@ -4,8 +4,6 @@ A pair without a decision has the state "quarantined"; a released one is queued 
 then on; a dropped one is skipped for good, on every base model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A backup read again: checked, and put into a data folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

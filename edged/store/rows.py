@@ -1,7 +1,5 @@
 """Rows of tables made of dataclasses whose fields are named as the columns, and the other way round."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """How the database writes moments: ISO-8601 text in UTC, so that text order is time order."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime
 

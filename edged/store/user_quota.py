@@ -1,7 +1,5 @@
 """How much is kept of each user, and making room within one user's own."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

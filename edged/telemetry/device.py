@@ -1,7 +1,5 @@
 """What the box is doing, read once a second on a thread of its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

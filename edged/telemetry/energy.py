@@ -1,7 +1,5 @@
 """Energy by what it was spent on: power over the device's busy seconds of each kind."""
 
-from __future__ import annotations
-
 _LONGEST_S = 10.0
 """A gap between two readings that is longer than this is a sleep: nobody knows the power in it."""
 

@@ -1,7 +1,5 @@
 """What every Linux box tells: processor, memory, pressure, sensors, this process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

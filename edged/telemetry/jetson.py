@@ -1,7 +1,5 @@
 """A Jetson through jetson-stats: its service reads the hardware as root, this is a client of its socket."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import queue

@@ -1,7 +1,5 @@
 """A desktop GPU through NVML."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One reading of the box: what every source knows of it at one moment."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ Threads that meet after every operation are as slow as the one that waits for a 
 threads are faster, and leave the neighbour more.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

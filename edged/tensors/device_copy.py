@@ -1,7 +1,5 @@
 """Index tables on their way to the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ The thread that changes the tensors only has the device copy them, in one operat
 what it launches waits for their way to the host.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Want of memory: which errors mean it, how large fine-tune steps may be after it, and what is not tried again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 

@@ -4,8 +4,6 @@ Two things can: Python files of the model's own, which `auto_map` in its JSON na
 set `model.trust_remote_code`), and pickled weights, which are never read.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

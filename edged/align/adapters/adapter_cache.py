@@ -4,8 +4,6 @@ Only the engine thread may use it, except for `load`, which any thread may call:
 iteration.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import OrderedDict

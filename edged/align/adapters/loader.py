@@ -1,7 +1,5 @@
 """The loader of adapters: reads them from disk on a thread beside the engine's, so that no iteration waits."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future

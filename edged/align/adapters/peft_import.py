@@ -3,8 +3,6 @@
 Pickles are never opened: a file that is not safetensors is refused by its name, before any of it is read as data.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -3,8 +3,6 @@
 Only the engine thread may use it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

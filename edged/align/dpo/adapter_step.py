@@ -1,7 +1,5 @@
 """One adapter's part in a DPO step: its pairs, their losses and outcomes, its gradient, and its optimizer step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The backward pass of a micro-batch: by units of one layer times one window (FlexLLM Algorithm 2), or a kept graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The served model's interface to fine-tune units: single layers with autograd, KV by page, and the head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

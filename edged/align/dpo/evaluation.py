@@ -1,7 +1,5 @@
 """The held-out test of a version: neutral text and pairs that are not trained on, under the adapter and the base."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The preference losses: from four sums of log-probabilities to a loss and its two derivatives."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Literal

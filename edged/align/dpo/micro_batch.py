@@ -1,7 +1,5 @@
 """Micro-batches: pairs whose forwards are computed together, their kept tensors, and the predictions to score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal

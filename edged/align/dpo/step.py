@@ -1,7 +1,5 @@
 """An exact DPO step, cut into units that can be packed with serving and preempted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Literal
 

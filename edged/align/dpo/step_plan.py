@@ -3,8 +3,6 @@
 It has no tensors, so that a simulated step is planned as a real one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from edged.align.feedback.pair import TokenPair

@@ -7,8 +7,6 @@ pairs stay close together while pairs that say the opposite do not. Norms are co
 by orders of magnitude while an adapter learns. Thresholds were measured: docs/results/poisoning.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The tokenizing of stored pairs: the prompt's tokens, the answer's, then an EOS where it is not cut, as in serving."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 

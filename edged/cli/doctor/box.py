@@ -4,8 +4,6 @@ use it, and whether the model fits.
 Must not import torch.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

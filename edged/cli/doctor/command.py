@@ -1,7 +1,5 @@
 """The command `edged doctor`."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """The table of all checks, in the order in which they are shown, and the function that runs them."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

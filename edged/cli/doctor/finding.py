@@ -1,7 +1,5 @@
 """The types of the checks: Finding, Check (a row of the table of checks) and Examination (the input of all checks)."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

@@ -4,8 +4,6 @@
 device, then one on memory. Other modules import nothing but `Probe` from here.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

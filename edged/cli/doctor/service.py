@@ -1,7 +1,5 @@
 """Checks of the service: systemd's units, and the daemon's answers."""
 
-from __future__ import annotations
-
 import pwd
 from pathlib import Path
 

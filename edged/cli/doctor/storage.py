@@ -3,8 +3,6 @@
 Must not import torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

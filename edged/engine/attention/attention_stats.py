@@ -1,7 +1,5 @@
 """What decoding shows of a sequence's heads and rows: how large the heads' outputs are, which rows they look at."""
 
-from __future__ import annotations
-
 import torch
 
 from edged.engine.attention.base import AttentionCall

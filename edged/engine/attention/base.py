@@ -1,7 +1,5 @@
 """What the layers of a model ask of attention, and what answers them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Decode attention by the compiled kernels: each context is read once, where it lies."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch

@@ -5,8 +5,6 @@ the product of queries and keys sampled at that pattern; the output is the sum o
 softmax, an embedding bag. Both read a row once per query head, from cache after the first head of a group.
 """
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The packed batch: the new tokens of many sequences in one row, and the tables that attention needs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

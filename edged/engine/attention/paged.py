@@ -1,7 +1,5 @@
 """Attention over the paged cache, registered with transformers so that unmodified models use it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which implementations of attention and LoRA an engine uses: what is asked for and can be, picked once, at start."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

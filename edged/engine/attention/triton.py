@@ -12,8 +12,6 @@ the tile sees them, without the rows hidden from it: causality and the window ar
 layer serves all segments; a tile of 0 tokens returns at once.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

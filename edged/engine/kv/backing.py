@@ -5,8 +5,6 @@ integrated GPU, whose memory is the box's, pieces that are mapped one by one. El
 discrete GPU gave back would be no neighbour's.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import math

@@ -4,8 +4,6 @@ On CUDA copies run on a stream of their own, between what was launched before an
 engine thread waits for none of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -7,8 +7,6 @@ for all layers and heads of `page_size` tokens. Layers lie one after the other: 
 and serves every layer, and a block is still addressable on its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -3,8 +3,6 @@
 What the weights are, and their files, is `edged.align.adapters.adapter`'s.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

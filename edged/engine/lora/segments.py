@@ -1,7 +1,5 @@
 """Low-rank updates of a packed batch: which rows see which slot at present, and what multiplies them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass

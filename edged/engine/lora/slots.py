@@ -1,7 +1,5 @@
 """Which adapter version sits in which LoRA slot."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from edged.align.adapters.adapter import AdapterState

@@ -8,8 +8,6 @@ A launch depends on the number of tiles and of packed rows alone, never on what 
 iteration (a CUDA graph's) is padded with tiles of 0 rows, whose programs return at once.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

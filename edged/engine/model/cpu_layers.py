@@ -3,8 +3,6 @@
 A layer's parts are found by name, and a trial must show that both ways agree on the same rows.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

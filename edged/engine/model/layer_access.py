@@ -1,7 +1,5 @@
 """The served model as the fine-tune units see it: single layers, K/V by page, and the head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 It needs memory for the weights and about one tensor beside them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ rows are multiplied by the compiled kernels, where there are any, for the price 
 numbers of 16 bits. Linears that are given the same input are one product: every product is a meeting of all threads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 The methods themselves are transformers' and their packages'; none is imported before a model asks for it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The kernels are compiled when edged is installed. Where there was no C compiler torch computes everything.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -5,8 +5,6 @@ bits. A step of few rows takes as long as reading the weights: from a copy of th
 same sums.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Whether Triton's kernels can run on a device."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

@@ -1,7 +1,5 @@
 """How the tokens of one completion are drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

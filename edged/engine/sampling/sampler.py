@@ -3,8 +3,6 @@
 A drawn token depends on its own row, seed and step alone, never on what else shares the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ The host waits for nothing here, and a row's result does not depend on the rows 
 compiled kernel, where there is one; torch's way gives the same to the last bit.
 """
 
-from __future__ import annotations
-
 import torch
 
 from edged.engine.native.library import kernels, readable

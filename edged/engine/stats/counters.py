@@ -3,8 +3,6 @@
 Written by the engine thread, read by any: deques and integers are replaced, never iterated in place.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Written by the engine thread, read by any: records are never changed.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass

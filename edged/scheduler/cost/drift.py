@@ -4,8 +4,6 @@ A device that throttles, or shares itself with a busy neighbour, slows everythin
 all kinds of work.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 

@@ -1,7 +1,5 @@
 """How far predictions of iterations were off, by the kind of work."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

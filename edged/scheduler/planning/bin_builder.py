@@ -1,7 +1,5 @@
 """A plan being drawn up: what every policy may do to it, within the iteration's resources."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace

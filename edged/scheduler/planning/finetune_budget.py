@@ -1,7 +1,5 @@
 """What fine-tuning as a whole is owed, and what it may take of the time of serving, in seconds."""
 
-from __future__ import annotations
-
 import math
 
 from edged.scheduler.task import Task

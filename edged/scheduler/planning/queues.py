@@ -1,7 +1,5 @@
 """The live tasks, filed by what they wait for, each queue in an order that time does not change."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
 from itertools import chain

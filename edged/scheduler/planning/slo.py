@@ -1,7 +1,5 @@
 """When a request's next token is due: TTFT and TBT targets by service class; how fast prompts must go to meet them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -8,8 +8,6 @@ by how much drift harms them; it uses early exits and saves transfers between CP
 no early exit, and never leaves the device.
 """
 
-from __future__ import annotations
-
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import NOBODY, PhasedFill, runnable_steps, serve_only, train_only

@@ -8,8 +8,6 @@ so as to gain the most accuracy. Here one model with exact DPO steps has neither
 from.
 """
 
-from __future__ import annotations
-
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only

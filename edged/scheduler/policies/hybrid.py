@@ -1,7 +1,5 @@
 """Iterations that serving and fine-tuning share, within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
-from __future__ import annotations
-
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues

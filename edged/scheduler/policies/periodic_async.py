@@ -5,8 +5,6 @@ meanwhile are answered by an outdated model. The figure says nothing of requests
 interrupt it, and it goes on in the next gap.
 """
 
-from __future__ import annotations
-
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import PhasedFill, runnable_steps, serve_only, train_only

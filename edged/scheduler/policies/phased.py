@@ -1,7 +1,5 @@
 """Iterations that only serve and iterations that only fine-tune: how policies without hybrid bins fill theirs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """All policies by name: what `scheduler.policy` and `--policy` choose from."""
 
-from __future__ import annotations
-
 from edged.scheduler.policies.adainf import ADAINF
 from edged.scheduler.policies.base import Row
 from edged.scheduler.policies.ekya import EKYA

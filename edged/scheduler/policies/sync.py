@@ -5,8 +5,6 @@ Unlike `edged.scheduler.policies.adainf`, which lets a whole queue of steps pass
 iteration after each step, so a stream of feedback slows answers down and does not stop them.
 """
 
-from __future__ import annotations
-
 from edged.scheduler.policies.adainf import StepsFirst
 from edged.scheduler.policies.base import Row
 

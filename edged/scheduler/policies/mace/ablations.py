@@ -1,7 +1,5 @@
 """MACE with one of its parts taken away (MACE 6.3 and Table 1)."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Iterator, Sequence

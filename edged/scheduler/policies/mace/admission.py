@@ -1,7 +1,5 @@
 """Which tasks work in an iteration, and which enter memory for it: MACE's priorities and Algorithm 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from edged.scheduler.cost.model import CostModel

@@ -1,7 +1,5 @@
 """Best-fit packing: MACE's Algorithm 1 as a pure function."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

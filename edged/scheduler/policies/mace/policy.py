@@ -1,7 +1,5 @@
 """The MACE policy: serving and fine-tuning share each iteration, by priority, memory and latency budget."""
 
-from __future__ import annotations
-
 import math
 
 from edged.scheduler.cost.model import CostModel

@@ -1,7 +1,5 @@
 """MACE's priorities (section 4.1), derived from one setting: how long serving may starve fine-tuning."""
 
-from __future__ import annotations
-
 import math
 
 from edged.settings.load import SchedulerSettings
