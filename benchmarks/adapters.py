@@ -54,11 +54,11 @@ class Bench(LocalEngine):
         self._generator = np.random.default_rng(0)
 
     def ask_at_random(self, name: str, adapter: str | None, tokens: int = ANSWER_TOKENS) -> float:
-        """Submit a request with a random prompt; the moment at which it was asked (monotonic clock)."""
+        """Submit a request with a random prompt; return its submission time (monotonic clock)."""
         return self.ask(name, self._generator.integers(8, self.vocab, PROMPT_TOKENS).tolist(), tokens, adapter)
 
     def moments(self) -> dict[str, list[float]]:
-        """Wait until all are answered: the moments of every request's tokens since the last call."""
+        """Wait until all requests are answered; return the times of each one's tokens since the last call."""
         return {name: answer.token_s for name, answer in self.wait().items()}
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class Bench(LocalEngine):
 
 
 def write_adapters(settings: Settings, model: Path, folder: Path, names: Iterable[str]) -> None:
-    """A small random version 1 of each, as if an engine of that folder had learned it."""
+    """Write a small random version 1 of each adapter, as if an engine of that folder had learned it."""
     files = Engine.build(settings, model, lambda _events: None, lambda _records: None, folder).adapter_files
     generator = torch.Generator().manual_seed(0)
     weights = {}
@@ -81,7 +81,7 @@ def write_adapters(settings: Settings, model: Path, folder: Path, names: Iterabl
 
 
 def batch_cost(model: Path, rounds: int) -> dict[str, Any]:
-    """Seconds between the tokens of a full decode batch, shared by none, one or many adapters; in turns."""
+    """Return seconds between the tokens of a full decode batch with no, one or many adapters; they take turns."""
     names = [f"user{index}" for index in range(max(ADAPTERS_IN_A_BATCH))]
     bench = Bench(model, names, {"align": {"max_active_adapters": len(names)}})
     try:
@@ -104,7 +104,7 @@ def batch_cost(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def _decode_gap(moments: dict[str, list[float]]) -> float:
-    """Median seconds between tokens while all requests decode."""
+    """Return the median seconds between tokens while all requests decode."""
     begin = max(times[0] for times in moments.values())
     end = min(times[-1] for times in moments.values())
     ticks = sorted({moment for times in moments.values() for moment in times if begin <= moment <= end})
@@ -112,7 +112,7 @@ def _decode_gap(moments: dict[str, list[float]]) -> float:
 
 
 def registered_cost(model: Path, registered: int, active: int) -> dict[str, Any]:
-    """The start with many adapters on disk; first tokens of users who are not in memory, and of those who are."""
+    """Measure a start with many adapters on disk, and TTFT of users whose adapters are on disk alone and in memory."""
     names = [f"user{index}" for index in range(registered)]
     bench = Bench(model, names, {"align": {"max_active_adapters": active, "max_loaded_adapters": active}})
     try:
@@ -153,7 +153,7 @@ def main() -> None:
         option("--active", "users who ask", 64, 8),
         quick="a 4 M parameter model and 100 adapters",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # as an engine chooses by itself
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # as an engine chooses by default
     dtype, rank = device_dtype(device), AlignSettings().rank
     machine = apart(lambda: measure_machine(torch.device(device), dtype))
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
@@ -167,13 +167,13 @@ def main() -> None:
 
 
 def batch_floors(sizes: Sizes, machine: Machine, counts: list[str]) -> dict[str, float]:
-    """Milliseconds between the batch's tokens, at least, by the number of adapters."""
+    """Return the least milliseconds between the batch's tokens, by the number of adapters."""
     context = PROMPT_TOKENS + ANSWER_TOKENS // 2
     return {count: 1e3 * decode(sizes, BATCH, context, int(count)).floor_s(machine) for count in counts}
 
 
 def crowd_floors(sizes: Sizes, machine: Machine) -> dict[str, float]:
-    """Milliseconds of a first token and between a stream's tokens, at least."""
+    """Return the least milliseconds of a first token and between a stream's tokens."""
     return {
         "ttft_floor_ms": 1e3 * prefill(sizes, PROMPT_TOKENS, adapters=1).floor_s(machine),
         "stream_gap_floor_ms": 1e3 * decode(sizes, 1, PROMPT_TOKENS).floor_s(machine),
@@ -181,7 +181,7 @@ def crowd_floors(sizes: Sizes, machine: Machine) -> dict[str, float]:
 
 
 def batch_lines(batch: dict[str, Any]) -> list[str]:
-    """The batch's times, their ratios, and the floors of both."""
+    """Return lines with the batch's times, their ratios, and the floors of both."""
     floor_ms = batch["floor_ms"]
     return [
         f"{count} adapters in a batch of {batch['batch']}: {batch['gap_ms'][count]['median']:.1f} ms "
@@ -192,7 +192,7 @@ def batch_lines(batch: dict[str, Any]) -> list[str]:
 
 
 def crowd_lines(crowd: dict[str, Any]) -> list[str]:
-    """First tokens and gaps, and their floors."""
+    """Return lines with TTFT, gaps, and their floors."""
     started = f"{crowd['registered']} registered: started in {crowd['start_s']:.1f} s"
     return [f"{started}, {crowd['loaded']} in memory at the end"] + [
         f"{label}: TTFT p50 {found['ttft_ms_p50']:.0f} ms, p95 {found['ttft_ms_p95']:.0f} ms (floor "

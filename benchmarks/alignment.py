@@ -65,39 +65,39 @@ from edged.text.tokenizer import Tokenizer
 
 OPPOSITE: tuple[Taste, Taste] = ("concise", "elaborate")
 FULL_LOAD = 0.9
-"""Of the requests per second that a burst reaches."""
+"""Request rate as a share of the rate that a burst reaches."""
 ALLOWED = 0.03
-"""Reward accuracy that a quarter may stay under the loop's."""
+"""Reward accuracy by which a quarter may stay below the loop's."""
 _SECOND_USER = 1_000_000
 """Added to the pair ids of the second of two users."""
 
 
 _LINE_EVERY_S = 10.0
 _Event = tuple[float, int, Arrival | TokenPair]
-"""When, which number of its kind, and what."""
+"""(time in seconds, number among its kind, the request or pair)."""
 Logps = Sequence[float]
-"""[chosen, rejected, reference chosen, reference rejected] of a pair, in nats."""
+"""[chosen, rejected, reference chosen, reference rejected] log-probabilities of a pair, in nats."""
 
 
 class AlignmentError(RuntimeError):
-    """A run cannot go on; the message says why."""
+    """A run cannot continue; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What an engine has to do in `seconds`: requests at `rate_per_s`, and pairs at even distances."""
+    """The load of an engine for `seconds`: requests at `rate_per_s`, and pairs at even distances."""
 
     model_dir: Path
     trace: RequestTrace
     rate_per_s: float
     seconds: float
     longest_drain_s: float = 300.0
-    """How long pairs may take that are not learned when the load ends."""
+    """Longest time to learn the pairs that are still queued when the load ends."""
     seed: int = 0
 
 
 class Notes(LearningRecorder):
-    """Everything that a run left behind."""
+    """A recorder of a run's scores, outcomes and versions, with its report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Notes(LearningRecorder):
         self.report: dict[str, Any] = {}
 
     def file_at(self, adapter: str, at_s: float) -> str | None:
-        """Weights of the newest version that was published by then and is on disk; None: nothing was learned yet."""
+        """Return the weights of the newest version published by `at_s` that is on disk; None before the first one."""
         known = [
             (moment_s - self.started_s, self.files[adapter, version.version])
             for moment_s, version in self.versions
@@ -116,12 +116,12 @@ class Notes(LearningRecorder):
 
 
 def run_under_load(load: Load, settings: Settings, pairs: Sequence[TokenPair], data_dir: Path) -> Notes:
-    """Serve and learn; the adapters' versions are in `data_dir` then.
+    """Serve and learn under the load; the adapters' versions are in `data_dir` afterwards.
 
     Raises AlignmentError, and what building an engine raises.
     """
     notes = Notes()
-    # Versions are kept and written often: they are what is scored afterwards.
+    # Versions are kept and written often, because they are scored afterwards.
     store = settings.store.model_copy(update={"save_every_s": 0.5, "keep_versions": 1_000_000})
     settings = settings.model_copy(update={"store": store})
     local = LocalEngine(load.model_dir, settings, data_dir, recorder=notes)
@@ -140,7 +140,7 @@ def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPai
         rate_per_s=load.rate_per_s,
         seconds=load.seconds,
         context_tokens=engine.max_context_tokens,
-        # Tokens that mean something to a tokenizer are among the first.
+        # A tokenizer's special tokens are among the first ids.
         token_ids=range(vocab // 8, vocab),
         seed=load.seed,
     )
@@ -191,7 +191,7 @@ def _check(engine: Engine) -> None:
 
 
 def _drain(engine: Engine, notes: Notes, load: Load) -> None:
-    """Open answers are given up; pairs that wait are learned, so that every one of them is told of."""
+    """Cancel open answers and wait until the queued pairs are learned, so that every pair has an outcome."""
     for request_id, answer in list(notes.answers.items()):
         if answer.finish is None:
             engine.cancel(request_id)
@@ -207,7 +207,7 @@ def _drain(engine: Engine, notes: Notes, load: Load) -> None:
 
 
 def figures(rows: Sequence[Logps]) -> dict[str, list[float | None]]:
-    """By quarter: reward accuracy (against the reference), win rate, CLPD in nats (MACE 3.1)."""
+    """Return by quarter: reward accuracy (against the reference), win rate, CLPD in nats (MACE 3.1)."""
     return {
         "reward_accuracy": quarters([_correct(*row) for row in rows]),
         "win_rate": quarters([float(c > r) for c, r, _, _ in rows]),
@@ -216,13 +216,13 @@ def figures(rows: Sequence[Logps]) -> dict[str, list[float | None]]:
 
 
 def _correct(chosen: float, rejected: float, ref_chosen: float, ref_rejected: float) -> float:
-    """1 where the margin is right, 0 where it is wrong; an untrained adapter is undecided everywhere: 0.5."""
+    """Return 1 if the reward margin is right, 0 if wrong, 0.5 if it is 0, as for an untrained adapter."""
     margin = (chosen - ref_chosen) - (rejected - ref_rejected)
     return float(margin > 0) if margin else 0.5
 
 
 def means(rows: Sequence[Logps]) -> dict[str, float]:
-    """The same over all pairs, of which there is at least one."""
+    """Return the same metrics over all pairs, of which there is at least one."""
     count = len(rows)
     return {
         "reward_accuracy": sum(_correct(*row) for row in rows) / count,
@@ -232,9 +232,9 @@ def means(rows: Sequence[Logps]) -> dict[str, float]:
 
 
 def before_training(notes: Notes, pairs: Sequence[TokenPair]) -> dict[str, list[float | None]]:
-    """`figures` by the engine's own scores, each by the version that was about to be trained on the pair.
+    """Return `figures` from the engine's own scores, each by the version that was about to be trained on the pair.
 
-    In the order in which the pairs came; a pair that was never scored is left out.
+    Rows are in the order in which the pairs came; a pair that was never scored is left out.
     """
     scores = {(score.adapter, score.pair_id): score for _, score in notes.scores}
     found = [scores[key] for pair in pairs if (key := (pair.adapter, pair.pair_id)) in scores]
@@ -242,7 +242,7 @@ def before_training(notes: Notes, pairs: Sequence[TokenPair]) -> dict[str, list[
 
 
 def on_arrival(notes: Notes, pairs: Sequence[TokenPair], reference: Reference) -> dict[str, list[float | None]]:
-    """`figures` of each pair by the version that answered when it came: what its user saw at that wall time."""
+    """Return `figures` of each pair by the version that was served when the pair came."""
     rows: list[Logps] = []
     for weights, group in groupby(
         pairs, key=lambda pair: notes.file_at(pair.adapter, notes.pairs[pair.pair_id].sent_s - notes.started_s)
@@ -254,7 +254,7 @@ def on_arrival(notes: Notes, pairs: Sequence[TokenPair], reference: Reference) -
 def held_out_over_time(
     notes: Notes, adapter: str, held_out: Sequence[TokenPair], reference: Reference, moments_s: Sequence[float]
 ) -> list[dict[str, float]]:
-    """`means` over pairs that were never trained on, by the version of each moment."""
+    """Return `means` over pairs that were never trained on, by the version that was served at each time."""
     found: dict[str | None, dict[str, float]] = {}
     series = []
     for at_s in moments_s:
@@ -266,12 +266,12 @@ def held_out_over_time(
 
 
 def score(reference: Reference, pairs: Sequence[TokenPair], file: str | None) -> list[list[float]]:
-    """The four sums of each pair by the weights in `file`; None: nothing was learned, the base model's."""
+    """Return the four log-probabilities of each pair under the weights in `file`; None: the base model's."""
     return reference.score(pairs, file) if file is not None else reference.base(pairs)
 
 
 def learning(notes: Notes) -> dict[str, Any]:
-    """Counts of pairs, steps and versions, and why any was taken back or skipped."""
+    """Return counts of pairs, steps and versions, and the reasons of rollbacks and skipped steps."""
     trained = [version.pairs for _, version in notes.versions if version.reason == "trained"]
     reasons = [version.reason for _, version in notes.versions if version.reason != "trained"]
     skipped: list[StepSkipped] = notes.skipped_steps
@@ -293,7 +293,7 @@ def learning(notes: Notes) -> dict[str, Any]:
 
 @dataclass
 class Bench:
-    """What all runs share."""
+    """The options, streams and reference model that all runs share."""
 
     options: Namespace
     codec: Tokenizer
@@ -303,11 +303,11 @@ class Bench:
     load: Load
 
     def stream(self, taste: Taste, adapter: str) -> list[TokenPair]:
-        """The taste's pairs, as many as asked for."""
+        """Return the taste's pairs, as many as the options ask for."""
         return relabel(self.online, taste, adapter, self.codec.decode)[: self.options.pairs_most]
 
     def held_out(self, taste: Taste) -> list[TokenPair]:
-        """The last pairs before the stream that the taste decides."""
+        """Return the last pairs before the stream on which the taste has a preference."""
         return relabel(self.earlier, taste, taste, self.codec.decode)[-self.options.held_out :]
 
 
@@ -351,7 +351,7 @@ def main() -> None:
 
 
 def parsed() -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     return parse(
         __doc__,
         PAIRS,
@@ -375,13 +375,13 @@ def parsed() -> Namespace:
 
 
 def settings_of(options: Namespace, policy: str) -> Settings:
-    """The defaults, or the file's, but for what must be told."""
+    """Return the default settings, or the file's, with the options of the run."""
     overrides = {"model.device": options.device, "scheduler.policy": policy}
     return load_settings(options.config, environ={}, overrides=overrides)
 
 
 def capacity(options: Namespace) -> float:
-    """Requests per second of a burst, as a replay measures it."""
+    """Return the requests per second of a burst, as a replay measures it."""
     settings = settings_of(options, "fcfs")
     plan = ReplayPlan(
         trace=options.trace,
@@ -399,7 +399,7 @@ def capacity(options: Namespace) -> float:
 
 
 def one_taste(bench: Bench, taste: Taste) -> dict[str, Any]:
-    """The loop, then every policy, for every seed."""
+    """Run the sequential loop, then every policy, for every seed."""
     pairs = bench.stream(taste, taste)
     found: dict[str, Any] = {"pairs": len(pairs), "loop": [], "policies": {name: [] for name in bench.options.policies}}
     for seed in range(bench.options.seeds):
@@ -413,7 +413,7 @@ def one_taste(bench: Bench, taste: Taste) -> dict[str, Any]:
 
 
 def loop(bench: Bench, taste: Taste, pairs: Sequence[TokenPair], seed: int) -> dict[str, Any]:
-    """The reference: what a script without a server reaches, and what the base model does without learning."""
+    """Run the reference: a sequential DPO loop without a server, and the base model without learning."""
     started = time.monotonic()
     rows = bench.reference.learn(pairs, seed)
     seconds = time.monotonic() - started
@@ -435,21 +435,22 @@ def loop(bench: Bench, taste: Taste, pairs: Sequence[TokenPair], seed: int) -> d
 
 
 def strayed(bench: Bench, pairs: Sequence[TokenPair], file: str | None) -> dict[str, float]:
-    """KL to the base in nats a token, and the change of NLL, of both answers of pairs under an adapter's weights."""
+    """Return KL to the base in nats a token, and the change of NLL, of both answers of each pair under an adapter's
+    weights."""
     texts = [(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)]
     nll, base, kl = map(sum, zip(*bench.reference.language(texts, file, keep=True), strict=True)) if file else (1, 1, 0)
     return {"kl_nats": kl / sum(len(answer) for _, answer in texts), "nll_change": nll / base - 1.0}
 
 
 def as_base(rows: Sequence[Logps]) -> list[Logps]:
-    """The same pairs by the reference policy itself."""
+    """Return the rows of the same pairs as the reference policy scores them."""
     return [[rc, rr, rc, rr] for _, _, rc, rr in rows]
 
 
 def loaded(
     bench: Bench, policy: str, pairs: Sequence[TokenPair], seed: int, tastes: dict[str, Taste]
 ) -> dict[str, Any]:
-    """One engine under load; `tastes` names each adapter's."""
+    """Run one engine under load; `tastes` maps adapter names to tastes."""
     options = bench.options
     seconds = len(pairs) / len(tastes) / options.pairs_per_s
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
@@ -463,7 +464,7 @@ def loaded(
 def one_user(
     bench: Bench, notes: Notes, pairs: Sequence[TokenPair], name: str, taste: Taste, seconds: float
 ) -> dict[str, Any]:
-    """What is told of an adapter."""
+    """Return the figures of one adapter."""
     own = [pair for pair in pairs if pair.adapter == name]
     count = bench.options.moments
     moments_s = [seconds * (number + 1) / count for number in range(count)]
@@ -478,7 +479,7 @@ def one_user(
 
 
 def opposite_tastes(bench: Bench, seed: int, tastes: dict[str, Any]) -> dict[str, Any]:
-    """Two users of one engine who want the opposite of each other, their pairs in turns."""
+    """Run two users with opposite tastes on one engine, their pairs in turns."""
     names = {f"{taste}-{seed}": taste for taste in OPPOSITE}
     streams = [bench.stream(taste, name) for name, taste in names.items()]
     say(f"{' and '.join(OPPOSITE)} at once, seed {seed}")
@@ -494,24 +495,24 @@ def opposite_tastes(bench: Bench, seed: int, tastes: dict[str, Any]) -> dict[str
 
 
 def average(rows: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Over seeds, by quarter."""
+    """Return the means over seeds, by quarter."""
     columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
     return [sum(column) / len(column) if column else None for column in columns]
 
 
 def quarter_text(values: Sequence[float | None], digits: int = 2) -> str:
-    """`0.61 0.72 0.80 0.91`."""
+    """Format quarters as `0.61 0.72 0.80 0.91`."""
     return " ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
 def worst_gap(ours: Sequence[float | None], loop_quarters: Sequence[float | None]) -> float | None:
-    """How far the worst quarter is over (+) or under (-) the loop's."""
+    """Return the worst quarter's difference to the loop's: positive if above, negative if below."""
     gaps = [a - b for a, b in zip(ours, loop_quarters, strict=True) if a is not None and b is not None]
     return min(gaps, default=None)
 
 
 def table(report: dict[str, Any]) -> str:
-    """Quarters and the last held-out CLPD as Markdown."""
+    """Return a Markdown table of the quarters and the last held-out CLPD."""
     columns = (
         "taste",
         "who",
@@ -538,7 +539,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def rows_of_taste(taste: str, found: dict[str, Any]) -> list[Sequence[object]]:
-    """The loop's row, one without training, and every policy's."""
+    """Return the loop's row, one without training, and every policy's."""
     loops = found["loop"]
 
     def mean(part: str, name: str) -> str:
@@ -566,7 +567,7 @@ def policy_row(
     users: Sequence[dict[str, Any]],
     loops: Sequence[dict[str, Any]],
 ) -> Sequence[object]:
-    """A policy's row over its seeds; what was scored in time is told of all users of a run together."""
+    """Return a policy's row over its seeds; the share scored in time is over all users of a run together."""
     in_time, sent = (sum(run[name] for run in runs) for name in ("scored_in_time", "pairs_sent"))
     ours = average([user["before_training"]["reward_accuracy"] for user in users])
     gap = worst_gap(ours, average([run["before_training"]["reward_accuracy"] for run in loops])) if loops else None
@@ -581,7 +582,7 @@ def policy_row(
 
 
 def far(runs: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Means of how far the language went."""
+    """Format the mean KL and change of NLL over `runs`."""
     kl, nll = (sum(run["language"][key] for run in runs) / len(runs) for key in ("kl_nats", "nll_change"))
     return f"{kl:.3f}", f"{nll:+.1%}"
 

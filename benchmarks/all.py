@@ -28,11 +28,11 @@ COMMITTED = ROOT / "docs" / "results" / "bench.json"
 OUTSIDE_AT_BATCH = 8
 
 Ratios = dict[str, dict[str, float]]
-"""By name: median, low and high of a ratio."""
+"""Maps a ratio's name to its median, low and high."""
 
 
 def main() -> None:
-    """Run all, print the table, compare."""
+    """Run all benchmarks, print the table, compare."""
     given = (
         option("--pairs", "preference pairs for the DPO steps; without them these are left out", type=existing_file),
         option("--trace", "a Mooncake trace; without it shared prefixes are left out", type=existing_file),
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(options: Namespace, output: Path) -> Ratios:
-    """Every benchmark's ratios, one after the other; each report goes through `output`."""
+    """Return every benchmark's ratios, run one after the other; each report is written to `output` first."""
     found: Ratios = {}
     quick = ["--quick"] if options.quick else []
     found |= iteration(run("iteration", output, *quick, "--batch", str(OUTSIDE_AT_BATCH)))
@@ -86,7 +86,7 @@ def measure(options: Namespace, output: Path) -> Ratios:
 
 
 def run(name: str, output: Path, *arguments: str) -> dict[str, Any]:
-    """One benchmark's report; its progress and its table go to stderr."""
+    """Run one benchmark and return its report; its progress and its table go to stderr."""
     say(f"== {name} {' '.join(arguments)}")
     began = time.monotonic()
     if call(name, output, *arguments, table=sys.stderr):
@@ -97,7 +97,7 @@ def run(name: str, output: Path, *arguments: str) -> dict[str, Any]:
 
 
 def count_instructions(output: Path, table: TextIO) -> dict[str, Any] | None:
-    """What benchmarks.instructions reports, its table to `table`; None, and a line why, where it cannot count."""
+    """Return benchmarks.instructions' report, its table in `table`; None, and a line why, if it cannot count."""
     table.flush()
     if call("instructions", output, table=table):
         say("tools/bench: instructions were not counted; the line above says why")
@@ -107,44 +107,44 @@ def count_instructions(output: Path, table: TextIO) -> dict[str, Any] | None:
 
 
 def call(name: str, output: Path, *arguments: str, table: TextIO) -> int:
-    """The exit code of a benchmark in a process of its own."""
+    """Run a benchmark in a process of its own; return its exit code."""
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--output", str(output)]
     return subprocess.run(command, stdout=table, env=environment()).returncode
 
 
 def moved(judged: dict[str, dict[str, Any]], counts: dict[str, Any] | None) -> list[str]:
-    """Names of ratios that left their range and of counts that are others. What is new has not moved."""
+    """Return the names of ratios that left their range and of counts that changed. New ones do not count."""
     ratios = [name for name, ratio in judged.items() if ratio["verdict"] in ("higher", "lower")]
     return ratios + [f"instructions of {name}" for name in (counts["moved"] if counts else {})]
 
 
 def iteration(report: dict[str, Any]) -> Ratios:
-    """The share of an iteration that is not the model's forward."""
+    """Return the share of an iteration that is not the model's forward."""
     ratios = {}
     for name, mix in report["decodes"][str(OUTSIDE_AT_BATCH)].items():
         share = _spread(mix["outside_share"])
-        # One run; a hundredth of an iteration more or less is no news.
+        # One run: a difference of a hundredth of an iteration is noise.
         wide = {"median": share["median"], "low": share["low"] - 0.01, "high": share["high"] + 0.01}
         ratios[f"share outside the model, {OUTSIDE_AT_BATCH} answers, {name}"] = wide
     return ratios
 
 
 def serving(report: dict[str, Any]) -> Ratios:
-    """Output tokens/s over each peer's."""
+    """Return ratios of output tokens/s to each peer's."""
     return {f"serving over {name}": _spread(ratio) for name, ratio in report["ratios"].items()}
 
 
 def dpo(report: dict[str, Any]) -> Ratios:
-    """Pairs/s over each peer's, and the share of its peak memory."""
+    """Return ratios of pairs/s and of peak memory to each peer's."""
     found = {f"DPO pairs/s over {name}": _spread(ratio) for name, ratio in report["speed_ratios"].items()}
     for name, ratio in report["memory_ratios"].items():
-        # A peak is one reading; allocation decides about a few percent of it.
+        # A peak is one reading, and the allocator moves it by a few percent.
         found[f"DPO memory of {name}'s"] = {"median": ratio, "low": 0.95 * ratio, "high": 1.05 * ratio}
     return found
 
 
 def prefix(report: dict[str, Any]) -> Ratios:
-    """Requests/s over those without prefix sharing."""
+    """Return the ratio of requests/s with prefix sharing to without."""
     found = report["workloads"]
     ratios = {name: item["ratios"]["requests_per_s"]["median"] for name, item in found.items()}
     # One round; rounds differ by a few percent.
@@ -155,7 +155,7 @@ def prefix(report: dict[str, Any]) -> Ratios:
 
 
 def preemption(report: dict[str, Any]) -> Ratios:
-    """An arrival's wait in lengths of the piece that ran when it came."""
+    """Return an arrival's wait in lengths of the piece that ran when it came."""
     waits = report["all"]["delay_in_pieces"]
     if waits is None:
         return {}
@@ -163,7 +163,7 @@ def preemption(report: dict[str, Any]) -> Ratios:
 
 
 def adapters(report: dict[str, Any]) -> Ratios:
-    """Time of a decode batch over that with one adapter."""
+    """Return ratios of a decode batch's time to the time with one adapter."""
     ratios = report["batch"]["over_one_adapter"]
     return {
         f"batch time with {count} adapters over one": _spread(ratio) for count, ratio in ratios.items() if count != "1"
@@ -175,7 +175,7 @@ def _spread(ratio: dict[str, float]) -> dict[str, float]:
 
 
 def verdict(now: dict[str, float], before: dict[str, float] | None) -> str:
-    """Whether a ratio left the range that it was in."""
+    """Return a word for whether a ratio left its committed range."""
     if before is None:
         return "new"
     if now["low"] > before["high"]:
@@ -184,7 +184,7 @@ def verdict(now: dict[str, float], before: dict[str, float] | None) -> str:
 
 
 def show(found: Ratios, committed: Ratios) -> None:
-    """The table, and what moved."""
+    """Print the table, and the ratios that moved."""
     width = max(map(len, found))
     print(f"{'ratio':{width}}  now                   committed             ")
     for name, ratio in found.items():

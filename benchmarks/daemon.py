@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def watch(idle_s: float) -> dict[str, float]:
-    """One daemon from its start to its end."""
+    """Watch one daemon from its start to its end."""
     daemon = TemporaryDaemon()
     try:
         ready_s = daemon.wait_until_ready()
@@ -69,7 +69,7 @@ def watch(idle_s: float) -> dict[str, float]:
 
 
 def lag(clients: int, seconds: float) -> dict[str, float]:
-    """Percentiles of `/healthz`'s latency, in ms, while `clients` stream."""
+    """Return percentiles of `/healthz`'s latency, in ms, while `clients` stream."""
     daemon = TemporaryDaemon()
     load = None
     try:
@@ -93,7 +93,7 @@ def lag(clients: int, seconds: float) -> dict[str, float]:
 
 
 def stream(socket: Path, clients: int) -> None:
-    """Ask for long answers for ever, `clients` at once."""
+    """Request long answers without end, `clients` at once."""
 
     def one() -> None:
         with Client(Address(sockets=(socket,)), 60.0) as client:

@@ -42,15 +42,16 @@ from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 LONGEST_PAIR_TOKENS = 1024
 EDGED, TRL, TRL_FAST, TRL_SMALL = "edged", "TRL", "TRL without checkpointing", "TRL pair by pair"
 SIDES = (EDGED, TRL, TRL_FAST, TRL_SMALL)
-"""TRL with its defaults; as fast as it can; and with one pair per forward, gradients accumulated, to save memory."""
+"""Sides of the benchmark. TRL: its defaults; its fastest options; and one pair per forward with accumulated gradients,
+to save memory."""
 _TokenizedPair = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every side is told at its start.
+    """The job of every side.
 
-    `warm_model` is a small model of the same vocabulary: a step on it loads what is loaded late.
+    `warm_model` is a small model of the same vocabulary, for a warm-up step that loads lazily imported code.
 
     `pairs` is a JSON list of {"prompt", "chosen", "rejected"} texts for TRL, of {"prompt_ids", "chosen_ids",
     "rejected_ids", "ref_chosen_logp", "ref_rejected_logp"} for edged.
@@ -69,7 +70,7 @@ class Job:
 
 
 class _Meter:
-    """Time of each step and peak memory above the weights."""
+    """A meter of each step's time and peak memory above the weights."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -78,7 +79,7 @@ class _Meter:
         self._started = 0.0
 
     def weights(self, model_dir: str) -> None:
-        """Leave the weights of `model_dir`, as they are on disk or in half precision, out of the count."""
+        """Subtract the weights of `model_dir`, as they are on disk or in half precision, from the memory."""
         from safetensors import safe_open
 
         with safe_open(Path(model_dir) / "model.safetensors", "pt") as file:
@@ -86,12 +87,12 @@ class _Meter:
         self._weights = numbers * (2 if self._device.type == "cuda" else 4)
 
     def begin(self) -> None:
-        """A step starts."""
+        """Start a step's measurement."""
         start_peak(self._device)
         self._started = time.perf_counter()
 
     def end(self) -> dict[str, Any]:
-        """The step ended: its time and memory."""
+        """End a step's measurement; return its time and memory."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started
@@ -99,7 +100,7 @@ class _Meter:
 
 
 def run_edged(job: Job, converse: Conversation) -> None:
-    """Each question `{"step": N}` is one optimizer step on the N-th group of pairs."""
+    """Answer questions: each `{"step": N}` is one optimizer step on the N-th group of pairs."""
     pairs: list[_TokenizedPair] = json.loads(Path(job.pairs).read_text())
     warm = _EdgedLearner(job, job.warm_model)
     warm.learn(0, pairs[: job.pairs_per_step])
@@ -116,7 +117,7 @@ def run_edged(job: Job, converse: Conversation) -> None:
 
 
 class _EdgedLearner:
-    """The engine with one adapter and nothing to serve."""
+    """An engine with one adapter and nothing to serve."""
 
     def __init__(self, job: Job, model: str) -> None:
         from benchmarks.support.local_engine import LocalEngine
@@ -140,7 +141,7 @@ class _EdgedLearner:
         self._local = LocalEngine(Path(model), settings)
 
     def learn(self, first_id: int, pairs: Sequence[_TokenizedPair]) -> float:
-        """One optimizer step; returns the mean loss before it."""
+        """Run one optimizer step; return the mean loss before it."""
         from edged.align.feedback.pair import TokenPair
 
         recorder = self._local.recorder
@@ -170,7 +171,7 @@ class _EdgedLearner:
 
 
 def run_trl(job: Job, converse: Conversation, checkpointing: bool, pairs_per_forward: int) -> None:
-    """The first question prepares and is answered with the pairs in tokens; each further one is a step."""
+    """Answer questions: the first one prepares and returns the pairs in tokens; each further one is a step."""
     texts: list[dict[str, str]] = json.loads(Path(job.pairs).read_text())
     warm = _make_trainer(job, job.warm_model, texts[: job.pairs_per_step], checkpointing, pairs_per_forward)
     warm.train()
@@ -189,7 +190,8 @@ def run_trl(job: Job, converse: Conversation, checkpointing: bool, pairs_per_for
 def _make_trainer(
     job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool, pairs_per_forward: int
 ) -> Any:
-    """TRL as its documentation shows it, but for the precision, and with the pairs in their given order."""
+    """Make TRL's trainer as its documentation shows it, except for the precision, with the pairs in their given
+    order."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
@@ -227,7 +229,7 @@ def _make_trainer(
 
 
 def _tokenized(row: dict[str, Any]) -> _TokenizedPair:
-    """A row of TRL's prepared data set as edged takes it."""
+    """Convert a row of TRL's prepared data set to edged's tokenized pair."""
     return {
         "prompt_ids": row["prompt_ids"],
         "chosen_ids": row["chosen_ids"],
@@ -241,7 +243,7 @@ def _step_callback(converse: Conversation, meter: _Meter) -> Any:
     from transformers import TrainerCallback
 
     class StepByStep(TrainerCallback):
-        """Waits for a question before each optimizer step and answers after it."""
+        """A trainer callback that waits for a question before each optimizer step and answers after it."""
 
         def __init__(self) -> None:
             self._measured: dict[str, Any] = {}
@@ -269,7 +271,7 @@ _RUN: dict[str, Callable[[Job, Conversation], None]] = {
 
 
 def be_side(name: str, told: str) -> None:
-    """See `_RUN` for the questions."""
+    """Run as a side; see `_RUN` for the questions."""
     _RUN[name](Job(**json.loads(told)), Conversation())
 
 
@@ -319,7 +321,7 @@ def main() -> None:
 
 
 def as_text(pair: dict[str, Any]) -> dict[str, str]:
-    """A pair as plain text: HH-RLHF's way of writing dialogues."""
+    """Convert a pair to plain text, with dialogues in HH-RLHF's format."""
     names = {"user": "Human", "assistant": "Assistant"}
     turns = [f"\n\n{names.get(turn['role'], turn['role'])}: {turn['content']}" for turn in pair.get("messages", ())]
     prompt = "".join([*turns, "\n\nAssistant:"]) if turns else pair["prompt"]
@@ -329,7 +331,8 @@ def as_text(pair: dict[str, Any]) -> dict[str, str]:
 def choose_pairs(
     texts: list[dict[str, Any]], directory: Path, vocab: int, count: int, prompt_share: float
 ) -> list[dict[str, Any]]:
-    """The first `count` pairs that are short enough and have prompts long enough, by a tokenizer trained on all."""
+    """Return the first `count` pairs that are short enough, with long enough prompts, by a tokenizer trained on all
+    texts."""
     tokenizer = write_tokenizer(directory, (text for pair in texts for text in pair.values()), vocab)
     chosen = []
     for pair in texts:
@@ -342,7 +345,7 @@ def choose_pairs(
 
 
 def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: Machine) -> dict[str, Any]:
-    """TRL's sides prepare, edged gets the very tokens and reference log-probabilities; then steps in turns."""
+    """Measure steps in turns; edged gets the tokens and reference log-probabilities that TRL prepared."""
     header = report_header(job.device)
     with open_sides(sides_of("benchmarks.dpo", peer_names, job)) as running:
         prepared = [side.ask({})["pairs"] for side in running]
@@ -380,7 +383,7 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: 
 
 
 def floors(job: Job, pairs: list[dict[str, Any]], steps: int, machine: Machine) -> list[float]:
-    """Seconds that each measured step must take; the first group of pairs is the warm-up's."""
+    """Return the least seconds of each measured step; the first group of pairs is the warm-up's."""
     sizes = Sizes.of(Path(job.model), job.dtype, job.rank)
     lengths = [(len(pair["prompt_ids"]), len(pair["chosen_ids"]), len(pair["rejected_ids"])) for pair in pairs]
     groups = (lengths[step * job.pairs_per_step :][: job.pairs_per_step] for step in range(1, steps + 1))
@@ -388,12 +391,12 @@ def floors(job: Job, pairs: list[dict[str, Any]], steps: int, machine: Machine) 
 
 
 def step_text(answer: dict[str, Any]) -> str:
-    """A step in a line of progress."""
+    """Format a step as a line of progress."""
     return f"{answer['seconds']:.2f} s, {answer['peak_bytes'] / 2**20:.0f} MiB, loss {answer['loss']:.4f}"
 
 
 def table(report: dict[str, Any]) -> str:
-    """The ratios as a Markdown table; rates only where they belong to a GPU."""
+    """Return the ratios as a Markdown table; rates only for a GPU."""
     ratios = [
         (f"{name} (its defaults)" if name == TRL else name, Spread.read(ratio).text(), f"{memory:.2f}")
         for (name, ratio), memory in zip(report["speed_ratios"].items(), report["memory_ratios"].values(), strict=True)

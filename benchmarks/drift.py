@@ -35,29 +35,29 @@ from edged.text.tokenizer import Tokenizer
 PAIRS = 270
 BEFORE = 150
 RETURN_AFTER, ATTACKS = 60, 40
-"""Pairs after which a change is taken back, and of an attack."""
+"""Pairs after which a change is taken back, and the number of pairs of an attack."""
 WINDOW = 20
 Stream = Callable[[Sequence[TokenPair]], list[TokenPair]]
 
 
 def flipped(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """The same pairs with the opposite preference."""
+    """Return the same pairs with the opposite preference."""
     return [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in pairs]
 
 
 def flip(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """The opposite taste from one pair to the next."""
+    """Switch to the opposite taste from one pair to the next."""
     return [*pairs[:BEFORE], *flipped(pairs[BEFORE:])]
 
 
 def there_and_back(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """The opposite taste, and after RETURN_AFTER pairs the first one again."""
+    """Switch to the opposite taste, and after RETURN_AFTER pairs back to the first one."""
     middle = BEFORE + RETURN_AFTER
     return [*pairs[:BEFORE], *flipped(pairs[BEFORE:middle]), *pairs[middle:]]
 
 
 def gradual(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """The opposite taste ever more often: from no pair to every one within RETURN_AFTER pairs."""
+    """Flip ever more pairs: from none to every one within RETURN_AFTER pairs."""
     found = list(pairs[:BEFORE])
     for index, pair in enumerate(pairs[BEFORE:]):
         # The share of flipped pairs so far follows the ramp.
@@ -67,24 +67,25 @@ def gradual(pairs: Sequence[TokenPair]) -> list[TokenPair]:
 
 
 def by_topic(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """Two tastes of one user from the change on: the opposite one for prompts of an even number of tokens."""
+    """Give one user two tastes: the opposite one for prompts of an even number of tokens."""
     after = [flipped([pair])[0] if len(pair.prompt) % 2 == 0 else pair for pair in pairs[BEFORE:]]
     return [*pairs[:BEFORE], *after]
 
 
 def attack(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """ATTACKS pairs of the opposite taste from elsewhere, then the user's own again."""
+    """Replace ATTACKS pairs after the first BEFORE by imported ones of the opposite taste; the rest stays the user's
+    own."""
     middle = BEFORE + ATTACKS
     return [*pairs[:BEFORE], *foreign(flipped(pairs[BEFORE:middle])), *pairs[middle:]]
 
 
 def imported(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """One taste throughout, none of it by the user's own signals."""
+    """Mark all pairs of one taste as imported, none as the user's own signals."""
     return foreign(pairs)
 
 
 def foreign(pairs: Sequence[TokenPair]) -> list[TokenPair]:
-    """The same pairs as if another account had said them."""
+    """Return the same pairs as if another account had sent them."""
     return [replace(pair, direct=False) for pair in pairs]
 
 
@@ -99,7 +100,7 @@ STREAMS: dict[str, Stream] = {
 
 
 def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
-    """Give an adapter that knows nothing one pair after the other; its accuracies, and the outcomes of the pairs."""
+    """Give the pairs to an untrained adapter one by one; return its accuracies, and the outcomes of the pairs."""
     first = len(bench.recorder.versions)
     margins = {score.pair_id: score.reward_margin for score in bench.learn(pairs, one_by_one=True)}
     held = {
@@ -118,7 +119,8 @@ def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
 
 
 def by_window(margins: Sequence[float | None]) -> list[float | None]:
-    """Reward accuracy of the BEFORE pairs' last window and of each WINDOW after them; unscored pairs are left out."""
+    """Return reward accuracy of the BEFORE pairs' last window and of each WINDOW after them; unscored pairs are left
+    out."""
     bounds = [BEFORE - WINDOW, *range(BEFORE, len(margins) + 1, WINDOW)]
     found: list[float | None] = []
     for start, stop in pairwise(bounds):
@@ -166,7 +168,7 @@ def main() -> None:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Means over seeds, as Markdown."""
+    """Return means over seeds, as Markdown."""
     rows = []
     for name in dict.fromkeys(run["stream"] for run in runs):
         group = [run for run in runs if run["stream"] == name]
@@ -182,7 +184,7 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def means(rows: Sequence[Sequence[float | None]]) -> list[str]:
-    """Means by column over the rows that have a value there."""
+    """Return means by column over the rows that have a value in it."""
     columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
     return [f"{statistics.fmean(column):.2f}" if column else "-" for column in columns]
 

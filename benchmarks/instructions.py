@@ -33,10 +33,10 @@ from edged.scheduler.task import IterationResult
 
 COMMITTED = ROOT / "docs" / "results" / "instructions.json"
 MOVED_SHARE = 0.02
-"""A count that differs by more has moved: two runs of the same code differ by far less."""
+"""Relative difference beyond which a count has moved: two runs of the same code differ by far less."""
 TASKS = 64
 REPEATS = 20
-"""Calls of a piece that are counted together; reports are per call."""
+"""Calls of a piece that one count covers; reports are per call."""
 _WARM_ROUNDS = 20
 _PAGE_SIZE, _CONTEXT_TOKENS = 16, 2048
 _DECODES, _PROMPTS, _PROMPT_TOKENS, _SLOTS = 32, 3, 256, 4
@@ -45,7 +45,7 @@ Pieces = dict[str, Callable[[], None]]
 
 
 def pieces() -> Pieces:
-    """Every piece by name; each may run once, and runs its call REPEATS times."""
+    """Return every piece by name; each may run once, and runs its call REPEATS times."""
     found: Pieces = {}
     for name, mix in all_mixes("mace", TASKS).items():
         found |= _decisions(name, mix)
@@ -53,7 +53,7 @@ def pieces() -> Pieces:
 
 
 def _decisions(name: str, mix: Mix) -> Pieces:
-    """Plans and completions of successive iterations, from copies of the states before them."""
+    """Return the plans and completions of successive iterations, from copies of the states before them."""
     plans: list[Mix] = []
     completions: list[tuple[Mix, IterationResult]] = []
     for number in range(_WARM_ROUNDS + REPEATS):
@@ -78,7 +78,7 @@ def _decisions(name: str, mix: Mix) -> Pieces:
 
 
 def _packing() -> Pieces:
-    """A decode batch; and one with prompts beside it, one of them in its second chunk, under several adapters."""
+    """Return the packing of a decode batch, and of one with prompts, one in its second chunk, and several adapters."""
     torch.set_num_threads(1)
     chance = random.Random(0)
     pages_each = _CONTEXT_TOKENS // _PAGE_SIZE
@@ -97,7 +97,7 @@ def _packing() -> Pieces:
         mixed.append(segment(_DECODES + number, _PROMPT_TOKENS * (number % 2), _PROMPT_TOKENS, number % _SLOTS))
 
     def packed(segments: list[Segment]) -> Callable[[], None]:
-        pack(segments, kv, kv.keys.device)  # what is loaded late is loaded now
+        pack(segments, kv, kv.keys.device)  # warm-up: code that is imported lazily is loaded here
 
         def run() -> None:
             for _ in range(REPEATS):
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def measure() -> dict[str, Any]:
-    """Instructions per call, and what they depend on."""
+    """Return instructions per call, and the versions and processor that they depend on."""
     with Counter("benchmarks.instructions") as counter:
         counts = {name: round(counter.count(name) / REPEATS) for name in pieces()}
     valgrind = subprocess.run(["valgrind", "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -142,14 +142,14 @@ def measure() -> dict[str, Any]:
 
 
 def moved(report: dict[str, Any], committed: dict[str, Any] | None) -> dict[str, float]:
-    """By name, the ratio of each count that left the committed one by more than 2 %."""
+    """Return, by name, the ratio of each count that differs from the committed one by more than 2 %."""
     before = committed["instructions_per_call"] if committed else {}
     ratios = {name: count / before[name] for name, count in report["instructions_per_call"].items() if name in before}
     return {name: ratio for name, ratio in ratios.items() if abs(ratio - 1.0) > MOVED_SHARE}
 
 
 def table(report: dict[str, Any], committed: dict[str, Any] | None) -> str:
-    """The counts, what they were, and which moved."""
+    """Return a table of the counts, the committed ones, and which moved."""
     before = committed["instructions_per_call"] if committed else {}
     far = moved(report, committed)
     width = max(map(len, report["instructions_per_call"]))

@@ -50,8 +50,8 @@ BATCHES = (1, 8, 32)
 PROMPT_TOKENS, ANSWER_TOKENS = 256, 24
 PREFILL_TOKENS = 2048
 _PEAKED = 0.08
-"""Random weights find all tokens nearly as likely as each other. At this temperature a few are likely, as with trained
-weights."""
+"""A low temperature. Random weights make all tokens nearly equally likely; at this one a few are likely, as with
+trained weights."""
 MIXES: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": _PEAKED},
@@ -66,18 +66,19 @@ MIXES: dict[str, dict[str, float]] = {
 }
 """Sampling parameters by name."""
 _WARM_UP = 2
-"""Full iterations that do not count: buffers of the batch's size are allocated in them."""
+"""Full iterations that are not counted: they allocate buffers of the batch's size."""
 
 
 class ForwardClock:
-    """Seconds of the model's forwards: on CUDA the device's, from the first kernel of each to its last."""
+    """A clock of the model's forwards, in seconds: on CUDA the device's time, from the first kernel of each to its
+    last."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
 
     def timed(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, remembered from begin to end."""
+        """Return `run` with its begin and end recorded."""
 
         def call(*arguments: Any, **named: Any) -> Any:
             begin = self._mark()
@@ -95,7 +96,7 @@ class ForwardClock:
         return event
 
     def take_s(self) -> float:
-        """Seconds since the last call; waits for the device."""
+        """Return the forwards' seconds since the last call; waits for the device."""
         spans, self._spans = self._spans, []
         if not self._cuda:
             return sum(end - begin for begin, end in spans)
@@ -106,7 +107,7 @@ class ForwardClock:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One call of `ModelRunner.run`: its moments, the model's part of it, its sequences and their tokens."""
+    """One call of `ModelRunner.run`: its times, the model's part of it, its sequences and their tokens."""
 
     began_s: float
     ended_s: float
@@ -116,7 +117,7 @@ class Ran:
 
 
 class WatchedEngine(LocalEngine):
-    """An engine in process whose iterations are remembered."""
+    """An engine in process that records its iterations."""
 
     def __init__(self, model: Path, device: str, dtype: str) -> None:
         self.ran: list[Ran] = []
@@ -125,7 +126,7 @@ class WatchedEngine(LocalEngine):
 
     def _watch(self, parts: Engine) -> None:
         self._clock, self._run = ForwardClock(parts.model.device), parts.runner.run
-        # Methods of single objects are watched.
+        # Methods of single objects are wrapped.
         setattr(parts.runner, "run", self._watched)  # noqa: B010
         setattr(parts.model, "forward", self._clock.timed(parts.model.forward))  # noqa: B010
         if parts.runner.graphs is not None:
@@ -140,7 +141,7 @@ class WatchedEngine(LocalEngine):
         return work
 
     def answer(self, prompts: Sequence[tuple[int, ...]], tokens: int, mix: dict[str, Any]) -> list[Ran]:
-        """Answer all prompts at once; the iterations that it took. RuntimeError where one is not answered."""
+        """Answer all prompts at once; return the iterations that ran. Raises RuntimeError if one is not answered."""
         ran: list[Ran] = []
         self.ran = ran
         for prompt in prompts:
@@ -150,13 +151,13 @@ class WatchedEngine(LocalEngine):
 
 
 def measure(model: Path, device: str, dtype: str, batches: Sequence[int]) -> dict[str, Any]:
-    """Every mix at every batch size of `batches`, and a long prompt."""
+    """Measure every mix at every batch size of `batches`, and a long prompt."""
     engine = WatchedEngine(model, device, dtype)
     try:
         random = np.random.default_rng(0)
         prompts = [tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist()) for _ in range(max(batches))]
         say(f"{len(prompts)} prompts of {PROMPT_TOKENS} tokens")
-        # From here on they are found among the shared prefixes, so that all answers begin together.
+        # Warm-up: from here on the prompts are cached prefixes, so that all answers begin together.
         engine.answer(prompts, 1, MIXES["greedy"])
         decodes: dict[str, dict[str, Any]] = {}
         for batch in batches:
@@ -174,8 +175,8 @@ def measure(model: Path, device: str, dtype: str, batches: Sequence[int]) -> dic
 
 
 def outside(ran: Sequence[Ran], batch: int) -> dict[str, Any]:
-    """Of the iterations that decode all of `batch`: seconds from one's begin to the next one's, and what of it was not
-    the model's forward, in seconds and as a share. RuntimeError where there are too few."""
+    """Return times of the iterations that decode all of `batch`: seconds from one's begin to the next one's, and the
+    part outside the model's forward, in seconds and as a share. Raises RuntimeError if there are too few."""
     full = [
         (now.forward_s, then.began_s - now.began_s)
         for now, then in pairwise(ran)
@@ -208,7 +209,7 @@ def main() -> None:
 
 
 def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
-    """Measure at these numbers of answers, and set beside what the device can do."""
+    """Measure at these batch sizes; compare with the limits of the device."""
     header, dtype = report_header(device), device_dtype(device)
     machine = apart(lambda: measure_machine(torch.device(device), dtype))
     copy = apart(lambda: copy_bytes_per_s(torch.device(device)))
@@ -237,7 +238,7 @@ def run(size: str, device: str, batches: Sequence[int]) -> dict[str, Any]:
 
 
 def shares(work: Work, took_s: float, machine: Machine, copy: float) -> dict[str, float]:
-    """How far a piece of work that took `took_s` came of what the device reaches."""
+    """Return the bandwidth and rate of a piece of work that took `took_s`, as shares of what the device reaches."""
     return {
         "ms": 1e3 * took_s,
         "floor_ms": 1e3 * work.floor_s(machine),
@@ -247,7 +248,7 @@ def shares(work: Work, took_s: float, machine: Machine, copy: float) -> dict[str
 
 
 def table(report: dict[str, Any]) -> str:
-    """Both tables as Markdown."""
+    """Return both tables as Markdown."""
     machine = report["machine"]
     reached = Machine(machine["bytes_per_s"], machine["operations_per_s"]).text()
     lines = [

@@ -80,27 +80,27 @@ _ALONE = {
 }
 Tokens = tuple[int, ...]
 _ANSWER_TOKENS = 120
-"""Answers are cut there."""
+"""Longest answer in tokens; longer ones are cut."""
 _LONGEST_S = 1800.0
-"""Learning or answering that takes longer has gone wrong."""
+"""Time limit for learning or answering."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """Prompts that no adapter learns from, with the base model's own answers to them."""
+    """Prompts that no adapter is trained on, with the base model's own answers to them."""
 
     prompts: Sequence[Tokens]
     greedy: Sequence[Tokens]
     sampled: Sequence[Tokens]
     unseen: Sequence[TokenPair]
-    """Pairs that no adapter learns from: text by others, for NLL, KL and reward accuracy."""
+    """Pairs that no adapter is trained on, written by others, for NLL, KL and reward accuracy."""
 
 
 class Bench(LocalEngine):
-    """An engine, which learns and answers, and transformers with peft beside it as the judge of NLL and KL."""
+    """An engine that learns and answers, with transformers and peft beside it as the judge of NLL and KL."""
 
     def __init__(self, model: Path, settings: Settings, reference: Reference) -> None:
-        """Raises what building an engine raises."""
+        """Build the engine. Raises what building an engine raises."""
         self._folder = tempfile.TemporaryDirectory(prefix="edged-")
         super().__init__(model, settings, Path(self._folder.name))
         self.settings, self.reference, self.codec = settings, reference, Tokenizer.load(model)
@@ -113,7 +113,7 @@ class Bench(LocalEngine):
         self._folder.cleanup()
 
     def answers(self, asked: Sequence[Tokens], adapter: str | None, temperature: float) -> list[Tokens]:
-        """The answers to prompts in tokens, EOS included where there is one; those of equal seeds are equal."""
+        """Return the answers to tokenized prompts, with EOS if they end in one; equal seeds give equal answers."""
         ids = [f"exam-{next(self._numbers)}" for _ in asked]
         for seed, (request_id, prompt) in enumerate(zip(ids, asked, strict=True)):
             self.ask(request_id, prompt, _ANSWER_TOKENS, adapter, temperature=temperature, seed=seed, ignore_eos=False)
@@ -121,11 +121,11 @@ class Bench(LocalEngine):
         return [tuple(event.token_id for event in self.recorder.tokens.pop(request_id, ())) for request_id in ids]
 
     def exam(self, asked: Sequence[Tokens], unseen: Sequence[TokenPair]) -> Exam:
-        """The base model's part of an exam."""
+        """Return an exam with the base model's answers."""
         return Exam(asked, self.answers(asked, None, 0.0), self.answers(asked, None, 1.0), unseen)
 
     def own_pairs(self, count: int, seed: int, fresh: bool = False) -> list[TokenPair]:
-        """Pairs of the demo model's own answers to questions of daily life, two sampled ones each."""
+        """Return pairs of the demo model's own answers to everyday questions, two sampled ones each."""
         source = prompts(seed, fresh=fresh, with_units=True)
         asked = [tuple(self.codec.render_chat([{"role": "user", "content": next(source)}])) for _ in range(count)]
         both: list[list[Tokens]] = []
@@ -142,7 +142,8 @@ class Bench(LocalEngine):
     # -- one adapter -------------------------------------------------------------------------------------------------
 
     def learn(self, pairs: Sequence[TokenPair], one_by_one: bool) -> list[PairScored]:
-        """Have an adapter learn `pairs`, all at once or each when the one before is learned; their scores before."""
+        """Train an adapter on `pairs`, all at once or each after the one before; return the pairs' scores before
+        training."""
         recorder = self.recorder
         first = len(recorder.scores)
         for part in [[pair] for pair in pairs] if one_by_one else [list(pairs)]:
@@ -159,7 +160,7 @@ class Bench(LocalEngine):
         return all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids)
 
     def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
-        """What a person gets: answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.
+        """Measure the answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.
 
         The adapter's present weights are written to the file `weights`, in PEFT's format.
         """
@@ -187,14 +188,14 @@ class Bench(LocalEngine):
         return found
 
     def _nll_change(self, texts: Sequence[tuple[Tokens, Tokens]], file: str) -> float:
-        """Relative change of the NLL of texts against the base model's."""
+        """Return the relative change of the texts' NLL against the base model's."""
         policy, base, _ = map(sum, zip(*self.reference.language(texts, file, keep=True), strict=True))
         return policy / base - 1.0
 
     def _judge(
         self, exam: Exam, answers: Sequence[Tokens], before: Sequence[Tokens], taste: Taste | DemoTaste, file: str
     ) -> dict[str, Any]:
-        """Answers of one kind beside the base model's: shares that follow the taste, lengths, fluency, repetition."""
+        """Compare answers with the base model's: shares that follow the taste, lengths, fluency, repetition."""
         said = [(p, a) for p, a in zip(exam.prompts, answers, strict=True) if a]
         tokens = sum(len(a) for _, a in said)
         rows = self.reference.language(said, file)
@@ -204,7 +205,7 @@ class Bench(LocalEngine):
             "repetition": statistics.fmean(map(repetition, answers)),
             "repetition_base": statistics.fmean(map(repetition, before)),
             "base_nll": sum(row[1] for row in rows) / tokens,
-            # Of its own sampled answers the difference of both NLLs is an estimate of KL(policy || base).
+            # On the policy's own sampled answers the NLLs' difference is an estimate of KL(policy || base).
             "own_kl_nats": sum(row[1] - row[0] for row in rows) / tokens,
             "texts": [self.codec.decode(a) for a in answers[:3]],
         }
@@ -222,7 +223,7 @@ class Bench(LocalEngine):
 
 @contextmanager
 def open_bench(model: Path, settings: Settings, recipe: Recipe) -> Iterator[Bench]:
-    """A bench beside the reference loop of `recipe`; both are closed at last."""
+    """Open a bench beside the reference loop of `recipe`; both are closed on exit."""
     with open_sides([side_of(recipe)]) as (side,):
         bench = Bench(model, settings, Reference(side))
         try:
@@ -238,7 +239,7 @@ def stream(
     decode: Callable[[Sequence[int]], str],
     seed: int,
 ) -> list[TokenPair]:
-    """A taste's pairs for an adapter in an order of the seed's; ids are unique over all streams of a process."""
+    """Return a taste's pairs for an adapter, shuffled by the seed; ids are unique over all streams of a process."""
     own = relabel(pairs, taste, adapter, decode)
     random.Random(seed).shuffle(own)
     return [replace(pair, pair_id=next(_IDS)) for pair in own]
@@ -277,7 +278,7 @@ def main() -> None:
 
 
 def parsed() -> Namespace:
-    """The command line."""
+    """Parse the command line."""
     given = (
         option("--model", 'a model\'s directory, or "demo"', type=model_or_demo, required=True),
         option("--pairs", "HH-RLHF dialogues: a (gzipped) JSONL file", type=existing_file),
@@ -303,14 +304,14 @@ def parsed() -> Namespace:
 
 
 def model_or_demo(text: str) -> Path:
-    """A model's directory, or the word."""
+    """Parse a model's directory or the word "demo"."""
     return Path(text) if text == "demo" else model_folder(text)
 
 
 def measures(
     bench: Bench, exam: Exam, pairs: Sequence[TokenPair], taste: Any, options: Namespace, weights: Path
 ) -> Iterator[dict[str, Any]]:
-    """The measures after each count of pairs that the engine learned."""
+    """Yield the measures after each count of pairs that the engine learned."""
     adapter, done, scores = pairs[0].adapter, 0, []
     for count in sorted({min(count, len(pairs)) for count in options.counts}):
         scores += bench.learn(pairs[done:count], options.one_by_one)
@@ -321,20 +322,20 @@ def measures(
 
 
 def material(options: Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
-    """(pairs to learn from, the exam); both are the same for every run."""
+    """Return (training pairs, exam); both are the same for every run."""
     if options.pairs is None:
         learnable, unseen = bench.own_pairs(max(options.counts) * 2, 1), bench.own_pairs(UNSEEN_PAIRS, 2, fresh=True)
     else:
         pairs, _ = load_pairs(options.pairs, "hh", bench.codec, Settings().align.max_pair_tokens)
         unseen = pairs[-UNSEEN_PAIRS:]
-        # Those that the base model was not trained on come first.
+        # Pairs that the base model was not trained on come first.
         learnable = sorted(pairs[:-UNSEEN_PAIRS], key=lambda pair: pair.pair_id < FIRST_ONLINE_LINE)
     unseen = unseen[:8] if options.quick else unseen
     return learnable, bench.exam([pair.prompt for pair in unseen], unseen[:SCORED_PAIRS])
 
 
 def settings_of(text: str, guard: bool) -> Settings:
-    """The defaults with `text`, such as "learning_rate=2e-4,beta=0.5", put over their section [align]."""
+    """Return the defaults with `text`, such as "learning_rate=2e-4,beta=0.5", put over their section [align]."""
     items = [item.partition("=") for item in text.split(",") if item]
     if bare := [name for name, _, value in items if not value]:
         raise ValueError(f"--set {bare[0]} has no value: give NAME=VALUE")
@@ -344,7 +345,7 @@ def settings_of(text: str, guard: bool) -> Settings:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Every run's figures, as Markdown."""
+    """Return every run's figures, as Markdown."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "accuracy, last 50": lambda run: f"{run['accuracy']:.2f}",
         "held out": lambda run: f"{run['held_out_accuracy']:.2f}",

@@ -48,41 +48,41 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}\n\nassistant:{% endif %}"
 )
 FORWARD = "forward"
-"""The kind of a packed forward; units have their own kinds' names."""
+"""Kind of a packed forward; units have their own kinds' names."""
 BETWEEN = "between"
-"""The kind of what is no piece: planning, bookkeeping, opening a step."""
+"""Kind of the time between pieces: planning, bookkeeping, opening a step."""
 _PROMPT_TOKENS, _ANSWER_TOKENS = 64, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What ran, and when: seconds of the monotonic clock."""
+    """A packed forward or a unit with its begin and end, in seconds of the monotonic clock."""
 
     kind: str
     tokens: int
-    """Of an optimizer step the adapters that take one."""
+    """Number of tokens; for an optimizer step, the number of adapters that take one."""
     begin_s: float
     end_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One arrival: the piece that it met, and how long until its own packed forward began."""
+    """The wait of one arrival: the piece that ran when it came, and the time until its own packed forward began."""
 
     kind: str
     tokens: int
-    """Of the piece, as `Piece` has them."""
+    """The piece's tokens, as in `Piece`."""
     delay_s: float
     piece_s: float
-    """How long the piece took in all; 0 between pieces."""
+    """Duration of the whole piece; 0 between pieces."""
     outside_s: float
-    """Of the delay, what was no piece: bookkeeping, opening a step, planning."""
+    """Part of the delay outside pieces: bookkeeping, opening a step, planning."""
     unit_ends: int
-    """Units that ended between arrival and start: at most one is the target."""
+    """Number of units that ended between arrival and start: at most one is the target."""
 
 
 def wait_of(pieces: Sequence[Piece], arrived_s: float, started_s: float) -> Wait:
-    """What an arrival met; `pieces` are in order of time."""
+    """Return an arrival's wait; `pieces` are in order of time."""
     index = bisect_right(pieces, arrived_s, key=lambda piece: piece.begin_s) - 1
     met = pieces[index] if index >= 0 and arrived_s < pieces[index].end_s else None
     ended = [piece for piece in pieces[max(index, 0) :] if arrived_s < piece.end_s <= started_s]
@@ -97,7 +97,7 @@ def wait_of(pieces: Sequence[Piece], arrived_s: float, started_s: float) -> Wait
 
 
 def pieces_of(iterations: Iterable[Iteration]) -> Iterator[Piece]:
-    """What ran in iterations: their units lie back to back at the end, the forward before them."""
+    """Yield the pieces of iterations: units lie back to back at the end, the forward before them."""
     for one in iterations:
         moment = one.started_s + one.elapsed_s - sum(seconds for _, _, seconds in one.units)
         if one.forward_s:
@@ -111,7 +111,7 @@ class Bench(LocalEngine):
     """An engine that learns without pause while requests come one at a time."""
 
     def arrive(self, name: str, prompt: tuple[int, ...]) -> tuple[float, float]:
-        """One request from its arrival to its end: the moments of its arrival and of its forward's start."""
+        """Run one request to its end; return the times of its arrival and of its forward's start."""
         arrived_s = self.ask(name, prompt, _ANSWER_TOKENS)
         finish = self.wait()[name].finish
         assert finish is not None, "a whole answer has ended"
@@ -121,13 +121,14 @@ class Bench(LocalEngine):
 def measure(
     model: Path, settings: Settings, pairs: Sequence[TokenPair], requests: int, mean_gap_s: float, seed: int
 ) -> tuple[list[Wait], dict[str, Any]]:
-    """What each of `requests` met that came at random after the one before it ended; and what was learnt meanwhile."""
+    """Return the waits of `requests` requests, each at a random time after the previous one ended; and the learning
+    meanwhile."""
     chance = random.Random(seed)
     bench = Bench(model, settings)
     bench.submit_pairs(pairs)
     ran: list[Iteration] = []
     try:
-        # What is loaded late is loaded with the first step.
+        # Warm-up: the first step loads code that is imported lazily.
         bench.recorder.wait_for(lambda: bench.engine.error or bench.recorder.versions, "a step")
         before = bench.engine.status()
         moments = []
@@ -173,7 +174,7 @@ def main() -> None:
 
 
 def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
-    """A random-weight Llama with a tokenizer that was trained on the pairs."""
+    """Write a random-weight Llama with a tokenizer that was trained on the pairs."""
     apart(lambda: write_random_llama(folder, SHAPES[size]))
     texts = (pair[key] for _, pair in read_pairs(pairs, format) if isinstance(pair, dict) for key in ("chosen",))
     tokenizer = write_tokenizer(folder, texts, SHAPES[size].vocab)
@@ -215,18 +216,18 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Of pieces of one model on one machine."""
+    """The floors of one model's pieces on one machine."""
 
     sizes: Sizes
     machine: Machine
 
     def ms(self, wait: Wait) -> float:
-        """Of the piece that an arrival met."""
+        """Return the floor of the piece that an arrival waited for."""
         return 1e3 * unit(self.sizes, wait.kind, wait.tokens).floor_s(self.machine)
 
 
 def summary(waits: Sequence[Wait], floors: Floors) -> dict[str, Any]:
-    """Percentiles of the delay, and how many units ended in it."""
+    """Return percentiles of the delay, and the number of units that ended in it."""
     pieces = [wait for wait in waits if wait.piece_s]
     return {
         "arrivals": len(waits),
@@ -240,14 +241,14 @@ def summary(waits: Sequence[Wait], floors: Floors) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """By name; p100 is the largest. None where there are none."""
+    """Return percentiles by name; p100 is the largest. None if there are no values."""
     if not values:
         return None
     return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
 
 
 def table(report: dict[str, Any]) -> str:
-    """The distribution as Markdown."""
+    """Return the distribution as Markdown."""
     rows = []
     for label, found in [("anything", report["all"]), *report["by_kind"].items()]:
         lengths, piece = found["delay_in_pieces"], found["piece_ms"]

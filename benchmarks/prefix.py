@@ -58,12 +58,12 @@ RATES = ("requests_per_s", "prompt_tokens_per_s")
 SHARING, ALONE = "edged with prefix sharing", "edged without"
 SIDES = (SHARING, ALONE)
 _FIRST_ID = 3
-"""Tokens below are left to those that mean something."""
+"""First random token id; the ids below are left to special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What both sides are told at their start. `workloads`: a JSON file of lists of rows, by name."""
+    """The job of both sides. `workloads`: a JSON file of lists of rows, by name."""
 
     model: str
     device: str
@@ -89,12 +89,12 @@ class _ClosedLoop(LocalEngine):
         super().__init__(Path(job.model), settings)
 
     def run(self, rows: Sequence[TraceRow], load: Sequence[Arrival]) -> dict[str, Any]:
-        """Send the load, which `rows` became, as fast as it is answered; its figures."""
+        """Send the load, made from `rows`, as fast as it is answered; return its figures."""
         talks = {str(number): conversation_of(row) for number, row in enumerate(rows)}
         waiting, answers = list(talks), self.recorder.answers
 
         def next_one() -> str | None:
-            """The first request that may go now."""
+            """Return the first request that continues no open conversation; None if none may be sent now."""
             going_on = [talks[name] for name, answer in answers.items() if answer.finish is None]
             if len(going_on) >= self._concurrency:
                 return None
@@ -122,7 +122,7 @@ class _ClosedLoop(LocalEngine):
 
 
 def be_side(name: str, told: str) -> None:
-    """Each question `{"workload": NAME, "seed": N}` is a round, with tokens that no other round has."""
+    """Run as a side: each question `{"workload": NAME, "seed": N}` is a round, with tokens that no other round has."""
     job = Job(**json.loads(told))
     workloads = {
         workload: [TraceRow(**{**row, "blocks": tuple(row["blocks"])}) for row in rows]
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def run(trace: RequestTrace, options: Namespace) -> None:
-    """Do what was asked for."""
+    """Run what the options ask for."""
     size, dtype = "4m" if options.quick else "135m", device_dtype(options.device)
     machine = measure_machine(torch.device(options.device), dtype)
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as name:
@@ -206,11 +206,11 @@ def run(trace: RequestTrace, options: Namespace) -> None:
 
 
 BoundOf = Callable[[Sequence[TraceRow]], Bound]
-"""The bound of rows as they are in the trace, at the lengths that a job gives them."""
+"""A function from rows as they are in the trace to their bound, at the lengths that a job gives them."""
 
 
 def bounds_of(job: Job, machine: Machine) -> BoundOf:
-    """Bounds on the job's model and a machine."""
+    """Return a function that computes bounds on the job's model and a machine."""
     sizes = Sizes.of(Path(job.model), job.dtype)
 
     def limit(rows: Sequence[TraceRow]) -> Bound:
@@ -221,7 +221,7 @@ def bounds_of(job: Job, machine: Machine) -> BoundOf:
 
 
 def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[TraceRow]]:
-    """The workloads that were asked for."""
+    """Return the workloads that the options ask for."""
     makers = {
         WINDOW: lambda: rows[: options.requests],
         CONVERSATIONS: lambda: whole_conversations(rows, options.turns, options.requests),
@@ -230,7 +230,7 @@ def choose(rows: Sequence[TraceRow], options: Namespace) -> dict[str, Sequence[T
 
 
 def analyse(rows: Sequence[TraceRow], limit: BoundOf, requests: int) -> dict[str, Bound]:
-    """Bounds of the whole trace, of its windows (the middle one and the best) and of its conversations."""
+    """Return bounds of the whole trace, of its windows (the middle one and the best) and of its conversations."""
     found = {"the whole trace": limit(rows)}
     for length in WINDOWS:
         windows = [limit(rows[at : at + length]) for at in range(0, len(rows) - length + 1, length)]
@@ -246,7 +246,7 @@ def analyse(rows: Sequence[TraceRow], limit: BoundOf, requests: int) -> dict[str
 
 
 def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limit: BoundOf, rounds: int) -> dict[str, Any]:
-    """One round of the first workload to warm up, then `rounds` of each, the two sides in turns."""
+    """Run one round of the first workload to warm up, then `rounds` of each, the two sides in turns."""
     header = report_header(job.device)
     names = [next(iter(workloads)), *(name for _ in range(rounds) for name in workloads)]
     questions = [{"workload": name, "seed": seed} for seed, name in enumerate(names)]
@@ -278,7 +278,7 @@ def measure(job: Job, workloads: dict[str, Sequence[TraceRow]], limit: BoundOf, 
 
 
 def figures(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Every round of both sides, and the ratios of the rounds that were measured together."""
+    """Return every round of both sides, and the ratios of the rounds that were measured together."""
     sides = {
         side: {
             **{key: [answer[key] for answer in found] for key in (*RATES, "hit_share")},
@@ -293,12 +293,12 @@ def figures(answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def round_text(answer: dict[str, Any]) -> str:
-    """A round in a line of progress."""
+    """Format a round as a line of progress."""
     return f"{answer['seconds']:.2f} s, hits {answer['hit_share']:.1%}"
 
 
 def bounds_table(bounds: dict[str, Bound], job: Job, machine: Machine) -> str:
-    """What could be had at most, as Markdown."""
+    """Return the upper bounds as Markdown."""
     columns = {
         "requests of the trace": "{label}",
         "number": "{requests}",
@@ -316,7 +316,7 @@ def bounds_table(bounds: dict[str, Bound], job: Job, machine: Machine) -> str:
 
 
 def highest_rates(most: dict[str, Any], side: str) -> tuple[dict[str, float], float]:
-    """What a side reaches at its floor, and the floor of a first token (s): of the median prompt, nobody before it."""
+    """Return a side's rate at its floor, and the floor of TTFT (s) of the median prompt on an idle engine."""
     floor_s, ttft_s = ("unseen_s", "unseen_first_token_s") if side == SHARING else ("all_s", "first_token_s")
     requests = most["requests"] / most[floor_s]
     rates = {"requests_per_s": requests, "prompt_tokens_per_s": requests * most["mean_prompt_tokens"]}
@@ -324,7 +324,7 @@ def highest_rates(most: dict[str, Any], side: str) -> tuple[dict[str, float], fl
 
 
 def table(report: dict[str, Any]) -> str:
-    """Ratios beside their bounds, and the figures of both sides, as Markdown."""
+    """Return ratios beside their bounds, and the figures of both sides, as Markdown."""
     job, ratios, rates = report["job"], [], []
     for name, found in report["workloads"].items():
         bound_of, ratio = found["bound"], Spread.read(found["ratios"]["requests_per_s"]).text()

@@ -47,14 +47,14 @@ from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer
 
 _WARM_TOKENS = 12
-"""Tokens, beside one for each sequence of a batch, that are decoded before any counts: a sequence is observed in some
-of them, and one is pruned in an iteration."""
+"""Decoded tokens, beside one for each sequence of a batch, before measurement: sequences are observed in some of them,
+and one is pruned in an iteration."""
 Budget = int | None
-"""Old tokens that a KV head keeps on the mean; None: nothing is pruned."""
+"""Old tokens that a KV head keeps on average; None: no pruning."""
 
 
 def settings_for(device: str, memory_mb: int, recent_tokens: int) -> Settings:
-    """Settings of a measurement; the budget is set by `PrunedDecoding.use`."""
+    """Return the settings of a measurement; the budget is set by `PrunedDecoding.use`."""
     return Settings.model_validate(
         {
             "model": {"device": device, "graph_memory_mb": 0},
@@ -79,7 +79,7 @@ class PrunedDecoding(ForcedDecoding):
         self._pruners: dict[Budget, Pruner | None] = {None: None}
 
     def use(self, budget: Budget) -> None:
-        """From now on sequences are pruned to `budget`."""
+        """Prune sequences to `budget` from now on."""
         runner, cache = self.parts.runner, self.parts.settings.cache
         if budget not in self._pruners:
             settings = CacheSettings.model_validate(cache.model_dump() | {"pruned_tokens": budget})
@@ -93,7 +93,7 @@ class PrunedDecoding(ForcedDecoding):
 def measure_tbt(
     driver: PrunedDecoding, budgets: Sequence[Budget], context: int, sequences: int, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Milliseconds of a decode iteration of `sequences` sequences at about `context` tokens, by budget.
+    """Return milliseconds of a decode iteration of `sequences` sequences at about `context` tokens, by budget.
 
     The budgets take turns, `steps` iterations each in each of `rounds` rounds; observing and pruning are counted in.
     """
@@ -139,7 +139,8 @@ def _decode(
 
 @dataclass(slots=True)
 class Answer:
-    """An answer's tokens under one budget: their log-probabilities, and what greedy decoding would have said."""
+    """An answer's tokens under one budget: their log-probabilities, and the tokens that greedy decoding would
+    choose."""
 
     logps: list[float] = field(default_factory=list)
     greedy: list[int] = field(default_factory=list)
@@ -154,7 +155,7 @@ class Case:
 
 
 def long_cases(pairs: Sequence[TokenPair], earlier: Sequence[TokenPair], context: int) -> list[Case]:
-    """The chosen and the rejected answer of each pair in turn, behind as much of the `earlier` dialogues as makes
+    """Return the chosen and the rejected answer of each pair in turn, after as much of the `earlier` dialogues as makes
     prompt and answer `context` tokens. Longer pairs are left out."""
     history = [token for pair in earlier for token in (*pair.prompt, *pair.chosen)]
     cases = []
@@ -170,7 +171,7 @@ def long_cases(pairs: Sequence[TokenPair], earlier: Sequence[TokenPair], context
 
 
 def score(driver: PrunedDecoding, cases: Sequence[Case], budget: Budget, batch: int) -> list[Answer]:
-    """Each case's answer, decoded token by token behind its prompt, `batch` of them at a time."""
+    """Score each case's answer, decoded token by token after its prompt, `batch` of them at a time."""
     driver.use(budget)
     answers = [Answer() for _ in cases]
     order = sorted(range(len(cases)), key=lambda index: -len(cases[index].answer))
@@ -181,7 +182,7 @@ def score(driver: PrunedDecoding, cases: Sequence[Case], budget: Budget, batch: 
 
 
 def _score_group(driver: PrunedDecoding, cases: Sequence[Case], answers: Sequence[Answer]) -> None:
-    """`score` of cases that are decoded together; those with longer answers come first."""
+    """Run `score` on cases that are decoded together; those with longer answers come first."""
     warm = _WARM_TOKENS + len(cases)
     forced = [(*case.prompt[-warm:], *case.answer) for case in cases]
     running = [driver.begin(case.prompt[:-warm], len(forced[0])) for case in cases]
@@ -202,8 +203,8 @@ def _score_group(driver: PrunedDecoding, cases: Sequence[Case], answers: Sequenc
 
 
 def quality(answers: Sequence[Answer], unpruned: Sequence[Answer]) -> dict[str, float]:
-    """CLPD in nats, win rate, perplexity of the chosen answers, and the share of tokens on which greedy decoding agrees
-    with that of the model that is not pruned. `answers` are of `long_cases`."""
+    """Return CLPD in nats, win rate, perplexity of the chosen answers, and the share of tokens on which greedy decoding
+    agrees with that of the unpruned model. `answers` are of `long_cases`."""
     sums = [sum(answer.logps) for answer in answers]
     differences = [chosen - rejected for chosen, rejected in zip(sums[::2], sums[1::2], strict=True)]
     chosen = answers[::2]
@@ -224,7 +225,7 @@ def _both(one: Sequence[int], other: Sequence[int]) -> Iterator[tuple[int, int]]
 def measure_quality(
     driver: PrunedDecoding, cases: Sequence[Case], budgets: Sequence[Budget], batch: int
 ) -> dict[str, dict[str, float]]:
-    """`quality` by budget; what is not pruned is measured in any case."""
+    """Return `quality` by budget; the unpruned model is always measured."""
     unpruned = score(driver, cases, None, batch)
     found = {_name(None): quality(unpruned, unpruned)}
     for budget in budgets:
@@ -291,7 +292,7 @@ def run(options: Namespace) -> dict[str, Any]:
 
 
 def arguments(options: Namespace) -> dict[str, str | int]:
-    """What this run was given, files by their names: enough to type its command again."""
+    """Return the arguments of this run, files by their names: enough to type its command again."""
     given = {name: value for name, value in vars(options).items() if name not in ("quick", "output", "json")}
     given |= {"tokens": ",".join(map(str, options.tokens))}
     return {
@@ -300,7 +301,7 @@ def arguments(options: Namespace) -> dict[str, str | int]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as a Markdown table."""
+    """Return the report as a Markdown table."""
     batches = list(report["tbt"])
     columns = [column for n in batches for column in (f"TBT, {n} sequences (ms)", "pages")]
     rows = []

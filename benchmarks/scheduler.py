@@ -37,7 +37,7 @@ UNITS = tuple([Unit("head", 256)] * 4 + [Unit("layer", 256)] * 120 + [Unit("step
 
 
 class Mix:
-    """A scheduler that is kept at the same mix of live tasks, and `queued` prompts more, while iterations pass."""
+    """A scheduler that is kept at the same mix of live tasks, and `queued` more prompts, over many iterations."""
 
     def __init__(
         self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int, queued: int = 0
@@ -53,15 +53,15 @@ class Mix:
         self.refill()
 
     def plan(self) -> Plan:
-        """One decision."""
+        """Return one plan."""
         return self.scheduler.plan(self.now, self.resources)
 
     def foresee(self, plan: Plan) -> None:
-        """Make the plan after `plan` ahead, as while an iteration runs."""
+        """Make the plan after `plan` ahead, as the engine does while an iteration runs."""
         self.scheduler.foresee(plan, self.now, self.resources)
 
     def run(self, plan: Plan) -> IterationResult:
-        """The plan's outcomes: prompts end after their last chunk, decodes go on, steps are taken up again."""
+        """Return the plan's outcomes: prompts end after their last chunk, decodes go on, steps start again."""
         for task in plan.preempt:
             tokens = task.context + task.tokens
             self.scheduler.restart(task, tokens, self.now)
@@ -77,7 +77,7 @@ class Mix:
         return IterationResult(outcomes, ITERATION_S, units)
 
     def complete(self, result: IterationResult) -> None:
-        """Tell the scheduler what came of a plan."""
+        """Report a plan's outcomes to the scheduler."""
         self.scheduler.complete(result, self.now)
 
     def _next(self, grant: Grant) -> Kind | None:
@@ -108,7 +108,7 @@ class Mix:
 
 
 def all_mixes(policy: str, tasks: int, queued: int = 0) -> dict[str, Mix]:
-    """Every mix by name; two more are short of memory, and one has `queued` prompts more, if there are to be any."""
+    """Return every mix by name; two more are short of memory, and one has `queued` more prompts, if that is not 0."""
     mixes = {name: Mix(policy, tasks, shares, 4096) for name, shares in MIXES.items()}
     mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40)
     mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1)
@@ -123,7 +123,7 @@ _WARM_ROUNDS = 20
 
 
 def timed_round(mix: Mix) -> tuple[float, float, float]:
-    """Seconds of one plan, of its completion and of the plan made ahead."""
+    """Return the seconds of one plan, of its completion and of the plan made ahead."""
     started = time.perf_counter()
     plan = mix.plan()
     planned = time.perf_counter()
@@ -138,7 +138,8 @@ def timed_round(mix: Mix) -> tuple[float, float, float]:
 
 
 def measure(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a decision by mix; the mixes take turns, so that the machine's moods meet all of them."""
+    """Return milliseconds of a decision by mix; the mixes take turns, so that slow phases of the machine meet all of
+    them."""
     mixes = all_mixes(policy, tasks, queued)
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in mixes}
     for index in range(rounds + _WARM_ROUNDS):
@@ -159,8 +160,8 @@ def measure(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, dict
 
 
 def memory_mb(policy: str, tasks: int, queued: int) -> float:
-    """Peak MB that a scheduler with its tasks and a hundred iterations allocates."""
-    gc.collect()  # what earlier schedulers left is not collected in the middle of this one
+    """Return the peak MB that a scheduler with its tasks allocates over a hundred iterations."""
+    gc.collect()  # collected now, so that garbage of earlier schedulers is not collected during the measurement
     tracemalloc.start()
     mix = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
     for _ in range(100):
@@ -171,7 +172,7 @@ def memory_mb(policy: str, tasks: int, queued: int) -> float:
 
 
 def overhead(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, Any]:
-    """What one policy costs."""
+    """Return the time and memory of one policy."""
     return {
         "policy": policy,
         "tasks": tasks,
@@ -184,7 +185,7 @@ def overhead(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, Any
 
 
 def one_policy(cost: dict[str, Any]) -> str:
-    """Its costs, mix by mix."""
+    """Return one policy's costs as lines, mix by mix."""
     lines = [
         f"{cost['policy']}, {cost['tasks']} live tasks, peak {cost['memory_mb']:.2f} MB, "
         f"{cost['memory_queued_mb']:.2f} MB with {cost['queued']:,} queued",
@@ -197,7 +198,7 @@ def one_policy(cost: dict[str, Any]) -> str:
 
 
 def all_policies(costs: Sequence[dict[str, Any]]) -> str:
-    """A row for each policy."""
+    """Return a row for each policy."""
     lines = [f"{'policy':<16}{'decision p50':>14}{'queued p50':>12}{'memory':>10}{'queued':>10}   (ms, MB)"]
     for cost in costs:
         mixed, queued = (cost["mixes"][name]["plan_ms_p50"] for name in ("mixed", "queued"))

@@ -54,7 +54,7 @@ Answers = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every side is told at its start.
+    """The job of every side.
 
     `adapters`: a folder for edged's adapter. `gguf` and `gguf_half` (fp16): llama.cpp's file of the model.
     """
@@ -72,14 +72,15 @@ class Job:
 
 
 def make_prompts(job: Job, seed: int) -> Prompts:
-    """New prompts for every round, so that no side can reuse what an earlier round cached."""
+    """Draw new prompts for every round, so that no side can reuse what an earlier round cached."""
     generator = np.random.default_rng(seed)
     ids: Prompts = generator.integers(3, job.vocab, (job.requests, job.prompt_tokens)).tolist()
     return ids
 
 
 def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Answers]:
-    """edged's engine in process, with the settings that a daemon has by default; `adapter` gets random weights."""
+    """Start edged's engine in process, with the settings that a daemon has by default; `adapter` gets random
+    weights."""
     from benchmarks.adapters import write_adapters
     from benchmarks.support.local_engine import LocalEngine
     from edged.settings.load import Settings
@@ -104,13 +105,13 @@ def start_edged(job: Job, adapter: str | None = None) -> Callable[[Prompts], Ans
 
 
 def start_continuous(job: Job) -> Callable[[Prompts], Answers]:
-    """`generate_batch` with a manager that stays up between rounds, its cache sized for the job."""
+    """Start `generate_batch` with a manager that stays up between rounds, its cache sized for the job."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = load_llama(job.model, job.dtype).to(job.device).eval()
     greedy = GenerationConfig(max_new_tokens=job.output_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    # Prefixes are never shared here: the prompts are random. All prompts may be computed in one pass, which is fastest.
+    # The random prompts share no prefixes. All prompts may be computed in one pass, which is fastest.
     batching = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=2 * job.requests * -(-(job.prompt_tokens + job.output_tokens) // 32),
@@ -127,7 +128,7 @@ def start_continuous(job: Job) -> Callable[[Prompts], Answers]:
 
 
 def start_static(job: Job) -> Callable[[Prompts], Answers]:
-    """`generate` on the whole batch: all prompts have one length, so that nothing is padded."""
+    """Start `generate` on the whole batch: all prompts have one length, so that nothing is padded."""
     from transformers import GenerationConfig
 
     model = load_llama(job.model, job.dtype).to(job.device).eval()
@@ -146,10 +147,11 @@ def start_static(job: Job) -> Callable[[Prompts], Answers]:
 
 
 def start_llama_cpp(job: Job) -> Callable[[Prompts], Answers]:
-    """llama.cpp through its Python binding, which answers one request after the other; all cores, or the whole GPU."""
+    """Start llama.cpp through its Python binding, which answers one request after the other; all cores, or the whole
+    GPU."""
     import llama_cpp
 
-    # Keys and values are of the weights' precision: fp16 beside fp32 would be another computation.
+    # K/V has the weights' precision: fp16 K/V with fp32 weights would be another computation.
     precision = llama_cpp.GGML_TYPE_F16 if job.gguf_half else llama_cpp.GGML_TYPE_F32
     threads = len(os.sched_getaffinity(0))
     llama = llama_cpp.Llama(
@@ -181,7 +183,7 @@ _START: dict[str, Callable[[Job], Callable[[Prompts], Answers]]] = {
 
 
 def be_side(name: str, told: str) -> None:
-    """Each question `{"seed": N}` is a round."""
+    """Run as a side: each question `{"seed": N}` is a round."""
     job = Job(**json.loads(told))
     work, conversation = _START[name](job), Conversation()
     while True:
@@ -243,7 +245,7 @@ def main() -> None:
 
 
 def choose_peers(wanted: str | None, requests: int) -> list[str]:
-    """The peers that can do the job here; exits where the one that is wanted cannot."""
+    """Return the peers that can run the job here; exits if the one that is asked for cannot."""
     missing = [name for name in ("llama_cpp", "gguf") if importlib.util.find_spec(name) is None]
     why = f"{' and '.join(missing)} cannot be imported: pip install 'edged[peers]'" if missing else ""
     if requests > 1:
@@ -256,7 +258,7 @@ def choose_peers(wanted: str | None, requests: int) -> list[str]:
 
 
 def measure(job: Job, rounds: int, sides: list[str]) -> dict[str, Any]:
-    """One round to warm up, then `rounds` that count; greedy answers of all sides are compared with edged's."""
+    """Run one warm-up round, then `rounds` measured ones; greedy answers of all sides are compared with edged's."""
     header = report_header(job.device)
     peers = [name for name in sides if name in PEERS]
     questions = [{"seed": seed} for seed in range(rounds + 1)]
@@ -287,13 +289,13 @@ def measure(job: Job, rounds: int, sides: list[str]) -> dict[str, Any]:
 
 
 def equal_share(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
-    """Share of the answers that are the same tokens."""
+    """Return the share of the answers with identical tokens."""
     pairs = [pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a["ids"], b["ids"], strict=True)]
     return sum(a == b for a, b in pairs) / len(pairs)
 
 
 def floors(job: Job, machine: Machine) -> dict[str, Any]:
-    """Seconds that one round must take: all prompts, then a decode of all requests for each further token."""
+    """Return the least seconds of one round: all prompts, then a decode of all requests for each further token."""
 
     def seconds(adapters: int) -> float:
         sizes = Sizes.of(Path(job.model), job.dtype, ADAPTER_RANK)
@@ -306,7 +308,7 @@ def floors(job: Job, machine: Machine) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The ratios as a Markdown table; rates only where they belong to a GPU."""
+    """Return the ratios as a Markdown table; rates only for a GPU."""
     job, floor_s, seconds = report["job"], report["floor_s"], report["seconds"]
 
     def named(name: str) -> str:

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
-    """A round's profile, which is measured if none was given, and the settings that name it."""
+    """Return a round's profile, measured if the options name none, and the settings that name it."""
     profile = options.profile
     if profile is None:
         profile = folder / "profile.json"
@@ -93,7 +93,7 @@ def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
 
 
 def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
-    """A replay's report."""
+    """Run a replay and return its report."""
     workload = Workload(
         trace=options.trace,
         model=str(options.model),
@@ -106,7 +106,7 @@ def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """The report of a simulation of what was `measured`, with its longest context."""
+    """Simulate the load that was `measured`, with its longest context; return the report."""
     settings = load_settings(config, overrides={"scheduler.policy": policy})
     plan = SimulationPlan(
         trace=options.trace,
@@ -128,14 +128,14 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
 
 
 def lengths(options: Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
-    """Tokens of the file's pairs."""
+    """Yield the (prompt, chosen, rejected) tokens of the file's pairs."""
     pairs, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), settings.align.max_pair_tokens)
     for pair in pairs:
         yield len(pair.prompt), len(pair.chosen), len(pair.rejected)
 
 
 def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """One line for each figure: medians over the rounds, and of the rounds' own ratios."""
+    """Return one line for each figure: medians over the rounds, and of the rounds' own ratios."""
     yield f"{policy}\n{'':<28}{'measured':>12}{'(spread)':>18}{'simulated':>12}{'ratio':>8}{'(spread)':>14}"
     for name, path in FIGURES:
         rounds = [(figure(a, path), figure(b, path)) for a, b in zip(measured, simulated, strict=True)]
@@ -149,7 +149,7 @@ def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[d
 
 
 def figure(report: dict[str, Any], path: Sequence[str]) -> float | None:
-    """A number of a report."""
+    """Return a number of a report."""
     value: Any = report
     for key in path:
         value = value[key]

@@ -1,1 +1,1 @@
-"""What shows edged at work, run from a checkout; not installed."""
+"""Examples of edged at work, run from a checkout; not installed."""

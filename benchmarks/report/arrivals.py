@@ -1,8 +1,8 @@
-"""`python -m benchmarks.report.arrivals`: replays whose pairs are judged by the version that was served when they came.
+"""`python -m benchmarks.report.arrivals`: replays whose pairs are scored by the version that was served when they came.
 
-Its `replay` and `compare` are those of `edged bench`. A pair's own step scores it only when it is trained on, which
-hides how stale the answers of a policy are that trains late. Here transformers and PEFT judge it, after the replay,
-with the weights that it met.
+Its `replay` and `compare` are those of `edged bench`. The engine scores a pair only when it is trained on, which hides
+how stale the answers of a policy are that trains late. Here transformers and PEFT score it after the replay, with the
+weights that were served when it came.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class _Arrival:
 
 
 class Arrivals:
-    """The pairs of a replay as they come. Each version that a pair meets is copied to the host once."""
+    """The pairs of a replay with the version served at each arrival. Each such version is copied to the host once."""
 
     def __init__(self) -> None:
         self._arrivals: list[_Arrival] = []
         self._version = -1
 
     def meet(self, engine: Engine, pair: TokenPair, at_s: float) -> None:
-        """A pair comes, `at_s` after the start of the load; call it before the engine gets it."""
+        """Record a pair that comes `at_s` after the start of the load; call it before the engine gets the pair."""
         self._spec = engine.adapter_files.spec
         version = engine.adapters().get(ADAPTER, 0)
         if version != self._version:
@@ -58,7 +58,7 @@ class Arrivals:
         self._arrivals.append(_Arrival(at_s, pair, weights))
 
     def judge(self, model_dir: Path, device: str) -> dict[str, Any]:
-        """Means over the pairs, and the series of them. Loads the model anew: end the engine before.
+        """Return means over the pairs, and their series. Loads the model again: stop the engine before.
 
         Log-probabilities of answers are sums in nats, of the unquantized model in float32.
         """
@@ -80,7 +80,7 @@ class Arrivals:
             if tensors and version != loaded:
                 set_peft_model_state_dict(model, tensors)
                 loaded = version
-            # A fresh LoRA, as PEFT makes it, changes nothing: that is version 0.
+            # Version 0 is a fresh LoRA of PEFT's, which changes nothing.
             pair = arrival.pair
             with torch.no_grad():
                 chosen, rejected = (
@@ -97,7 +97,7 @@ class Arrivals:
 
 
 def replay_and_score(plan: ReplayPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:
-    """A replay's report, with the judgements under "arrivals". Raises what a replay raises."""
+    """Return a replay's report, with the scores under "arrivals". Raises what a replay raises."""
     arrivals = Arrivals()
     report = replay(plan, progress, arrivals.meet)
     return {**report, "arrivals": arrivals.judge(plan.model_dir, report["model"]["device"])}
@@ -125,7 +125,7 @@ for _command, _callback in ((replay_command, _replay), (compare_command, _compar
 
 
 def answer_logp(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """log p(answer | prompt) in nats of a PEFT model under an adapter; BASE: under none."""
+    """Return log p(answer | prompt) in nats of a PEFT model under an adapter; BASE: the base model."""
     targets = torch.tensor(answer, device=model.device)[:, None]
     return answer_logps(model, adapter, prompt, answer).gather(1, targets).sum()
 

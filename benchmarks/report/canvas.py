@@ -1,4 +1,4 @@
-"""Draws panels as SVG files."""
+"""Drawing of panels as SVG files."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _COLOURS = {
 
 
 class NoMatplotlib(RuntimeError):
-    """Figures cannot be drawn; the message says how to get what draws them."""
+    """Figures cannot be drawn without matplotlib; the message says how to install it."""
 
 
 class Canvas:
     """Draws figures into a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises NoMatplotlib."""
+        """Open a folder for figures. Raises NoMatplotlib."""
         try:
             import matplotlib
         except ImportError:
             raise NoMatplotlib(
                 "figures are drawn with matplotlib, which is not installed: pip install 'edged[report]'"
             ) from None
-        # Letters stay letters, and the same data gives the same file.
+        # Text stays text, and the same data gives the same file.
         font = {"font.size": 9, "font.sans-serif": ["DejaVu Sans"]}
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "edged", **font})
         self._folder = folder
 
     def draw(self, figure: Figure, name: str) -> Path:
-        """The figure's panels side by side; returns the SVG file."""
+        """Draw the figure's panels side by side; return the SVG file."""
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Sheet
 
@@ -75,7 +75,7 @@ class Canvas:
 
 
 def compact(svg: str) -> str:
-    """The same drawing in less text: paths to a tenth of a point, no comments, no indentation."""
+    """Return the same drawing in less text: paths to a tenth of a point, no comments, no indentation."""
     svg = _PATH.sub(lambda found: _LONG_NUMBER.sub(r"\1", found[0].replace("\n", " ")), _COMMENT.sub("", svg))
     return "\n".join(line.strip() for line in svg.splitlines() if line.strip()) + "\n"
 

@@ -1,6 +1,6 @@
-"""What must come out: each claim beside what the runs say of it, met or not.
+"""Claims about policies, each with the value that the runs show, and whether it is met.
 
-A claim that holds at some loads alone is said to hold there, not in general.
+A claim that holds only at some loads is reported as met at those.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from benchmarks.report.sources import WHOLE
 from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, ReportFigure
 
 LARGEST_TBT = 1.05
-"""Of serving alone, which is fcfs."""
+"""Largest ratio of TBT to that of serving alone (fcfs)."""
 WANTED_ATTAINMENT, FALLEN_ATTAINMENT = 0.95, 0.60
-"""Share of first tokens in time at loads where each baseline is under the other."""
+"""Share of first tokens in time: mace's at loads where each baseline's is below the second number."""
 LONGEST_DECISION_MS, LONGEST_QUEUED_MS, MOST_SCHEDULER_MB = 0.10, 1.0, 5.0
 QUEUED_PROMPTS = 4096
-"""Besides 64 live tasks, where the longer limit holds."""
+"""Queued prompts, besides 64 live tasks, at which LONGEST_QUEUED_MS applies."""
 MET, NOT_MET, NOT_MEASURED, WITHIN = "met", "not met", learning.NOT_MEASURED, "within the spread"
 NOTHING_LEARNT = "–"
-"""Of claims that compare no policies, or whose runs do not tell."""
+"""Text of claims that compare no policies, or whose runs lack the number."""
 _NEAR = 0.03
-"""Retrain rates that count as the paper's 10 %."""
+"""Distance from the paper's retrain rate of 10 % that still counts as 10 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One line of the table."""
+    """One row of the table of claims."""
 
     what: str
     paper: str
     ours: str
     verdict: str
     learnt: str = NOTHING_LEARNT
-    """Pairs that each of the policies learnt meanwhile, where policies are compared: seldom as many."""
+    """Pairs that each policy learned, if policies are compared: the numbers seldom agree."""
 
 
 def verdict(values: dict[str, float], holds: Callable[[float], bool]) -> str:
-    """Met at all places, at some (named), or at none."""
+    """Return whether a claim is met at all places, at some (named), or at none."""
     if not values:
         return NOT_MEASURED
     met = [place for place, value in values.items() if holds(value)]
@@ -52,17 +52,17 @@ def verdict(values: dict[str, float], holds: Callable[[float], bool]) -> str:
 
 
 def at_least(limit: float) -> Callable[[float], bool]:
-    """Whether a value reaches the limit."""
+    """Return a test for values that are at least `limit`."""
     return lambda value: value >= limit
 
 
 def below(limit: float) -> Callable[[float], bool]:
-    """Whether a value is under the limit."""
+    """Return a test for values below `limit`."""
     return lambda value: value < limit
 
 
 def claims(setting: Setting, pruned: dict[str, Any] | None = None) -> list[Claim]:
-    """Everything that one machine's runs can say; `pruned` is what python -m benchmarks.pruning wrote, if it ran."""
+    """Return all claims about one machine's runs; `pruned` is the output of python -m benchmarks.pruning, if it ran."""
     return [
         _ratio(setting, "TTFT p50 of AdaInf's", TTFT, "adainf", 1.0 - paper.TTFT_BELOW_ADAINF.value, "at most 0.37x"),
         _ratio(setting, "TTFT p50 of Ekya's", TTFT, "ekya", 1.0, "below 1x"),
@@ -77,7 +77,7 @@ def claims(setting: Setting, pruned: dict[str, Any] | None = None) -> list[Claim
 
 
 def scheduler_claims(measured: Sequence[dict[str, Any]]) -> list[Claim]:
-    """The scheduler's own overhead."""
+    """Return claims about the scheduler's own overhead."""
     found = []
     for one in measured:
         if one.get("policy") != "mace":
@@ -94,7 +94,7 @@ def scheduler_claims(measured: Sequence[dict[str, Any]]) -> list[Claim]:
 
 
 def _queued_claim(measured: dict[str, Any]) -> Claim:
-    """The decision with a long queue, whose limit is another."""
+    """Return the claim about a decision with a long queue, which has its own limit."""
     queued, decision = measured.get("queued"), queued_decision_ms(measured)
     what, limit = f"decision with {QUEUED_PROMPTS:,} queued besides", f"at most {LONGEST_QUEUED_MS:.0f} ms"
     if decision is None or queued != QUEUED_PROMPTS:
@@ -104,7 +104,7 @@ def _queued_claim(measured: dict[str, Any]) -> Claim:
 
 
 def _by_load(setting: Setting, metric: ReportFigure, policy: str, baseline: str) -> dict[str, float]:
-    """The median ratio at each load, at the headline's retrain rate."""
+    """Return the median ratio at each load, at the headline's retrain rate."""
     found = {}
     for rate in setting.rates:
         point = {**setting.headline, "rate_per_s": rate}
@@ -121,7 +121,7 @@ def _listed(values: dict[str, float], form: str = "{:.2f}x") -> str:
 def _learnt(
     setting: Setting, policies: Sequence[str], rates: Sequence[float], retrain_rates: Sequence[float] = ()
 ) -> str:
-    """The median pairs that each policy learnt in the window, by load, at each of the retrain rates."""
+    """Return the median pairs that each policy learned in the window, by load, at each of the retrain rates."""
     found = []
     for rate in rates:
         counts = {
@@ -150,7 +150,7 @@ def _ratio(setting: Setting, what: str, metric: ReportFigure, baseline: str, mos
 
 
 def _unanswered(setting: Setting, policies: Sequence[str]) -> str:
-    """Shares of the requests that were never answered, which latencies say nothing about; empty where unknown."""
+    """Return the shares of unanswered requests, which latencies leave out; empty if unknown."""
     found = []
     for rate in setting.rates:
         shares = []
@@ -178,7 +178,8 @@ def _throughput(setting: Setting) -> Claim:
 
 
 def _mean_throughput(setting: Setting, headline: dict[str, float]) -> Claim:
-    """The paper's number for the Orin is an average over its retrain rates; at 10 % alone ours is told beside it."""
+    """Return the Orin's claim: the paper averages over its retrain rates; our ratio at 10 % alone is shown beside
+    it."""
     number, policies = paper.THROUGHPUT_TO_ADAINF_ORIN, ("mace", "adainf")
     means = {setting.load(rate): setting.mean_ratio(THROUGHPUT, *policies, rate) for rate in setting.rates}
     known = {place: mean for place, mean in means.items() if mean is not None}
@@ -214,7 +215,7 @@ def _attainment(setting: Setting) -> Claim:
 
 
 def _ablations(setting: Setting) -> list[Claim]:
-    """At the highest load: what each part's absence costs."""
+    """Return, at the highest load, the cost of leaving out each part of MACE."""
     highest = setting.rates[-1]
     place = setting.load(highest)
 
@@ -244,7 +245,7 @@ def _ablations(setting: Setting) -> list[Claim]:
 
 
 def _learning_lost(setting: Setting) -> list[Claim]:
-    """At the highest load: CLPD without a part, where it differs by more than seeds do."""
+    """Return claims on CLPD without a part at the highest load, met if the difference exceeds the spread over seeds."""
     found = []
     point = {**setting.headline, "rate_per_s": setting.rates[-1]}
     for policy, number in (("mace-bin", paper.BIN_CLPD), ("mace-prefix", paper.PREFIX_CLPD)):
@@ -261,7 +262,8 @@ def _learning_lost(setting: Setting) -> list[Claim]:
 
 
 def pruning_claim(setting: Setting, pruned: dict[str, Any]) -> Claim:
-    """What pruning gives up is accuracy. Pairs of a replay are scored unpruned: only the other benchmark tells."""
+    """Return the claim about pruning's loss of accuracy. Replays score pairs unpruned: only benchmarks.pruning measures
+    it."""
     what, wanted = "CLPD not pruned (mace-prune) to pruned", str(paper.PRUNE_CLPD)
     models = {done.report["model"]["name"] for done in setting.runs.done if "model" in done.report}
     if not pruned or models != {pruned["model"]}:
@@ -274,7 +276,7 @@ def pruning_claim(setting: Setting, pruned: dict[str, Any]) -> Claim:
 
 
 def _ordering(setting: Setting) -> Claim:
-    """Figure 2's: no retraining < periodic < continuous, by the mean CLPD over the window."""
+    """Return Figure 2's claim: no retraining < periodic < continuous, by the mean CLPD over the window."""
     point = {"rate_per_s": setting.middle_rate, "retrain_rate": setting.retrain_rates[-1]}
     runs = {policy: setting.runs.at(policy=policy, **point) for policy in setting.policies}
     base = learning.mean(learning.untrained(runs, learning.clpd, learning.base_clpd))
@@ -286,7 +288,7 @@ def _ordering(setting: Setting) -> Claim:
     wanted = f"none < periodic < continuous; {paper.PERIODIC_CLPD}, {paper.CONTINUOUS_CLPD}"
     told = ", ".join(f"{policy} {value:.3f}" for policy, value in means.items()) or "–"
     periodic = [value for policy, value in means.items() if policy in learning.PERIODIC]
-    # Without the version that met it a pair is scored when its step begins, which hides how late that was.
+    # Pairs scored when their step begins hide how stale the served version was when they came.
     if not judged or not periodic or "none" not in means or "mace" not in means:
         return Claim("CLPD over time by strategy", wanted, told, NOT_MEASURED)
     ordered = means["none"] < min(periodic) and max(periodic) < means["mace"]

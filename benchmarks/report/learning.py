@@ -1,4 +1,4 @@
-"""Figures of what was learnt: win rate and CLPD over time (Figure 2) and against the retrain rate (Figure 9)."""
+"""Figures of learning: win rate and CLPD over time (Figure 2) and against the retrain rate (Figure 9)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report.setting import Setting
 from edged.bench.summary import CLPD, WIN_RATE, Done, ReportFigure
 
 _STEPS, _WINDOW_SHARE = 60, 0.2
-"""A curve has so many points, each the mean over the pairs of that share of the window before it."""
+"""Number of points of a curve, and the share of the window before a point over whose pairs it is a mean."""
 REWARD_ACCURACY = ReportFigure("alignment.reward_accuracy", "reward accuracy", 3)
 PERIODIC = ("ekya", "periodic-async")
 CONTINUOUS = ("mace", "sync", "adainf")
@@ -19,13 +19,13 @@ UNTRAINED = "no retraining"
 NOT_MEASURED = "not measured"
 
 Value = Callable[[dict[str, Any]], float]
-"""What a scored pair is worth."""
+"""A metric of a scored pair's row."""
 Pair = tuple[float, float]
-"""When it was scored, in seconds, and what came of it."""
+"""(time of scoring in seconds, metric) of a pair."""
 
 
 def over_time(setting: Setting) -> Figure | None:
-    """Figure 2, at the highest retrain rate; None where no run scored pairs (simulations do not)."""
+    """Return Figure 2, at the highest retrain rate; None if no run scored pairs (simulations do not)."""
     point = {"rate_per_s": setting.middle_rate, "retrain_rate": setting.retrain_rates[-1]}
     runs = {policy: setting.runs.at(policy=policy, **point) for policy in setting.policies}
     runs = {policy: done for policy, done in runs.items() if any(scored(one.report) for one in done)}
@@ -59,17 +59,18 @@ def over_time(setting: Setting) -> Figure | None:
 
 
 def scored(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pairs as the served model saw them when they came; else as they were before they were trained on."""
+    """Return the pairs scored by the version served at their arrival, if the run has these; else scored before
+    training."""
     return report["arrivals"]["series"] if "arrivals" in report else report["series"]
 
 
 def judged(done: Sequence[Done]) -> bool:
-    """Whether all of these judged pairs by what was served when they came: else policies cannot be compared."""
+    """Whether all runs scored pairs at their arrival: otherwise policies cannot be compared."""
     return bool(done) and all("arrivals" in one.report for one in done)
 
 
 def trained(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The pairs that were trained on, with the base model's opinion."""
+    """Return the pairs scored before training, with the base model's CLPD."""
     series: list[dict[str, Any]] = report["series"]
     return series
 
@@ -79,12 +80,12 @@ def pairs(
     rows: Callable[[dict[str, Any]], list[dict[str, Any]]],
     value: Value,
 ) -> list[Pair]:
-    """A value of each pair of several runs, in the order of their moments."""
+    """Return a metric of each pair of several runs, in order of time."""
     return sorted((row["at_s"], value(row)) for one in done for row in rows(one.report))
 
 
 def smooth(points: Sequence[Pair], seconds: float) -> Curve:
-    """Means over a window that slides; None where no pair was in it."""
+    """Return means over a sliding window; None if no pair is in it."""
     ends = [seconds * step / _STEPS for step in range(1, _STEPS + 1)]
     width = seconds * _WINDOW_SHARE
     windows = [[value for at_s, value in points if end - width < at_s <= end] for end in ends]
@@ -93,38 +94,39 @@ def smooth(points: Sequence[Pair], seconds: float) -> Curve:
 
 
 def mean(points: Sequence[Pair]) -> float | None:
-    """Over all pairs."""
+    """Return the mean over all pairs."""
     return sum(value for _, value in points) / len(points) if points else None
 
 
 def untrained(runs: dict[str, list[Done]], value: Value, base: Value) -> list[Pair]:
-    """What the base model thinks: of each pair as it came where fcfs ran, else of those that were trained on."""
+    """Return the base model's metric: of each pair at its arrival if fcfs ran, else of the pairs that were trained
+    on."""
     alone = pairs(runs.get("fcfs", ()), scored, value)
     return alone or pairs([one for done in runs.values() for one in done], trained, base)
 
 
 def win(row: dict[str, Any]) -> float:
-    """Whether the preferred answer was the likelier one."""
+    """Return 1 if the chosen answer was likelier than the rejected one, else 0."""
     return float(row["win"])
 
 
 def base_win(row: dict[str, Any]) -> float:
-    """The same of the base model."""
+    """Return `win` of the base model."""
     return float(row["base_clpd_nats"] > 0.0)
 
 
 def clpd(row: dict[str, Any]) -> float:
-    """Contrastive log-probability difference (section 3.1 of the paper)."""
+    """Return the contrastive log-probability difference (section 3.1 of the paper)."""
     return float(row["clpd_nats"])
 
 
 def base_clpd(row: dict[str, Any]) -> float:
-    """The same of the base model."""
+    """Return `clpd` of the base model."""
     return float(row["base_clpd_nats"])
 
 
 def _gains(runs: dict[str, list[Done]]) -> tuple[ComparisonRow, ...]:
-    """Means of the strategies over the base model's on the same stream of pairs."""
+    """Return rows with each strategy's mean and the base model's on the same stream of pairs."""
     rows = []
     for title, value, base, periodic, continuous in (
         ("win rate", win, base_win, paper.PERIODIC_WIN_RATE, paper.CONTINUOUS_WIN_RATE),
@@ -142,7 +144,7 @@ def _gains(runs: dict[str, list[Done]]) -> tuple[ComparisonRow, ...]:
 
 
 def against(ours: float | None, base: float | None) -> str:
-    """A gain over a base: as a ratio where that means something, with both numbers."""
+    """Format a gain over a base: as a ratio if the base is positive, with both numbers."""
     if ours is None or base is None:
         return "–"
     ratio = f"{ours / base:.2f}x: " if base > 0.0 else ""
@@ -150,7 +152,7 @@ def against(ours: float | None, base: float | None) -> str:
 
 
 def against_retrain_rate(setting: Setting) -> Figure | None:
-    """Figure 9; None where no run scored pairs."""
+    """Return Figure 9; None if no run scored pairs."""
     metrics = {"win rate": WIN_RATE, "CLPD, nats": CLPD, "reward accuracy, as trained": REWARD_ACCURACY}
     panels = []
     for title, metric in metrics.items():

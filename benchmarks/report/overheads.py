@@ -1,4 +1,4 @@
-"""Figures of what other benchmarks measured: prefixes and pruning (Figure 8), scheduler overhead (Table 1)."""
+"""Figures from other benchmarks: prefixes and pruning (Figure 8), scheduler overhead (Table 1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUDGET = "tokens kept by a head"
 
 
 def prefix_sharing(setting: Setting) -> Figure | None:
-    """Figure 8a: requests by the share of their prompt that another had computed; None where nothing was shared."""
+    """Return Figure 8a: requests by the cached share of their prompt; None if no prefix was shared."""
     tenths = [0] * 10
     for done in setting.runs.at(policy="mace"):
         tenths = [a + b for a, b in zip(tenths, done.report["prefix"]["requests_by_tenth"], strict=True)]
@@ -42,9 +42,9 @@ def _mean_share(setting: Setting) -> float | None:
 
 
 def pruning(measured: dict[str, Any]) -> Figure | None:
-    """Figure 8b: time between tokens, and quality, against C_total, of python -m benchmarks.pruning; None without it.
+    """Return Figure 8b: time between tokens, and quality, against C_total, of python -m benchmarks.pruning.
 
-    It names budgets by the tokens that a KV head keeps on the mean of the heads, and "off" what is not pruned.
+    Budgets are tokens that a KV head keeps on average; "off" is the unpruned model.
     """
     if not measured:
         return None
@@ -72,7 +72,7 @@ def pruning(measured: dict[str, Any]) -> Figure | None:
 
 
 def scheduler_table(measured: Sequence[dict[str, Any]]) -> Figure | None:
-    """Table 1, of python -m benchmarks.scheduler --json for each policy; None without any."""
+    """Return Table 1, of python -m benchmarks.scheduler --json for each policy; None without any."""
     known = {one["policy"]: one for one in measured}
     rows = []
     for policy, one in known.items():
@@ -97,7 +97,7 @@ _TABLE_1 = (
 
 
 def scheduler_command(measured: Sequence[dict[str, Any]]) -> str:
-    """How python -m benchmarks.scheduler came to these, as one types it; a line per policy where they are not all."""
+    """Return the commands of python -m benchmarks.scheduler; one line per policy unless all were measured."""
     names = list(dict.fromkeys(one["policy"] for one in measured))
     first = measured[0]
     options = {name: first.get(name) for name in ("tasks", "queued", "rounds")}
@@ -109,7 +109,7 @@ def scheduler_command(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def pruning_command(measured: dict[str, Any]) -> str:
-    """The command that measured the pruning; where the file lacks its arguments, with those that are known."""
+    """Return the command that measured the pruning; a file without arguments gives only those that are known."""
     known = {"model": measured["model"], "pairs": "PAIRS", **measured.get("arguments", {})}
     words = ["python", "-m", "benchmarks.pruning", known.pop("model"), known.pop("pairs")]
     words += [text for name, value in known.items() for text in (f"--{name.replace('_', '-')}", f"{value}")]
@@ -117,16 +117,16 @@ def pruning_command(measured: dict[str, Any]) -> str:
 
 
 def decision_ms(measured: dict[str, Any]) -> float:
-    """The median decision of the mix of live tasks in which it takes longest; `queued_decision_ms` is apart."""
+    """Return the largest median decision time over the mixes of live tasks; `queued_decision_ms` is apart."""
     return max(float(mix["plan_ms_p50"]) for name, mix in measured["mixes"].items() if name != QUEUED)
 
 
 def queued_decision_ms(measured: dict[str, Any]) -> float | None:
-    """The median decision with thousands of prompts that wait; None where that was not measured."""
+    """Return the median decision time with thousands of queued prompts; None if it was not measured."""
     mix = measured["mixes"].get(QUEUED)
     return float(mix["plan_ms_p50"]) if mix else None
 
 
 def memory_mb(measured: dict[str, Any]) -> float:
-    """The scheduler's memory at its highest, with the queue if that was measured."""
+    """Return the scheduler's peak memory, with the queue if that was measured."""
     return max(float(measured["memory_mb"]), float(measured.get("memory_queued_mb") or 0.0))

@@ -1,4 +1,4 @@
-"""The report's folder: every figure as SVG with its data beside it, and a page that puts it all in order."""
+"""The report's folder: every figure as SVG with its data beside it, and the page that shows them in order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _OF_A_SETTING: tuple[Callable[[Setting], Figure | None], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a report is made from: folders of `edged bench compare`, and JSON files of two benchmarks."""
+    """Inputs of a report: folders of `edged bench compare`, and JSON files of two benchmarks."""
 
     folders: Sequence[Path]
     pruning: Path | None = None
@@ -85,7 +85,7 @@ their range. The numbers of each figure are in the JSON file of its name.
 
 
 def _refuse_same_names(folders: Sequence[Path]) -> None:
-    """Figures are named by the folder that they are of."""
+    """Raise CompareError if two folders have one name, since figures are named by their folder."""
     known: dict[str, Path] = {}
     for folder in folders:
         other = known.setdefault(folder.resolve().name, folder)
@@ -94,12 +94,12 @@ def _refuse_same_names(folders: Sequence[Path]) -> None:
 
 
 def without_folders(text: str) -> str:
-    """The text with the base names of absolute paths alone: where files lay on this machine is nobody's."""
+    """Return the text with absolute paths cut to base names, so that it names no folder of this machine."""
     return _ABSOLUTE.sub(r"\1", text)
 
 
 def _setting_part(setting: Setting, folder: Path, pruned: dict[str, Any], canvas: Canvas, output: Path) -> list[str]:
-    """All of one machine's."""
+    """Return the part of the page about one machine."""
     runs = setting.runs
     title = f"## {setting.name}: {'simulated ' + setting.simulated if setting.simulated else 'measured'}\n"
     if not runs.done:
@@ -112,7 +112,7 @@ def _setting_part(setting: Setting, folder: Path, pruned: dict[str, Any], canvas
 
 
 def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, command: str = "") -> str:
-    """A figure, its numbers beside the paper's, and the command under it where no other figure has the same."""
+    """Return a figure, its numbers beside the paper's, and the command if only this figure has it."""
     (output / f"{name}.json").write_text(without_folders(json.dumps(figure.as_json(), separators=(",", ":"))) + "\n")
     lines = [f"### {figure.title}\n"]
     if figure.panels:
@@ -128,7 +128,7 @@ def _figure_part(figure: Figure, name: str, canvas: Canvas, output: Path, comman
 
 
 def _claims_part(found: Sequence[Claim]) -> str:
-    """The claims that these runs say anything of, and one line of the others."""
+    """Return the claims that these runs measured, and one line with the others."""
     told = [claim for claim in found if claim.verdict != NOT_MEASURED]
     others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
     rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learnt, one.verdict) for one in told]
@@ -141,12 +141,12 @@ def _claims_part(found: Sequence[Claim]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "".join(f"{line}\n" for line in markdown(head, rows))
 
 
 def _about(setting: Setting) -> str:
-    """What ran where."""
+    """Return lines on the model, the trace and the machine."""
     workload, first = setting.runs.manifest["workload"], setting.runs.done[0].report
     model, seeds = first["model"], setting.runs.axis("seed")
     prompt, answer = first["load"]["mean_prompt_tokens"], first["load"]["mean_output_tokens"]
@@ -161,12 +161,12 @@ def _about(setting: Setting) -> str:
 
 
 def _failures(failed: dict[str, str]) -> str:
-    """Runs that came to nothing."""
+    """Return lines on the runs that failed."""
     return "".join(f"- {name} failed: {error}\n" for name, error in failed.items())
 
 
 def _missing(setting: Setting) -> str:
-    """What of the command's runs are not among these; empty where all are."""
+    """Return a line on the command's runs that are missing here; empty if none is."""
     points = list(product(*(setting.runs.axis(name) for name in ("policy", "retrain_rate", "rate_per_s", "seed"))))
     ran = {(run.policy, run.retrain_rate, run.rate_per_s, run.seed) for run in (done.run for done in setting.runs.done)}
     missing = Counter((rate, seed) for policy, rate, per_s, seed in points if (policy, rate, per_s, seed) not in ran)
@@ -175,12 +175,12 @@ def _missing(setting: Setting) -> str:
 
 
 def _base_name(path: str | None) -> str | None:
-    """What a file or folder is called, wherever it lay."""
+    """Return the base name of a file or folder."""
     return Path(path).name if path else None
 
 
 def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
-    """The comparison again, as one types it."""
+    """Return the command that repeats the comparison."""
     workload = manifest["workload"]
     loads = sorted({done.run.load for done in setting.runs.done if done.run.load is not None})
     rates = sorted({done.run.rate_per_s for done in setting.runs.done if done.run.load is None})

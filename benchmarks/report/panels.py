@@ -1,4 +1,4 @@
-"""A figure before it is drawn: panels with their numbers, and rows that set ours beside the paper's."""
+"""A figure before it is drawn: panels with their numbers, and rows that compare ours with the paper's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report.paper import PaperNumber
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values `y` over `x`, with their range over seeds where there is one; bars have names as `x`."""
+    """Values `y` over `x`, with their range over seeds if there are several; bars have names as `x`."""
 
     x: Sequence[float | str]
     y: Sequence[float | None]
@@ -32,7 +32,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """One comparison with the paper, as text; None where the paper has no such number."""
+    """A comparison with the paper, as text; None if the paper has no such number."""
 
     what: str
     ours: str
@@ -49,13 +49,13 @@ class Figure:
     panels: tuple[Panel, ...] = ()
     note: str = ""
     data: dict[str, Any] = field(default_factory=dict)
-    """What else the raw numbers need to be understood."""
+    """Further fields of the JSON file, which explain the numbers."""
 
     def as_json(self) -> dict[str, Any]:
-        """What is drawn, for the file beside the drawing."""
+        """Return the drawn numbers, for the JSON file beside the drawing."""
         return {"title": self.title, **self.data, "panels": [asdict(panel) for panel in self.panels]}
 
 
 def told(value: float | None, digits: int = 2, unit: str = "") -> str:
-    """A number for a table; what was not measured is a dash."""
+    """Format a number for a table; a missing one is a dash."""
     return "–" if value is None else f"{value:,.{digits}f}{unit}"

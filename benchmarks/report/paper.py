@@ -1,4 +1,4 @@
-"""What the MACE paper reports, each with the section, figure or table that it comes from.
+"""Numbers of the MACE paper, each with the section, figure or table that it comes from.
 
 Nothing here is measured, and nothing else in the report is written by hand.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PaperNumber:
-    """A number of the paper: for calculating, as the paper puts it, and where it stands."""
+    """A number of the paper: its value, the paper's wording, and its place."""
 
     value: float
     text: str
@@ -60,7 +60,7 @@ SCHEDULER_LATENCY_MS = {
     "mace-bin": PaperNumber(0.12, "0.12 ms", "6.3, Table 1, IB"),
     "mace-priority": PaperNumber(0.11, "0.11 ms", "6.3, Table 1, PA"),
 }
-"""By policy. Table 1 tells of MACE only without one of its parts, and of no policy that is missing here."""
+"""Scheduler latency by policy. Table 1 shows MACE only without one of its parts, and no policy that is missing here."""
 SCHEDULER_MEMORY_MB = {
     "ekya": PaperNumber(0.6, "0.6 MB", "6.3, Table 1"),
     "adainf": PaperNumber(2.0, "2 MB", "6.3, Table 1"),

@@ -1,4 +1,4 @@
-"""What comparisons have in common whose arrivals are scored; it needs no torch."""
+"""The workload of comparisons whose arrivals are scored; it needs no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edged.bench.compare import Workload
 
 @dataclass(frozen=True, slots=True)
 class ScoredWorkload(Workload):
-    """Runs whose arrivals are scored; the mark stays in the manifest of their folder."""
+    """A workload whose arrivals are scored; the manifest of its folder records `score_arrivals`."""
 
     score_arrivals: bool = True
 

@@ -19,7 +19,7 @@ STRATEGIES = {
     "sync": paper.CONTINUOUS_BUSY,
     "mace": paper.HYBRID_BUSY,
 }
-"""What the paper calls periodic, continuous and hybrid."""
+"""The paper's busy share of the strategy that each policy follows: periodic, continuous or hybrid."""
 MEAN_TTFT = ReportFigure("ttft_ms.mean", "TTFT mean ms")
 MEAN_TBT = ReportFigure("tbt_ms.mean", "TBT mean ms", 2)
 MEAN_LEARNING = ReportFigure("finetune.latency_ms.mean", "learnt after mean ms", 0)
@@ -28,7 +28,7 @@ _PARTS = ("prefill", "decode", "finetune")
 
 
 def utilisation(setting: Setting) -> Figure:
-    """Figure 5: the busy share over time, what it was for, and the latencies beside."""
+    """Return Figure 5: the busy share over time, by kind of work, and the latencies."""
     busy = {policy: _by_second(setting, policy, "busy_share") for policy in setting.policies}
     parts = {p: Curve(_PARTS, [_share(setting, p, f"{part}_share") for part in _PARTS]) for p in setting.policies}
     rows = []
@@ -57,7 +57,7 @@ def utilisation(setting: Setting) -> Figure:
 
 
 def breakdown(setting: Setting) -> Figure:
-    """Figure 11: latency of prefill, decode and fine-tuning by policy."""
+    """Return Figure 11: latency of prefill, decode and fine-tuning by policy."""
     rows = [
         ComparisonRow("TTFT, mace to adainf", _ratio(setting, MEAN_TTFT, "adainf"), paper.TTFT_BELOW_ADAINF),
         ComparisonRow("TBT, mace to adainf", _ratio(setting, MEAN_TBT, "adainf"), paper.TBT_BELOW_ADAINF),
@@ -72,7 +72,7 @@ def breakdown(setting: Setting) -> Figure:
 
 
 def throughput(setting: Setting) -> Figure:
-    """Figure 10: output tokens per second against the retrain rate, and against the load."""
+    """Return Figure 10: output tokens per second against the retrain rate, and against the load."""
     by_retrain, by_load = (setting.curves(THROUGHPUT, axis) for axis in ("retrain_rate", "rate_per_s"))
     orin = "orin" in (setting.simulated or "")
     number = paper.THROUGHPUT_TO_ADAINF_ORIN if orin else paper.THROUGHPUT_TO_ADAINF
@@ -101,9 +101,9 @@ def throughput(setting: Setting) -> Figure:
 
 
 def ablations(setting: Setting) -> Figure | None:
-    """Figure 12: SLO attainment against the load, CLPD, throughput and pairs learnt of MACE without one part.
+    """Return Figure 12: SLO attainment against the load, CLPD, throughput and pairs learned of MACE without one part.
 
-    None where no such policy ran.
+    None if no such policy ran.
     """
     variants = [policy for policy in ABLATIONS if policy in setting.policies]
     if len(variants) < 2:
@@ -120,7 +120,7 @@ def ablations(setting: Setting) -> Figure | None:
 
 
 def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[ComparisonRow, ...]:
-    """What each part's absence does at the highest load."""
+    """Return rows with the effect of leaving out each part at the highest load."""
     highest = setting.rates[-1]
     rows = []
     for policy, name, metric, digits, number in (
@@ -146,7 +146,7 @@ def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Compariso
 
 
 def iterations(setting: Setting) -> Figure:
-    """Figure 13: how many iterations the window took, and how long each was."""
+    """Return Figure 13: how many iterations the window took, and how long each was."""
     count = ReportFigure("iterations.count", "iterations", 0)
     latency = ReportFigure("iterations.mean_ms", "iteration ms", 2)
     kinds = ("serving", "finetune", "hybrid")
@@ -174,7 +174,7 @@ def iterations(setting: Setting) -> Figure:
 
 
 def _latency_panels(setting: Setting) -> tuple[Panel, ...]:
-    """One panel each, since they differ by orders of magnitude."""
+    """Return one panel for each latency, since they differ by orders of magnitude."""
     return tuple(
         Panel(name, "", unit, {policy: setting.bars({"": metric}, policy) for policy in setting.policies}, "bar")
         for name, metric, unit in _LATENCIES
@@ -182,13 +182,13 @@ def _latency_panels(setting: Setting) -> tuple[Panel, ...]:
 
 
 def _ratio(setting: Setting, metric: ReportFigure, baseline: str, **fields: Any) -> str:
-    """mace's over a baseline's, with its range over seeds."""
+    """Format mace's ratio to a baseline, with its range over seeds."""
     ratio = setting.runs.ratio(metric, "mace", baseline, **{**setting.headline, **fields})
     return "–" if ratio is None else f"{ratio.median:.2f}x ({ratio.low:.2f}–{ratio.high:.2f})"
 
 
 def _by_second(setting: Setting, policy: str, share: str) -> Curve:
-    """The mean over seeds of each second's share."""
+    """Return the mean over seeds of each second's share."""
     seconds: defaultdict[int, list[float]] = defaultdict(list)
     for done in setting.at_headline(policy):
         for row in done.report["timeline"]:
@@ -203,6 +203,6 @@ def _percent(setting: Setting, policy: str, share: str) -> str:
 
 
 def _share(setting: Setting, policy: str, share: str) -> float | None:
-    """The mean over all seconds and seeds."""
+    """Return the mean over all seconds and seeds."""
     values = [row[share] for done in setting.at_headline(policy) for row in done.report["timeline"]]
     return sum(values) / len(values) if values else None

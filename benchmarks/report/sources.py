@@ -1,4 +1,4 @@
-"""JSON files of two other benchmarks, checked before anything is drawn from them."""
+"""JSON files of the pruning and the scheduler benchmark, checked before anything is drawn from them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from edged.bench.compare import CompareError, read_object
 
 WHOLE = "off"
-"""The name that stands for a budget where nothing is pruned."""
+"""Name of the budget without pruning."""
 QUEUED = "queued"
-"""The mix with thousands of prompts that wait besides the live tasks."""
+"""Name of the mix with thousands of queued prompts besides the live tasks."""
 
 
 class _Middle(BaseModel):
@@ -32,7 +32,8 @@ class _Quality(BaseModel):
 
 
 class _Pruning(BaseModel):
-    """Latencies by sequences and budget, quality by budget; budgets are tokens kept by a head, or WHOLE."""
+    """A pruning report: latencies by sequences and budget, quality by budget; a budget is tokens kept per head, or
+    WHOLE."""
 
     model: str
     device: str
@@ -75,14 +76,14 @@ class _Scheduler(BaseModel):
 
 
 def read_pruning(path: Path) -> dict[str, Any]:
-    """What python -m benchmarks.pruning wrote. Raises CompareError."""
+    """Read the output of python -m benchmarks.pruning. Raises CompareError."""
     value = read_object(path)
     _check(_Pruning, value, path, "python -m benchmarks.pruning --output")
     return value
 
 
 def read_scheduler(path: Path) -> list[dict[str, Any]]:
-    """What python -m benchmarks.scheduler --json printed: one policy, or a list of them. Raises CompareError."""
+    """Read the output of python -m benchmarks.scheduler --json: one policy, or a list of them. Raises CompareError."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:

@@ -1,1 +1,1 @@
-"""A soak: a real daemon under load for a long time, with faults drawn at random, and what may not grow meanwhile."""
+"""A soak test: a real daemon under load for a long time, with random faults and checks for leaks."""

@@ -1,4 +1,4 @@
-"""The faults of a soak, and the order in which they are drawn."""
+"""The faults of a soak test, by name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SETTLE_S = 2.0
 _HUNG_S = 2 * WATCHDOG_S
 _FUZZ_S = 900.0
 _FUZZED_ANSWER_S = 60.0
-"""An answer that ignores its end is as long as the context lets it."""
+"""Longest wait for an answer to a fuzzed request: one that ignores EOS is as long as the context allows."""
 FUZZ_DRAWS = 6
-"""So often schemathesis is drawn in half an hour, about."""
+"""Approximate number of schemathesis runs in half an hour."""
 HUNG = "the engine hangs"
 _CHECKS = (
     "not_a_server_error",
@@ -40,14 +40,15 @@ _CHECKS = (
 )
 
 Kinds = dict[str, Callable[[], Awaitable[None]]]
-"""Faults by name."""
+"""Maps a fault's name to the coroutine function that causes it."""
 
 
 class Faults:
-    """`hard` ones end the process, `soft` ones leave it running: what it holds is compared over those alone."""
+    """The faults: `hard` ones end the process, `soft` ones leave it running; growth is measured over soft ones
+    alone."""
 
     def __init__(self, subject: Subject, traffic: Traffic, chance: random.Random, fuzz_examples: int) -> None:
-        """`fuzz_examples` are tried of every operation of the API whenever schemathesis is drawn."""
+        """Prepare the faults; `fuzz_examples` are tried of every API operation in each schemathesis run."""
         self._subject, self._traffic, self._chance, self._fuzz_examples = subject, traffic, chance, fuzz_examples
         allow_files()
         self.hard: Kinds = {
@@ -78,7 +79,7 @@ class Faults:
         await self._end_and_restart(lambda: self._subject.kill(), harm)
 
     async def _end_and_restart(self, end: Callable[[], object], harm: Callable[[], None] = lambda: None) -> None:
-        """What comes next is a daemon that starts from what `end` and `harm` left."""
+        """End the process with `end`, change its files with `harm`, and start a new daemon."""
         self._traffic.expected.add("down")
         await asyncio.to_thread(end)
         try:
@@ -111,7 +112,8 @@ class Faults:
         await self._kill(flip)
 
     async def _damage(self) -> None:
-        """A power cut that tore the file: the start is refused; then a copy is put back, as the message says."""
+        """Damage the database as a power cut may: the start must be refused; then restore a copy, as the message
+        advises."""
         database, copy = self._subject.data / "edged.db", self._subject.folder / "copy.db"
 
         def refuse() -> None:
@@ -139,7 +141,7 @@ class Faults:
             self._traffic.tally.wrong.append(f"a start with exit code {code}, where {words} were to be said: {said}")
 
     async def _hang(self) -> None:
-        """A device call that never returns starves the watchdog, and systemd ends the process by SIGABRT."""
+        """Hang a device call for ever: it starves the watchdog, and systemd ends the process by SIGABRT."""
         manager = self._subject.manager
 
         def end() -> None:
@@ -183,7 +185,7 @@ class Faults:
 
     def _connect(self) -> socket.socket:
         raw = socket.socket(socket.AF_UNIX)
-        # Without a timeout it waits where many are about to be accepted; with one it would be refused at once.
+        # Without a timeout connect() waits while the accept queue is full; with one it would be refused at once.
         raw.connect(str(self._subject.socket))
         raw.settimeout(30)
         return raw
@@ -192,7 +194,7 @@ class Faults:
         crowd = []
         for _ in range(_CONNECTIONS):
             crowd.append(await asyncio.to_thread(self._connect))
-            # One by one: the traffic's own connections share the queue of those that are about to be accepted.
+            # One at a time: the traffic's own connections share the accept queue.
             await asyncio.sleep(_BETWEEN_CONNECTIONS_S)
         await asyncio.sleep(3.0)
         for raw in crowd:
@@ -213,7 +215,7 @@ class Faults:
                 await asyncio.sleep(0.1)
 
     async def _fuzz(self) -> None:
-        # The store refuses feedback, and says so with 503, while a disk is full: never beside that fault.
+        # While a disk is full the store refuses feedback with 503, so the two faults never overlap.
         url = f"http://127.0.0.1:{self._subject.tcp_port}/openapi.json"
         options = ["--checks", ",".join(_CHECKS), "--max-examples", str(self._fuzz_examples), "--no-color"]
         options += ["--phases", "examples,fuzzing", "--seed", str(self._chance.randrange(1 << 30))]
@@ -240,7 +242,7 @@ def _stream(tokens: int) -> bytes:
 
 
 def fill(filler: Path) -> None:
-    """Take all the room of the disk that this file is on."""
+    """Fill the file's disk."""
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12):
             try:
@@ -251,9 +253,9 @@ def fill(filler: Path) -> None:
 
 
 def damage(database: Path, chance: random.Random) -> None:
-    """Overwrite the beginnings of some pages behind the first, and leave a torn log beside them."""
+    """Overwrite the beginnings of some pages after the first, and leave a torn write-ahead log beside them."""
     with closing(sqlite3.connect(database)) as db:
-        # The log holds newer copies of pages: those would hide what is done to the file.
+        # The log holds newer copies of pages, which would hide the damage.
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         (size,) = db.execute("PRAGMA page_size").fetchone()
     pages = range(1, database.stat().st_size // size)

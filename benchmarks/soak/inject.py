@@ -1,8 +1,8 @@
-"""The daemon of a soak: `edged serve` with settings from the environment, in which faults can be had for the asking.
+"""The daemon of a soak test: `edged serve` with settings from the environment, and faults on request.
 
-Faults come into a running engine by hooks on the model's own modules, a policy that raises, a command that never
-returns. They are asked for through a datagram socket, whose path is an argument, as is the token that marks a prompt
-whose activations are NaN. `benchmarks.support.child` starts it, so that its heap is `edged serve`'s.
+Faults enter a running engine by hooks on the model's own modules, a policy that raises, a command that never returns.
+Requests for them come through a datagram socket, whose path is an argument, as is the token that marks a prompt whose
+activations are NaN. `benchmarks.support.child` starts it, so that its heap is `edged serve`'s.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from edged.engine.engine import Engine
 from edged.settings.load import load_settings
 
 _A_CHUNK = 16
-"""Rows from which on a forward without a gradient is counted as a prompt's."""
+"""Rows from which a forward without a gradient counts as a prompt's."""
 _FOR_EVER_S = 3600.0
 
 
 class Injector:
-    """What goes wrong next. `arm` puts it into an engine."""
+    """A source of faults; `arm` hooks it into an engine."""
 
     def __init__(self, marker: int) -> None:
-        """`marker` is the token whose activations are NaN where three of it stand in a row."""
+        """Create an injector; `marker` is the token whose activations are NaN if three of it stand in a row."""
         self._marker = marker
         self._short: Counter[str] = Counter()
         self._policy_fails = False
@@ -54,16 +54,16 @@ class Injector:
         setattr(policy, "plan", failing)  # noqa: B010 (a method)
 
     def obey(self, order: dict[str, Any]) -> None:
-        """Do as a datagram says."""
+        """Cause the fault that a datagram asks for."""
         match order["fault"]:
             case "memory":
-                # Not a sum: what no step has met yet, for none had a gradient, would come all at once.
+                # max, not a sum: faults for steps accumulate while no gradient is computed, and would all come at once.
                 self._short[order["where"]] = max(self._short[order["where"]], order["times"])
             case "policy":
                 self._policy_fails = True
             case "restore" if self._engine is not None:
                 self._policy_fails = False
-                # As a reload does, which has the policy asked again.
+                # A reload makes the scheduler ask the policy again.
                 self._engine.configure(self._engine.settings)
             case "hang" if self._engine is not None:
                 self._engine.commands.post(lambda: time.sleep(_FOR_EVER_S))
@@ -72,7 +72,7 @@ class Injector:
                 time.time = self._late
 
     def _time(self) -> float:
-        """What the clock says that was set back."""
+        """Return the time of a clock that was set back."""
         return self._clock() - self._behind_s
 
     def _allocate(self, _: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -86,13 +86,13 @@ class Injector:
 
     def _spoil(self, _: torch.nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         marked = arguments[0] == self._marker
-        # Answers may draw the token, too, but hardly ever put three of it into one forward in a row.
+        # Answers may sample the token, too, but hardly ever have three of it in a row in one forward.
         three = marked[..., 2:] & marked[..., 1:-1] & marked[..., :-2]
         return output.masked_fill(marked[..., None], float("nan")) if three.any() else None
 
 
 def be_side(_name: str, path: str, marker: str) -> None:
-    """Serve. `benchmarks.support.child` calls it, and goes by the name."""
+    """Serve as a side of `benchmarks.support.child`, which calls this function by its name."""
     injector, build = Injector(int(marker)), Engine.build
 
     def build_armed(*arguments: Any) -> Engine:

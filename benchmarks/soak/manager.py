@@ -1,4 +1,4 @@
-"""systemd's part of a soak: the notification socket, and when the daemon last fed its watchdog."""
+"""systemd's part in a soak test: the notification socket, and the time of the daemon's last watchdog message."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 
 WATCHDOG_S = 20.0
-"""So long may an iteration take where many programs want the cores, with room to spare."""
+"""Watchdog timeout: generous for an iteration while many programs compete for the cores."""
 
 
 class Manager:
-    """Listens at `path` until the process ends."""
+    """A notification socket at `path` that is read until the process ends."""
 
     def __init__(self, path: Path) -> None:
         self.environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": f"{WATCHDOG_S * 1e6:.0f}"}
-        """What a daemon has to know of it."""
+        """Environment variables of the daemon."""
         self.status = ""
-        """What the daemon last said of itself."""
+        """The daemon's last STATUS line."""
         self._fed_s = time.monotonic()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(str(path))
@@ -26,7 +26,7 @@ class Manager:
 
     @property
     def starved_s(self) -> float:
-        """Seconds since the watchdog was fed."""
+        """Seconds since the last watchdog message."""
         return time.monotonic() - self._fed_s
 
     def _listen(self) -> None:

@@ -1,7 +1,7 @@
-"""A soak from its start to its result: load, faults by chance, and what the daemon holds over time.
+"""A soak test from start to result: load, random faults, and the daemon's resources over time.
 
 Faults that end the process come first, each once; up to a quarter of the time any may follow. Then one daemon lives to
-the end under those that it must live through, and what it holds is watched.
+the end under the faults that it must survive, and its resources are sampled.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _HARD_SHARE = 0.25
 _SAMPLE_EVERY_S = 2.0
 _FAULT_EVERY_S = 8.0
 _SOCKETS = 8
-"""The listening ones, the event loop's own, and a connection that is just being asked or closed."""
+"""Expected sockets: the listening ones, the event loop's own, and a connection that is being served or closed."""
 
 
 @dataclass(slots=True)
 class Soak:
-    """The course of one soak."""
+    """The course of one soak test."""
 
     minutes: float
     load: float
     seed: int
     fuzz_examples: int
-    """That schemathesis tries of every operation, over all its draws."""
+    """Examples that schemathesis tries of every operation, over all its runs."""
     faults: Counter[str] = field(default_factory=Counter)
     samples: list[Held] = field(default_factory=list)
 
     async def run(self) -> dict[str, Any]:
-        """The result, as it goes into a file; `problems` is empty when all promises held."""
+        """Run the test; return the result as it is written to a file; `problems` is empty if it passed."""
         subject = Subject(Path(tempfile.mkdtemp(prefix="edged-soak-")))
         try:
             await asyncio.to_thread(subject.wait_until_ready)
@@ -84,7 +84,7 @@ class Soak:
             await watching
 
     async def _have(self, name: str, kinds: Kinds, traffic: Traffic, chance: random.Random, end: float) -> None:
-        """One fault, and some time after it."""
+        """Cause one fault, and let some time pass."""
         self.faults[name] += 1
         left, now = (end - time.monotonic()) / 60, f"{sum(traffic.tally.statuses.values())} requests"
         print(f"{left:5.1f} min left  {now}  {len(traffic.tally.wrong)} wrong  {name}", flush=True)
@@ -140,25 +140,25 @@ class Soak:
 
 
 def first_each_then_any(first: Collection[str], names: Collection[str], chance: random.Random) -> Iterator[str]:
-    """Each of `first` once, in a random order; then any of `names`, for ever."""
+    """Yield each of `first` once, in a random order; then any of `names`, without end."""
     yield from chance.sample(sorted(first), len(first))
     while True:
         yield chance.choice(sorted(names))
 
 
 def in_rounds(names: Collection[str], chance: random.Random) -> Iterator[str]:
-    """For ever, in a random order: each once before any comes twice."""
+    """Yield names without end, in a random order: each once before any comes twice."""
     while True:
         yield from chance.sample(sorted(names), len(names))
 
 
 def held_by_nobody(pages: dict[str, int]) -> int:
-    """Pages that no cache, no list of free ones and not the box has, when nothing is answered or learned."""
+    """Return the leaked pages: neither free, cached nor retired, while no request or step is open."""
     return pages["total"] - pages["free"] - pages["cached"] - pages["retired"]
 
 
 def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int]:
-    """The page counts once nothing is answered and all that waited is learned."""
+    """Return the page counts once no request and no learning is pending."""
     end = time.monotonic() + within_s
     while True:
         status = subject.status()
@@ -170,7 +170,7 @@ def _pages_when_idle(subject: Subject, within_s: float = 600.0) -> dict[str, int
 
 
 def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
-    """Samples as they go into a file; None where the daemon did not answer."""
+    """Return samples as they are written to a file; None if the daemon did not answer."""
     return {
         "at_s": [round(sample.at_s - samples[0].at_s, 1) for sample in samples],
         "rss_mib": [round(sample.rss_bytes / 2**20, 1) for sample in samples],
@@ -181,7 +181,7 @@ def held_over_time(samples: Sequence[Held]) -> dict[str, list[Any]]:
 
 
 def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
-    """(acknowledged pairs that are missing, what is wrong with the database)."""
+    """Return (number of acknowledged pairs that are missing, problems of the database)."""
     with sqlite3.connect(database) as db:
         (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
         pairs = db.execute("SELECT chosen, state, note FROM pairs WHERE chosen LIKE 'good %'").fetchall()
@@ -190,14 +190,14 @@ def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
     problems = [f"integrity_check: {integrity}"] if integrity != "ok" else []
     problems += [f"{len(missing)} acknowledged pairs are missing"] if missing else []
     problems += [f"{twice} pairs were trained twice"] if twice else []
-    # What schemathesis drops from quarantine was an admin's decision.
+    # Pairs that schemathesis drops from quarantine count as an admin's decision.
     skipped = [note for _, state, note in pairs if state == "skipped" and note != "dropped from quarantine"]
     reasons = "; ".join(sorted(set(skipped)))
     return len(missing), problems + ([f"{len(skipped)} pairs were skipped: {reasons}"] if skipped else [])
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as Markdown."""
+    """Return the result as Markdown."""
     grown, missing = result["growth"], result["missing"]
     rows = [
         ("minutes", f"{result['minutes']:g} at {result['load']:.0%} load, {result['requests_per_s']:.1f} requests/s"),

@@ -1,4 +1,4 @@
-"""The daemon under a soak: its process, its folder, its orders, and what it holds."""
+"""The daemon under test in a soak: its process, its folder, its faults, and its resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edged.client.client import DaemonError
 from examples.quickstart.daemon import TemporaryDaemon
 
 MARKER = 5
-"""Three of this token in a row have activations that are NaN; answers are biased against it."""
+"""Token with NaN activations if three of it stand in a row; answers are biased against it."""
 _SETTINGS = {
     "STORE__SAVE_EVERY_S": "1",
     "ALIGN__REPLAY_SHARE": "0",
@@ -38,7 +38,7 @@ _SETTINGS = {
 
 
 class Subject(TemporaryDaemon):
-    """A daemon with the demo model in `folder`, on a small disk of its own where one can be mounted."""
+    """A daemon with the demo model in `folder`, on a small disk of its own if one can be mounted."""
 
     READY_S, STOP_S = 120.0, 60.0
 
@@ -52,7 +52,7 @@ class Subject(TemporaryDaemon):
         super().__init__(folder=folder)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A process that has faults at `order`."""
+        """Start a process with fault injection."""
         self._orders.unlink(missing_ok=True)
         places = {"API__SOCKET": str(self.socket), "STORE__DATA_DIR": str(self.data)}
         settings = {f"EDGED_{name}": value for name, value in {**_SETTINGS, **places}.items()}
@@ -67,28 +67,28 @@ class Subject(TemporaryDaemon):
         return self._spawn(arguments, {**settings, **self.manager.environment, "PYTHONPATH": str(ROOT)})
 
     def status(self) -> dict[str, Any]:
-        """`GET /v1/status`."""
+        """Return `GET /v1/status`."""
         with self.client() as client:
             found: dict[str, Any] = client.get("/v1/status")
             return found
 
     def order(self, **fault: Any) -> None:
-        """Have a fault."""
+        """Order a fault."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as orders:
             orders.sendto(json.dumps(fault).encode(), str(self._orders))
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        """End it by a signal; its exit code."""
+        """Send a signal and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait()
 
     def restart(self) -> None:
-        """A new one, after the end of the one before."""
+        """Start a new process after the previous one ended."""
         self.process = self.start()
         self.wait_until_ready()
 
     def refused_start(self) -> tuple[int | None, str]:
-        """Exit code and log of a start that is to be refused; None: it was not, and was ended."""
+        """Start a process that must refuse to start; return its exit code and log. None: it ran, and was killed."""
         before = len(self.log)
         self.process = self.start()
         if self.becomes_ready() or self.process.poll() is None:
@@ -102,19 +102,19 @@ class Subject(TemporaryDaemon):
         subprocess.run(["mount", "-o", options, str(self.data)], check=True, capture_output=True)
 
     def second_daemon(self) -> int:
-        """The exit code of another daemon on the same folder."""
+        """Run another daemon on the same folder; return its exit code."""
         environment = {**os.environ, "EDGED_STORE__DATA_DIR": str(self.data), "EDGED_API__SOCKET": f"{self.socket}2"}
         command = [sys.executable, "-P", "-m", "edged.cli", "serve"]
         return subprocess.run(command, env=environment, capture_output=True, timeout=self.READY_S).returncode
 
     @property
     def tcp_port(self) -> int:
-        """Where it listens."""
+        """The daemon's listening port."""
         connections = psutil.Process(self.process.pid).net_connections("tcp")
         return next(item.laddr.port for item in connections if item.status == psutil.CONN_LISTEN)
 
     def held(self) -> Held:
-        """What it holds now."""
+        """Return a sample of the process's resources."""
         process, at_s = psutil.Process(self.process.pid), time.monotonic()
         kinds = []
         for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
@@ -125,12 +125,12 @@ class Subject(TemporaryDaemon):
         return Held(at_s, rss, self._said(), len(kinds) - sockets, sockets, threads)
 
     def _said(self) -> Said | None:
-        """None: it does not answer."""
+        """Return the daemon's own metrics; None if it does not answer."""
         try:
             with self.client() as client:
                 text = b"\n".join(client.lines("/metrics")).decode()
         except DaemonError:
-            # A thousand connections or a full disk may be in the way of asking.
+            # A thousand connections or a full disk may keep the daemon from answering.
             return None
         found: dict[tuple[str, str], int] = {}
         for family in text_string_to_metric_families(text):
@@ -145,11 +145,11 @@ class Subject(TemporaryDaemon):
 
     @property
     def data_bytes(self) -> int:
-        """What its folder holds."""
+        """Bytes of the files in the data folder."""
         return sum(file.stat().st_size for file in self.data.rglob("*") if file.is_file())
 
     def remove(self) -> None:
-        """End what is left of it."""
+        """Kill the daemon if it runs, and remove its folder."""
         if self.process.poll() is None:
             self.kill()
         if self.small_disk:

@@ -1,4 +1,4 @@
-"""The load of a soak: requests and feedback that arrive by chance, and whether their answers are right."""
+"""The load of a soak test: requests and feedback that arrive at random, and checks of their answers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ PROMPTS = [f"How do I {what}?" for what in ("cook rice", "fix a bike", "plant a 
 USERS = ("ann", "ben", "cleo")
 _TOKENS = 24
 _FEEDBACK_SHARE = 1 / 20
-"""Few enough that they are learned beside the questions: pairs that wait are memory, too."""
+"""Share of feedback, low enough that pairs are learned as they come: queued pairs take memory, too."""
 _TIMEOUT = aiohttp.ClientTimeout(total=120)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came back."""
+    """Counts of responses, and the wrong ones."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    """Answers other than the reference, or errors that nobody announced."""
+    """Answers that differ from the reference, and errors that were not expected."""
     acknowledged: set[int] = field(default_factory=set)
 
 
 class Traffic:
-    """Sends at `rate_per_s` until `stop`; `paused` while the daemon is down on purpose."""
+    """A load of `rate_per_s` until `stop`; failures that `expected` names are not counted as wrong."""
 
     def __init__(self, socket: Path, seed: int) -> None:
         self.tally = Tally()
         self.expected: set[str] = set()
-        """Kinds of failure that are announced just now: "disk", "down"."""
+        """Kinds of failure that are expected at the moment: "disk", "down"."""
         self._socket, self._chance = socket, random.Random(seed)
         self._reference: dict[tuple[str, str], str] = {}
         self._pairs = 0
@@ -47,7 +47,7 @@ class Traffic:
         self._ended = False
 
     async def capacity(self, clients: int = 8, seconds: float = 6.0) -> float:
-        """Requests per second that `clients` get answered who never pause."""
+        """Return the requests per second of `clients` that send without pause."""
         end, answered = time.monotonic() + seconds, 0
 
         async def ask() -> None:
@@ -61,7 +61,7 @@ class Traffic:
         return answered / seconds
 
     async def run(self, rate_per_s: float) -> None:
-        """Arrivals by a Poisson process: questions, and a share of feedback."""
+        """Send questions and a share of feedback as a Poisson process."""
         async with self._session() as session:
             while not self._ended:
                 await asyncio.sleep(self._chance.expovariate(rate_per_s))
@@ -72,15 +72,15 @@ class Traffic:
             await asyncio.gather(*self._tasks)
 
     def stop(self) -> None:
-        """No more arrivals."""
+        """Stop sending."""
         self._ended = True
 
     def forget_versions(self) -> None:
-        """The daemon started anew: numbers of versions that were lost are given to others."""
+        """Forget versions after a restart: numbers of versions that were lost are reused."""
         self._reference = {key: text for key, text in self._reference.items() if key[0] == "base"}
 
     async def not_a_number(self) -> None:
-        """A question whose activations are NaN: it must fail, and it alone."""
+        """Send a question whose activations are NaN: it must fail, and only it."""
         async with self._session() as session:
             body = {"prompt": [10, 11, 12, MARKER, MARKER, MARKER, 13, 14], "max_tokens": 4}
             status, answer = await self._post(session, "/v1/completions", body)
@@ -125,7 +125,7 @@ class Traffic:
             self.tally.wrong.append(f"status {status}: {str(answer)[:200]}")
 
     async def _post(self, session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        """(status, answer); status 0 when there was no answer."""
+        """Return (status, answer); status 0 if there was no answer."""
         status, answer = 0, None
         with contextlib.suppress(aiohttp.ClientError, ConnectionError, TimeoutError):
             async with session.post(path, json=body) as response:

@@ -1,4 +1,4 @@
-"""Counts the instructions of pieces of Python: a figure that load on the machine does not move.
+"""Instruction counts of pieces of Python, which load on the machine does not change.
 
 `python -m benchmarks.support.callgrind MODULE` is the counted process: it runs what MODULE's `pieces` returns. Imports
 run uninstrumented: counting is switched on (through vgdb, valgrind's own remote control) once the process is ready, and
@@ -22,21 +22,21 @@ from benchmarks.support.checkout import environment
 
 _PROGRAMS = ("valgrind", "vgdb")
 _NOTHING = "nothing"
-"""A piece that every process has: what the conversation itself costs."""
+"""Name of an empty piece of every process, which measures the cost of the conversation itself."""
 _READY = "ready"
 
 
 class CountFailed(RuntimeError):
-    """Nothing was counted; the message says why."""
+    """Instructions could not be counted; the message says why."""
 
 
 def missing_program() -> str | None:
-    """A program that counting needs and this machine does not have."""
+    """Return a program that counting needs and this machine lacks, or None."""
     return next((name for name in _PROGRAMS if shutil.which(name) is None), None)
 
 
 class Counter:
-    """A module's pieces in a process under callgrind. Raises CountFailed."""
+    """A process under callgrind that counts a module's pieces. Raises CountFailed."""
 
     def __init__(self, module: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="edged-count-")
@@ -63,14 +63,14 @@ class Counter:
             self._expect(_READY)
             self._control("instrumentation", "on")
             self._overhead = 0
-            self.count(_NOTHING)  # the first conversation is longer than the others
+            self.count(_NOTHING)  # warm-up: the first conversation is longer than the others
             self._overhead = self.count(_NOTHING)
         except BaseException:
             self.close()
             raise
 
     def count(self, piece: str) -> int:
-        """Instructions of one piece, the conversation about it left out."""
+        """Return the instructions of one piece, without those of the conversation."""
         assert self._process.stdin is not None
         self._control("zero")
         try:
@@ -114,7 +114,7 @@ class Counter:
 
 
 def _total(dump: Path) -> int:
-    """The instructions of one of callgrind's files."""
+    """Return the total of a callgrind dump."""
     for line in dump.read_text().splitlines():
         if line.startswith("totals:"):
             return int(line.split()[1])
@@ -122,7 +122,7 @@ def _total(dump: Path) -> int:
 
 
 def serve(pieces: Mapping[str, Callable[[], None]]) -> None:
-    """The counted process's end: run the pieces that are asked for, by name, until there are no more questions."""
+    """Run pieces by name in the counted process, until there are no more questions."""
     gc.collect()
     gc.freeze()
     gc.disable()

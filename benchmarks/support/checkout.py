@@ -1,4 +1,4 @@
-"""The checkout, which is not installed: processes that run its modules are told where it is."""
+"""The checkout's path for child processes, since it is not installed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**further: str) -> dict[str, str]:
-    """This process's environment, in which `benchmarks` and `examples` can be imported."""
+    """Return this process's environment, with `benchmarks` and `examples` importable."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, **further}

@@ -1,4 +1,4 @@
-"""A side's process: `python -m benchmarks.support.child MODULE NAME ARGUMENTS...` has MODULE be the side NAME.
+"""The process of a side: `python -m benchmarks.support.child MODULE NAME ARGUMENTS...` runs MODULE's `be_side`.
 
 edged's own sides ("edged", "edged with ...") are prepared as `edged serve` is, before numpy and torch are imported; the
 others run as their users run them.
@@ -13,7 +13,7 @@ from edged.runtime.process import prepare, restart_in_huge_pages
 
 
 def main() -> None:
-    """Become the side."""
+    """Run the side."""
     module, name = sys.argv[1:3]
     if name.startswith("edged"):
         restart_in_huge_pages()

@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share: options, what a quick run uses, progress, tables, the report."""
+"""The command line that the benchmarks share: options, quick runs, progress, tables, the report."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Parser = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option or, without dashes, an argument that must be given; `default` may be a function."""
+    """An option or, without dashes, a required argument; `default` may be a function."""
 
     name: str
     default: Any
     quick: Any
     """The default of a quick run; None: the same."""
     settings: dict[str, Any]
-    """Of argparse."""
+    """Further arguments of `add_argument`."""
 
     def value(self, quick: bool) -> Any:
-        """What holds where nothing was given."""
+        """Return the value that applies if the option is not given."""
         chosen = self.default if self.quick is None or not quick else self.quick
         return chosen() if callable(chosen) else chosen
 
@@ -33,7 +33,7 @@ class Option:
 def option(
     name: str, help: str, default: Any = None, quick: Any = None, least: float | None = None, **settings: Any
 ) -> Option:
-    """An option whose type is its default's; numbers are positive unless `least` says otherwise."""
+    """Return an option with the type of its default; numbers are positive unless `least` says otherwise."""
     if type(default) in (int, float) and "type" not in settings:
         settings["type"] = number(type(default), least)
     known = {"default": default, "quick:": quick}
@@ -46,7 +46,7 @@ def option(
 
 
 def flag(name: str, help: str) -> Option:
-    """An option that is given or not."""
+    """Return an option without a value."""
     return Option(name, False, None, {"help": help, "action": "store_true"})
 
 
@@ -54,7 +54,7 @@ def flag(name: str, help: str) -> Option:
 
 
 def number(kind: type[int] | type[float], least: float | None = None) -> Parser:
-    """Numbers from `least` on; None: positive ones."""
+    """Return a parser of numbers from `least` on; None: positive ones."""
 
     def parsed(text: str) -> int | float:
         try:
@@ -70,12 +70,12 @@ def number(kind: type[int] | type[float], least: float | None = None) -> Parser:
 
 
 def numbers(text: str) -> list[int]:
-    """Positive whole numbers by comma."""
+    """Parse positive whole numbers, separated by commas."""
     return [int(number(int)(part)) for part in text.split(",")]
 
 
 def names(known: Iterable[str]) -> Parser:
-    """Some of the `known` names, by comma."""
+    """Return a parser of some of the `known` names, separated by commas."""
     known = list(known)
 
     def parsed(text: str) -> list[str]:
@@ -89,21 +89,21 @@ def names(known: Iterable[str]) -> Parser:
 
 
 def existing_file(text: str) -> Path:
-    """A file that is there."""
+    """Parse the path of an existing file."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f'"{text}" is not a file')
     return Path(text)
 
 
 def model_folder(text: str) -> Path:
-    """A model's directory."""
+    """Parse a model's directory."""
     if not (Path(text) / "config.json").is_file():
         raise argparse.ArgumentTypeError(f'"{text}" has no config.json: give a directory that save_pretrained wrote')
     return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written: found out before hours of measuring."""
+    """Parse the path of a file that can be written: checked now, not after hours of measuring."""
     if not Path(text).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f'the folder of "{text}" does not exist')
     return Path(text)
@@ -137,12 +137,12 @@ JSON = flag("--json", "print JSON instead of a table")
 
 
 def parse(doc: str | None, *options: Option, quick: str = "", program: str = "") -> argparse.Namespace:
-    """What was given and what holds where nothing was; --output, --json and, if `quick` says what it does, --quick."""
+    """Parse the command line with defaults; adds --output, --json and, if `quick` describes it, --quick."""
     return resolve(make_parser(doc, *options, quick=quick, program=program), *options)
 
 
 def make_parser(doc: str | None, *options: Option, quick: str = "", program: str = "") -> argparse.ArgumentParser:
-    """The parser of `parse`, for a benchmark that has errors of its own to tell."""
+    """Return the parser of `parse`, for a benchmark that reports further errors."""
     spec = sys.modules["__main__"].__spec__
     program = program or (f"python -m {spec.name}" if spec is not None else "")
     parser = argparse.ArgumentParser(
@@ -156,7 +156,7 @@ def make_parser(doc: str | None, *options: Option, quick: str = "", program: str
 
 
 def resolve(parser: argparse.ArgumentParser, *options: Option) -> argparse.Namespace:
-    """The command line by this parser, defaults put where nothing was given."""
+    """Parse the command line with this parser, and fill in defaults."""
     given = parser.parse_args()
     quick = getattr(given, "quick", False)
     for each in (*options, JSON):
@@ -170,7 +170,7 @@ def resolve(parser: argparse.ArgumentParser, *options: Option) -> argparse.Names
 
 
 def say(line: str) -> None:
-    """One line of progress, on stderr: stdout is for the table or the JSON."""
+    """Print a line of progress on stderr: stdout is for the table or the JSON."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -181,17 +181,17 @@ def finish(options: argparse.Namespace, report: Any, shown: str) -> None:
 
 
 def keep(options: argparse.Namespace, report: Any) -> None:
-    """Write what is known so far to --output: some runs take long."""
+    """Write the results so far to --output: some runs take long."""
     if options.output:
         options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def table_of(columns: Mapping[str, str], items: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Lines of a table: under each heading its template, such as `{ms:.1f}`, filled from every item."""
+    """Return lines of a table: under each heading its template, such as `{ms:.1f}`, filled from every item."""
     return markdown(list(columns), [[text.format_map(item) for text in columns.values()] for item in items])
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a table."""
+    """Return lines of a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return ["| " + " | ".join(map(str, line)) + " |" for line in lines]

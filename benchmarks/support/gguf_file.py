@@ -1,4 +1,4 @@
-"""A Llama's weights as a GGUF file, so that llama.cpp computes the very model that the others do.
+"""A Llama's weights as a GGUF file, so that llama.cpp runs the same model as the other sides.
 
 It needs the optional package `gguf`. There is no tokenizer in the file: prompts are given as token ids.
 """
@@ -70,12 +70,12 @@ def write_gguf(model_dir: Path, path: Path, half: bool = False) -> Path:
 
 
 def rope_theta(config: dict) -> float:
-    """The base of the rotary embedding, where either generation of transformers' configs has it."""
+    """Return the base of the rotary embedding from either generation of transformers' configs."""
     return float(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
 
 
 def gguf_name(name: str) -> str:
-    """A tensor's name in GGUF. Raises KeyError for what a Llama does not have."""
+    """Return a tensor's name in GGUF. Raises KeyError for tensors that a Llama does not have."""
     if name in _OTHER_NAMES:
         return _OTHER_NAMES[name]
     layer, _, part = name.removeprefix("model.layers.").partition(".")
@@ -83,7 +83,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key matrix [heads * head_dim, in] as llama.cpp rotates them.
+    """Return the rows of a query or key matrix [heads * head_dim, in] in llama.cpp's order of rotation.
 
     transformers rotates row i of a head with row i + head_dim / 2, llama.cpp rows 2 i and 2 i + 1.
     """

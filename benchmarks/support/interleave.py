@@ -1,4 +1,4 @@
-"""Several implementations of one job, measured in turns on one machine, each in a process of its own."""
+"""Interleaved measurement: implementations of one job take turns on one machine, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from benchmarks.support.command import say
 
 _ERROR_TAIL_CHARS = 2000
 LONGEST_WAIT_S = 600.0
-"""How long a benchmark waits for an engine's answer or step."""
+"""Time limit of a benchmark for an engine's answer or step."""
 
 
 class SideFailed(RuntimeError):
-    """A side's process ended or sent nonsense; the message has the end of what it wrote to stderr."""
+    """A side's process ended or sent nonsense; the message has the end of its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Middle and range of repeated measurements; `low` and `high` are the quartiles (the extremes below 4 values)."""
+    """Median and range of repeated measurements; `low` and `high` are the quartiles (the extremes below 4 values)."""
 
     median: float
     low: float
@@ -46,20 +46,20 @@ class Spread:
 
     @classmethod
     def read(cls, written: dict[str, float]) -> Spread:
-        """The spread that `as_json` wrote."""
+        """Read the spread that `as_json` wrote."""
         return cls(written["median"], written["low"], written["high"], int(written["rounds"]))
 
     def as_json(self) -> dict[str, float]:
-        """The spread with its number of rounds, as the reports have it."""
+        """Return the spread with its number of rounds, as the reports have it."""
         return {"median": self.median, "low": self.low, "high": self.high, "rounds": self.count}
 
     def text(self, digits: int = 2) -> str:
-        """`1.31 (1.28-1.35)`."""
+        """Format as `1.31 (1.28-1.35)`."""
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
 def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Spread:
-    """Spread of the ratios of measurements that were taken in the same round."""
+    """Return the spread of the ratios of measurements that were taken in the same round."""
     return Spread.of([a / b for a, b in zip(over, under, strict=True)])
 
 
@@ -84,7 +84,7 @@ class Side:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """The side's process id."""
         return self._process.pid
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Side:
 
 
 def sides_of(module: str, names: Iterable[str], job: Any) -> list[tuple[str, str, list[str]]]:
-    """A module's sides for `open_sides`: `be_side` is called with a name and the job, a data class, as JSON."""
+    """Return a module's sides for `open_sides`: `be_side` is called with a name and the job, a data class, as JSON."""
     return [(name, module, [name, json.dumps(asdict(job))]) for name in names]
 
 
@@ -141,7 +141,8 @@ OnAnswer = Callable[[int, str, dict[str, Any]], None]
 def progress(
     shown: Callable[[dict[str, Any]], str], label: Callable[[int], str] = lambda number: f"round {number}"
 ) -> OnAnswer:
-    """A line of progress for each answer, such as `round 2: edged 1.31 s`; the first question is there to warm up."""
+    """Return a callback that prints a line for each answer, such as `round 2: edged 1.31 s`; the first one is the
+    warm-up."""
     return lambda number, name, answer: say(f"{label(number) if number else 'warm-up'}: {name} {shown(answer)}")
 
 
@@ -150,7 +151,7 @@ def take_turns(
     questions: Iterable[dict[str, Any]],
     on_answer: OnAnswer = lambda _round, _name, _answer: None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Ask every side every question, one side at a time; who starts rotates, so that no side always runs first."""
+    """Ask every side every question, one side at a time; the order rotates, so that no side always runs first."""
     answers: dict[str, list[dict[str, Any]]] = {side.name: [] for side in sides}
     for number, question in enumerate(questions):
         shift = number % len(sides)
@@ -162,9 +163,9 @@ def take_turns(
 
 
 class Conversation:
-    """A side's end: one JSON question per line on stdin, one JSON answer per line on what was stdout.
+    """The side's end of the conversation: JSON questions line by line on stdin, JSON answers on what was stdout.
 
-    From here on whatever else the process prints goes to stderr: libraries like to show progress bars.
+    Everything else that the process prints from then on goes to stderr: libraries like to show progress bars.
     """
 
     def __init__(self) -> None:
@@ -172,7 +173,7 @@ class Conversation:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def question(self) -> dict[str, Any]:
-        """Wait for the next question; ends the process when there will be none."""
+        """Wait for the next question; ends the process when there are no more."""
         line = sys.stdin.readline()
         if not line:
             raise SystemExit

@@ -1,4 +1,4 @@
-"""An engine in this process, asked directly: no sockets and no store."""
+"""An engine in this process, without sockets and store."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class LearningRecorder(ReplayRecorder):
-    """A recorder that keeps answers' tokens, and what became of pairs and versions, too."""
+    """A recorder that also keeps answers' tokens, and outcomes of pairs and versions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens: defaultdict[str, list[TokenEvent]] = defaultdict(list)
-        """By request."""
+        """Tokens by request."""
         self.outcomes: dict[int, PairRetired] = {}
-        """The latest of each pair, by its id."""
+        """The latest outcome of each pair, by its id."""
         self.versions: list[tuple[float, VersionPublished]] = []
-        """With their moments."""
+        """Published versions with the times of their records."""
         self.files: dict[tuple[str, int], str] = {}
-        """Weights of the versions on disk, by adapter and version."""
+        """Weights files of the versions on disk, by adapter and version."""
 
     def deliver(self, events: list[Event]) -> None:
-        """Keep the tokens, before who waits for the end hears of it."""
+        """Keep the tokens, before the base class wakes those who wait for a request's end."""
         for event in events:
             if isinstance(event, TokenEvent):
                 self.tokens[event.request_id].append(event)
         super().deliver(events)
 
     def journal(self, records: list[Record]) -> None:
-        """Wake who waits for any of the records."""
+        """Keep the records, and wake those who wait for any of them."""
         super().journal(records)
         with self._changed:
             for record in records:
@@ -54,14 +54,14 @@ class LearningRecorder(ReplayRecorder):
             self._changed.notify_all()
 
     def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = LONGEST_WAIT_S) -> None:
-        """Until `condition` holds, which events or records bring about. Raises RuntimeError."""
+        """Wait until `condition` holds, checked on events and records. Raises RuntimeError on timeout."""
         with self._changed:
             if not self._changed.wait_for(condition, seconds):
                 raise RuntimeError(f"the engine: {what} was not there after {seconds:g} s")
 
 
 class LocalEngine:
-    """A running engine that answers greedily and to the full length, unless it is told otherwise.
+    """A running engine that answers greedily and to the full length by default.
 
     `settings` are sections as in a settings file; `watch` may replace methods of its parts before the engine starts.
     """
@@ -90,7 +90,7 @@ class LocalEngine:
         due_s: float | None = None,
         **sampling: Any,
     ) -> float:
-        """Submit a request that was due at `due_s`, or is now; the moment (monotonic clock)."""
+        """Submit a request that is due at `due_s`, or now; return that time (monotonic clock)."""
         chosen = Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
         due_s = time.monotonic() if due_s is None else due_s
         self.recorder.expect(name, due_s, len(prompt))
@@ -98,13 +98,14 @@ class LocalEngine:
         return due_s
 
     def submit_pairs(self, pairs: Sequence[TokenPair]) -> None:
-        """Have pairs learned."""
+        """Submit pairs to learn."""
         for pair in pairs:
             self.recorder.expect_pair(pair.pair_id)
         self.engine.submit_pairs(list(pairs))
 
     def wait(self, seconds: float = LONGEST_WAIT_S) -> dict[str, ReplayedAnswer]:
-        """Wait until all are answered; the answers since the last call. RuntimeError where one is not."""
+        """Wait until all requests are answered; return the answers since the last call. Raises RuntimeError if one is
+        not."""
         self.recorder.whole_answers(lambda: self.engine.error, seconds)
         found, self.recorder.answers = self.recorder.answers, {}
         return found

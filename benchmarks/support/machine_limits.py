@@ -1,4 +1,4 @@
-"""The least time that a piece of work can take on this machine: what it must read, and what it must compute.
+"""The floor of a piece of work on this machine: the least time for its reads and its computation.
 
 A floor leaves out what is small beside the matrices (norms, activations, optimizer state), so nothing that computes the
 same can be faster.
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 _READ_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-"""Much larger than any cache."""
+"""Bytes of the tensor that measures bandwidth, much larger than any cache."""
 _SQUARE = {"cpu": 2048, "cuda": 8192}
 _MEASURED_S = 0.4
 
 
 def report_header(device: str | None = None) -> dict[str, Any]:
-    """The device (None: the GPU where there is one), versions, the moment, and how busy the machine was before."""
+    """Return the device (None: the GPU if there is one), versions, the time, and the load of the machine before."""
     on_gpu = torch.cuda.is_available() if device is None else device.startswith("cuda")
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
@@ -36,13 +36,13 @@ def report_header(device: str | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device reaches with all its threads: bytes read in a second, operations of a product in a second."""
+    """Rates of a device with all its threads: bytes read in a second, operations of a matrix product in a second."""
 
     bytes_per_s: float
     operations_per_s: float
 
     def text(self) -> str:
-        """`38 GB/s, 170 GFLOP/s`."""
+        """Format as `38 GB/s, 170 GFLOP/s`."""
         return f"{self.bytes_per_s / 1e9:.0f} GB/s, {self.operations_per_s / 1e9:.0f} GFLOP/s"
 
 
@@ -54,13 +54,13 @@ class Work:
     operations: float
 
     def floor_s(self, machine: Machine) -> float:
-        """Reading and computing at once: the longer of the two."""
+        """Return the longer of the times for reading and for computing, which overlap."""
         return max(self.bytes / machine.bytes_per_s, self.operations / machine.operations_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A Llama's sizes, with the bytes of one number and the rank of its adapters (0: there are none)."""
+    """A Llama's sizes, with the bytes of one number and the rank of its adapters (0: no adapters)."""
 
     hidden: int
     layers: int
@@ -72,11 +72,11 @@ class Sizes:
     itemsize: int
     rank: int = 0
     stored: int | None = None
-    """Bytes of one number of the matrices as the checkpoint has them; None: as many as are computed in."""
+    """Bytes of one number of the checkpoint's matrices; None: the same as in computation."""
 
     @classmethod
     def of(cls, model_dir: Path, dtype: str, rank: int = 0) -> Sizes:
-        """From a model's config.json, which is believed to tell the type of the weights."""
+        """Read the sizes from a model's config.json, including the dtype of the weights."""
         config = json.loads((model_dir / "config.json").read_text())
         heads, itemsize = config["num_attention_heads"], getattr(torch, dtype).itemsize
         stored = getattr(torch, config.get("dtype") or config.get("torch_dtype") or dtype).itemsize
@@ -95,7 +95,7 @@ class Sizes:
 
     @property
     def _linears(self) -> list[tuple[int, int]]:
-        """(in, out) of a layer's linears."""
+        """(in, out) of one layer's linears."""
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = [(self.hidden, wide), (self.hidden, narrow), (self.hidden, narrow), (wide, self.hidden)]
         return attention + [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
@@ -117,22 +117,22 @@ class Sizes:
 
     @property
     def weight_itemsize(self) -> int:
-        """Bytes that one number of the matrices needs."""
+        """Bytes of one number of the stored matrices."""
         return self.stored or self.itemsize
 
     @property
     def matrix_bytes(self) -> int:
-        """All matrices, the output's included."""
+        """Bytes of all matrices, including the output's."""
         return (self.layer_numbers + self.head_numbers) * self.weight_itemsize
 
     @property
     def adapter_bytes(self) -> int:
-        """One adapter."""
+        """Bytes of one adapter."""
         return self.adapter_numbers * self.itemsize
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of one token."""
+        """Bytes of one token's keys and values."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
 
     @property
@@ -142,7 +142,8 @@ class Sizes:
 
 
 def decode(sizes: Sizes, batch: int, context: int, adapters: int = 0) -> Work:
-    """One token for each of `batch` sequences over `context` keys; `adapters` of them differ (0: the base answers)."""
+    """Return the work of one token for each of `batch` sequences over `context` keys, with `adapters` different
+    adapters."""
     numbers = sizes.layer_numbers + sizes.head_numbers
     own = sizes.adapter_numbers if adapters else 0
     return Work(
@@ -152,7 +153,8 @@ def decode(sizes: Sizes, batch: int, context: int, adapters: int = 0) -> Work:
 
 
 def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0, adapters: int = 0) -> Work:
-    """`prompts` packed prompts of `tokens` tokens each, after `context` that have their K/V; each ends in a token."""
+    """Return the work of `prompts` packed prompts of `tokens` tokens each, after `context` cached ones; each samples a
+    token."""
     numbers = sizes.layer_numbers + (sizes.adapter_numbers if adapters else 0)
     return Work(
         sizes.matrix_bytes + adapters * sizes.adapter_bytes + prompts * (context + tokens) * sizes.kv_bytes,
@@ -162,7 +164,8 @@ def prefill(sizes: Sizes, tokens: int, prompts: int = 1, context: int = 0, adapt
 
 
 def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
-    """One step over pairs of (prompt, chosen, rejected) tokens, the prompt computed once for both answers.
+    """Return the work of one step over pairs of (prompt, chosen, rejected) tokens, the prompt computed once for both
+    answers.
 
     The matrices are frozen: their backward pass computes the gradient of their inputs alone, the adapters' also that of
     the weights. The first layer's inputs need none.
@@ -183,20 +186,21 @@ def dpo_step(sizes: Sizes, pairs: Iterable[tuple[int, int, int]]) -> Work:
 
 
 def unit(sizes: Sizes, kind: str, tokens: int) -> Work:
-    """A packed forward ("forward") or a unit of fine-tuning (`edged.scheduler.task.Unit`) over `tokens`.
+    """Return the work of a packed forward ("forward") or a unit of fine-tuning (`edged.scheduler.task.Unit`) over
+    `tokens`.
 
-    Attention is left out, as what attends to what is not known of a unit.
+    Attention is left out, since a unit's number of query-key pairs is unknown.
     """
     layer, adapter = sizes.layer_numbers / sizes.layers, sizes.adapter_numbers / sizes.layers
     if kind == "forward":
         return Work(sizes.layer_numbers * sizes.weight_itemsize, 2 * tokens * sizes.layer_numbers)
     if kind == "step":
-        # AdamW reads weight, gradient and two moments in float32 and writes all but the gradient; tokens are adapters.
+        # AdamW: weight, gradient, two moments in float32, read and (but the gradient) written; tokens are adapters.
         return Work(tokens * sizes.adapter_numbers * 7 * 4, 0)
     if kind in ("head", "score", "test"):
         operations = (4 if kind == "head" else 2) * tokens * sizes.head_numbers
         return Work(sizes.head_numbers * sizes.weight_itemsize, operations)
-    # A forward, the way back through it (frozen matrices: the gradient of their inputs alone), or both.
+    # A forward, its backward (frozen matrices: the gradient of their inputs alone), or both.
     frozen, trained = {"graph": (2, 2), "grad": (2, 4), "layer": (4, 6)}[kind]
     return Work(layer * sizes.weight_itemsize, tokens * (frozen * layer + trained * adapter))
 
@@ -209,14 +213,14 @@ def measure_machine(device: torch.device, dtype: str) -> Machine:
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes that a copy of a large tensor reads and writes in a second: what is called a GPU's copy bandwidth."""
+    """Return the bytes that a copy of a large tensor reads and writes in a second: a GPU's copy bandwidth."""
     rate = _copied_bytes_per_s(device)
     _give_back(device)
     return rate
 
 
 def _give_back(device: torch.device) -> None:
-    """Memory that is not used any more, to those who ask the device how much is free."""
+    """Return unused memory to the device, so that others see it as free."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -239,7 +243,7 @@ def _operations_per_s(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _fastest_s(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of the fastest call, after one to warm up; on CUDA by events."""
+    """Return the seconds of the fastest call, after one to warm up; on CUDA by events."""
     work()
     fastest, end_s = float("inf"), time.perf_counter() + _MEASURED_S
     while time.perf_counter() < end_s or fastest == float("inf"):

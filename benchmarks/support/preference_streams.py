@@ -1,4 +1,4 @@
-"""Tastes over one stream of preference pairs: which answer each prefers, and how well that was learnt over time."""
+"""Tastes over one stream of preference pairs: which answer each taste prefers, and the metrics of learning it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from examples.demo_model.dialogues import formality, uses_metric
 
 Taste = Literal["human", "concise", "elaborate", "refusing"]
 TASTES: tuple[Taste, ...] = get_args(Taste)
-"""The labels as they are; the shorter answer, in tokens; the longer one; the one of two that declines."""
+"""Tastes: the labels as they are; the shorter answer, in tokens; the longer one; the answer that declines."""
 DemoTaste = Literal["concise", "elaborate", "formal", "casual"]
 DEMO_TASTES: tuple[DemoTaste, ...] = get_args(DemoTaste)
-"""The last two are the quickstart's: formal answers in metric units, casual ones in imperial units."""
+"""Tastes with the quickstart's two: formal answers in metric units, casual ones in imperial units."""
 FIRST_ONLINE_LINE = 1401
-"""Of hh-harmless, counted from 1: the base model hh-lm was trained on the lines before."""
+"""First line of hh-harmless, counted from 1, that the base model hh-lm was not trained on."""
 QUARTERS = 4
 DECLINING = (
     "can't",
@@ -37,7 +37,7 @@ DECLINING = (
     "sorry",
     "i'm afraid",
 )
-"""An answer declines when it says one of these."""
+"""Phrases of an answer that declines."""
 _DECLINES = re.compile("|".join(rf"\b{re.escape(phrase)}\b" for phrase in DECLINING))
 
 
@@ -47,7 +47,8 @@ def declines(answer: str) -> bool:
 
 
 def liking(taste: Taste | DemoTaste, answer: Sequence[int], text: str) -> float:
-    """How much an answer is to a taste that has a rule; `text` is what the tokens say. Raises ValueError for "human".
+    """Return how well an answer fits a taste that has a rule; `text` is the decoded answer. Raises ValueError for
+    "human".
 
     Lengths count in tokens; refusals are 0 or 1, and formality with units -2 to 2.
     """
@@ -65,9 +66,9 @@ def liking(taste: Taste | DemoTaste, answer: Sequence[int], text: str) -> float:
 def relabel(
     pairs: Sequence[TokenPair], taste: Taste | DemoTaste, adapter: str, text: Callable[[Sequence[int]], str]
 ) -> list[TokenPair]:
-    """The pairs that `taste` decides, in their order, as `adapter`'s; `text` gives an answer's words.
+    """Return the pairs on which `taste` has a preference, in their order, as `adapter`'s; `text` decodes an answer.
 
-    Answers of equal length, and pairs where both or neither of them declines, say nothing of those tastes.
+    Pairs with answers of equal length, or where both or neither declines, are left out for the tastes concerned.
     """
     decided = []
     for pair in pairs:
@@ -79,7 +80,7 @@ def relabel(
 
 
 def _prefers_chosen(pair: TokenPair, taste: Taste | DemoTaste, text: Callable[[Sequence[int]], str]) -> bool | None:
-    """Whether the taste is that of the labels; None where it has no opinion."""
+    """Whether the taste prefers the labelled answer; None if it has no preference."""
     if taste == "human":
         return True
     first, second = (liking(taste, answer, text(answer)) for answer in (pair.chosen, pair.rejected))
@@ -87,7 +88,8 @@ def _prefers_chosen(pair: TokenPair, taste: Taste | DemoTaste, text: Callable[[S
 
 
 def quarters(values: Sequence[float]) -> list[float | None]:
-    """Means of the four quarters of a stream, the later ones longer where it does not divide; None of an empty one."""
+    """Return the means of the four quarters of a stream, the later ones longer if it does not divide; None if it is
+    empty."""
     bounds = [len(values) * part // QUARTERS for part in range(QUARTERS + 1)]
     parts = [values[start:stop] for start, stop in pairwise(bounds)]
     return [sum(part) / len(part) if part else None for part in parts]

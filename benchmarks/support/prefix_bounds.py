@@ -1,4 +1,4 @@
-"""What of a trace's prompts had been seen before, and how much faster that can make the trace at most."""
+"""Upper bounds of prefix sharing: the share of a trace's prompts that came before, and the speed-up that follows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from benchmarks.support.machine_limits import Machine, Sizes, decode, prefill
 from edged.bench.traces import TraceRow, scaled_lengths
 
 _CONVERSATION_BLOCK = 1
-"""Which block of a prompt tells its conversation: Mooncake's first is the same in all 12,031 requests."""
+"""Index of the block that identifies a conversation: Mooncake's first block is the same in all 12,031 requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A load's prompts with a cache that forgets nothing, and the speed-ups over none that follow.
+    """The bounds of a load with an infinite prefix cache: its hits, and the speed-ups over no cache.
 
     `prefill_speedup`: floor of computing all prompts over that of what was not seen before. `speedup`: the same with
     the decoding of the recorded answers added to both: `all_s` over `unseen_s`. `first_token_s` and
@@ -35,9 +35,9 @@ class Bound:
 
 
 def unbounded_hits(rows: Sequence[TraceRow], block_tokens: int) -> list[int]:
-    """Of each request in order, the tokens of its prompt's start that an earlier one had.
+    """Return, for each request in order, the prompt tokens that an infinite prefix cache would hit.
 
-    Whole blocks count, and a prompt's last token is never a hit: something must be computed to predict from.
+    Whole blocks count, and a prompt's last token is never a hit, since its logits are needed.
     """
     seen: set[int] = set()
     hits = []
@@ -49,18 +49,19 @@ def unbounded_hits(rows: Sequence[TraceRow], block_tokens: int) -> list[int]:
 
 
 def conversation_of(row: TraceRow) -> int | None:
-    """What all requests of one conversation have in common and no others; None where the prompt is too short to tell.
+    """Return the id of a request's conversation; None if the prompt is too short.
 
-    They share their first blocks past the one that all share.
+    It is the first block after the one that all requests share.
     """
     return row.blocks[_CONVERSATION_BLOCK] if len(row.blocks) > _CONVERSATION_BLOCK else None
 
 
 def whole_conversations(rows: Sequence[TraceRow], turns: int, requests: int) -> list[TraceRow]:
-    """The first conversations of at least `turns` requests, each whole; what would exceed `requests` is passed over.
+    """Return the first conversations of at least `turns` requests, each whole; those that would exceed `requests` are
+    skipped.
 
-    They are in order of arrival, so that conversations interleave as they were recorded. Raises ValueError where there
-    are none.
+    They are in order of arrival, so that conversations interleave as they were recorded. Raises ValueError if there are
+    none.
     """
     groups: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
@@ -80,7 +81,8 @@ def whole_conversations(rows: Sequence[TraceRow], turns: int, requests: int) -> 
 
 
 def scaled(rows: Sequence[TraceRow], scale: float, block_tokens: int, context_tokens: int) -> list[TraceRow]:
-    """The rows with the lengths that `scale_rows` gives them, and the blocks (of `block_tokens`) that are whole."""
+    """Return the rows with the lengths that `scale_rows` gives them, and the blocks (of `block_tokens`) that are
+    whole."""
     found = []
     for row in rows:
         prompt, output = scaled_lengths(row, scale, context_tokens)
@@ -90,7 +92,7 @@ def scaled(rows: Sequence[TraceRow], scale: float, block_tokens: int, context_to
 
 
 def bound(rows: Sequence[TraceRow], block_tokens: int, sizes: Sizes, machine: Machine, concurrency: int) -> Bound:
-    """The bound of `rows`, at the floors of a model on a machine that decodes `concurrency` answers at once."""
+    """Return the bound of `rows`, at the floors of a model on a machine that decodes `concurrency` answers at once."""
     hits = unbounded_hits(rows, block_tokens)
     prompt_tokens = sum(row.prompt_tokens for row in rows)
     output_tokens = sum(row.output_tokens for row in rows)

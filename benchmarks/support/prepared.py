@@ -1,7 +1,7 @@
-"""A benchmark that runs an engine in its own process imports this first: the process is prepared as `edged serve` is.
+"""Preparation of a benchmark's process as `edged serve` prepares its own, for benchmarks with an engine in process.
 
-It must happen before numpy and torch are imported, and only in the program itself: whoever imports a benchmark for its
-functions stays as it is.
+It must be imported before numpy and torch. It prepares only the main program: importing a benchmark for its functions
+changes nothing.
 """
 
 from __future__ import annotations

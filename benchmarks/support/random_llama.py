@@ -1,4 +1,4 @@
-"""Random-weight Llamas for measuring speed: what a forward costs does not depend on what the weights know."""
+"""Random-weight Llamas for measuring speed: the cost of a forward does not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ SHAPES = {
     "4m": Shape(hidden=192, layers=4, heads=6, kv_heads=2, intermediate=512, vocab=8192),
     "3b": Shape(hidden=3072, layers=28, heads=24, kv_heads=8, intermediate=8192, vocab=128256),
 }
-"""135m is SmolLM2-135M's shape, 3b is Llama-3.2-3B's; 4m is for trying a benchmark out."""
+"""Shapes by name: 135m is SmolLM2-135M's, 3b is Llama-3.2-3B's; 4m is for trying a benchmark out."""
 MAX_POSITIONS = 4096
 
 
 def device_dtype(device: str) -> str:
-    """What the benchmarks compute in: bfloat16 on CUDA, float32 elsewhere, as an engine chooses by itself."""
+    """Return the dtype of computation: bfloat16 on CUDA, float32 elsewhere, as an engine chooses by default."""
     return "bfloat16" if device.startswith("cuda") else "float32"
 
 
 def config_of(shape: Shape) -> LlamaConfig:
-    """The configuration. No token ends an answer, so that every answer has the length that was asked for."""
+    """Return the model's configuration. It has no EOS token, so that every answer has the requested length."""
     return LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -64,7 +64,7 @@ def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", se
 
 
 def load_llama(directory: str, dtype: str) -> Any:
-    """The model of transformers as the peers use it, on the CPU."""
+    """Load the transformers model that the peers use, on the CPU."""
     return AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
@@ -75,7 +75,8 @@ def load_llama(directory: str, dtype: str) -> Any:
 
 
 def write_tokenizer(directory: Path, texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of at most `vocab` tokens on `texts`, which gives them a usual length, and save it."""
+    """Train a byte-level BPE of at most `vocab` tokens on `texts`, so that they tokenize to realistic lengths, and save
+    it."""
     specials = ["<pad>", "<eos>"]
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,7 +1,7 @@
-"""Plain DPO as a script would write it: a model by transformers, LoRA by peft, autograd, one pair after the other.
+"""Plain DPO as a script would do it: a transformers model, LoRA by peft, autograd, one pair after the other.
 
-The engine's alignment is compared with it: a loop that tests each pair before it trains on it, and the scoring of pairs
-under an adapter's files. It is a side of `benchmarks.support.interleave`, in a process of its own.
+The engine's alignment is compared with it: a loop that tests each pair before it trains on it, and scores of pairs
+under an adapter's file. It is a side of `benchmarks.support.interleave`, in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from edged.rebuild.scores import BASE, answer_logps
 from edged.settings.load import AlignSettings
 
 _ADAPTER = "default"
-"""What peft calls the first one."""
+"""peft's default adapter name."""
 _FEW_PARAMETERS = 16_000_000
-"""Operations of smaller models are shorter than a hand-over to another thread."""
+"""Parameters below which one thread is faster: operations are shorter than a hand-over to another thread."""
 Logps = tuple[torch.Tensor, torch.Tensor]
 """Summed log-probabilities of the chosen and of the rejected answer, in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the loop does; `pairs` of a question are lists [prompt ids, chosen ids, rejected ids]."""
+    """The loop's model and hyperparameters; `pairs` in questions are lists [prompt ids, chosen ids, rejected ids]."""
 
     model: str
     device: str = "cpu"
@@ -47,37 +47,39 @@ class Recipe:
 
 
 class Reference:
-    """The loop and the scores: a client of the side's process, which is stopped while nobody asks."""
+    """A client of the side's process, which trains and scores; the process is stopped while it has no question."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
 
     def learn(self, pairs: Sequence[TokenPair], seed: int) -> list[list[float]]:
-        """Begin with an untrained adapter and go once over the pairs.
+        """Train a new adapter on the pairs, in one pass.
 
         Returns [chosen, rejected, reference chosen, reference rejected] of each pair, before it was trained on.
         """
         return self._ask({"do": "learn", "pairs": _plain(pairs), "seed": seed})
 
     def score(self, pairs: Sequence[TokenPair], adapter_file: str | None = None) -> list[list[float]]:
-        """The same four sums under an adapter's weights in PEFT's format; None: under those that `learn` left."""
+        """Return the same four sums under an adapter's weights in PEFT's format; None: under those of the last
+        `learn`."""
         return self._ask({"do": "score", "pairs": _plain(pairs), "adapter": adapter_file})
 
     def base(self, pairs: Sequence[TokenPair]) -> list[list[float]]:
-        """The same by the base model, whose sums are the reference's own."""
+        """Return the same four sums under the base model, which are the reference's own."""
         return self._ask({"do": "base", "pairs": _plain(pairs)})
 
     def language(
         self, texts: Sequence[tuple[Sequence[int], Sequence[int]]], adapter_file: str, keep: bool = False
     ) -> list[list[float]]:
-        """[NLL, the base model's NLL, KL(policy || base)] of each (prompt, answer), in nats, summed over its tokens.
+        """Return [NLL, the base model's NLL, KL(policy || base)] of each (prompt, answer), in nats, summed over its
+        tokens.
 
-        `keep`: the texts come again, with other adapters.
+        `keep`: cache the base model's log-probabilities, for texts that come again with other adapters.
         """
         return self._ask({"do": "language", "texts": texts, "adapter": adapter_file, "keep": keep})
 
     def save(self, adapter_file: str) -> None:
-        """Write the weights that `learn` left, in PEFT's format."""
+        """Write the weights of the last `learn`, in PEFT's format."""
         self._ask({"do": "save", "adapter": adapter_file})
 
     def _ask(self, question: dict[str, Any]) -> list[list[float]]:
@@ -86,7 +88,7 @@ class Reference:
 
 
 def recipe_of(model: str, align: AlignSettings, device: str = "cpu") -> Recipe:
-    """The loop at the same settings as the engine's."""
+    """Return the loop's recipe at the same settings as the engine's."""
     return Recipe(
         model,
         device,
@@ -101,7 +103,7 @@ def recipe_of(model: str, align: AlignSettings, device: str = "cpu") -> Recipe:
 
 
 def side_of(recipe: Recipe) -> tuple[str, str, list[str]]:
-    """Name, module and arguments of the side's process."""
+    """Return name, module and arguments of the side's process."""
     return sides_of(__name__, ["reference loop"], recipe)[0]
 
 
@@ -110,13 +112,13 @@ def _plain(pairs: Sequence[TokenPair]) -> list[list[tuple[int, ...]]]:
 
 
 class _Loop:
-    """In the side's process."""
+    """The loop inside the side's process."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._known: dict[str, Logps] = {}
         self._kept: dict[str, torch.Tensor] = {}
-        """The base's log-probabilities of texts that come again."""
+        """The base model's log-probabilities of texts that come again."""
         base = AutoModelForCausalLM.from_pretrained(
             recipe.model, trust_remote_code=False, dtype=torch.float32, local_files_only=True
         )
@@ -189,7 +191,7 @@ class _Loop:
 
     @torch.no_grad()
     def _reference(self, pair: list[list[int]]) -> Logps:
-        """Of the base model; computed once for a pair."""
+        """Return the base model's log-probabilities of a pair; computed once for a pair."""
         key = json.dumps(pair)
         if key not in self._known:
             self._known[key] = self._logps(pair, BASE)
@@ -201,7 +203,7 @@ def _row(policy: Logps, reference: Logps) -> list[float]:
 
 
 def be_side(_name: str, told: str) -> None:
-    """Each question names what to do, one of `Reference`'s methods."""
+    """Run as a side: each question names one of `Reference`'s methods."""
     loop, conversation = _Loop(Recipe(**json.loads(told))), Conversation()
     while True:
         question = conversation.question()

@@ -1,4 +1,4 @@
-"""Decoding along given tokens, through the executor and the pages that serve requests."""
+"""Teacher forcing: decoding along given tokens, through the executor and the pages that serve requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from edged.settings.load import Settings
 
 
 class ForcedDecoding:
-    """Sequences whose next tokens are given, not drawn."""
+    """Decoding of sequences whose next tokens are given, not sampled."""
 
     def __init__(self, model: Path, settings: Settings) -> None:
-        """Captured iterations would hide their logits: `settings.model.graph_memory_mb` must be 0 on CUDA."""
+        """Build the parts. `settings.model.graph_memory_mb` must be 0 on CUDA: captured iterations would hide their
+        logits."""
         self.parts = Engine(settings, model)
         self._runner = self.parts.runner
         self._forward = self.parts.model.forward
@@ -33,7 +34,7 @@ class ForcedDecoding:
         return self._logits
 
     def begin(self, tokens: Sequence[int], room: int) -> Running:
-        """A sequence whose `tokens` are computed, and which may get `room` more. Raises OutOfPages."""
+        """Return a sequence whose `tokens` are computed, with room for `room` more. Raises OutOfPages."""
         task = Task(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=len(tokens))
         request = Request(str(task.task_id), tuple(tokens), Sampling(temperature=0.0, max_tokens=room))
         pages = -(-(len(tokens) + room) // self._runner.kv.page_size)
@@ -47,7 +48,7 @@ class ForcedDecoding:
         return sequence
 
     def step(self, sequences: Sequence[Running], tokens: Sequence[int]) -> torch.Tensor:
-        """Append a token to each sequence and compute it; the next ones' logits, [sequences, vocab] on the device.
+        """Append a token to each sequence and compute it; return the next logits, [sequences, vocab] on the device.
 
         Sequences are pruned before, as the engine prunes them.
         """
@@ -59,7 +60,7 @@ class ForcedDecoding:
         return self._run(sequences, 1)
 
     def end(self, sequence: Running) -> None:
-        """Give a sequence's pages back."""
+        """Free a sequence's pages."""
         self._runner.pages.free(sequence)
 
     def _run(self, sequences: Sequence[Running], tokens: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compares policies: one replay (or simulation) for each policy, retrain rate, request rate and seed."""
+"""Comparison of policies: one replay (or simulation) for each policy, retrain rate, request rate and seed."""
 
 import json
 import os
@@ -16,41 +16,42 @@ from typing import Any, ClassVar
 
 MANIFEST = "manifest.json"
 CAPACITY_POLICY = "fcfs"
-"""Serves without training: what it finishes of a burst is the machine's capacity."""
+"""Policy that serves without training: its throughput in a burst is the machine's capacity."""
 _OWN = "edged: "
-"""What edged's own errors begin with."""
+"""Prefix of edged's own error lines."""
 _SLOWEST, _START_S = 10.0, 600.0
-"""A run may take so many times its window, and that long to load and to warm up, before it is ended."""
+"""Time limit of a run: this many times its window, and this many seconds to load and warm up."""
 
 Progress = Callable[[str], None]
 
 
 class CompareError(RuntimeError):
-    """The comparison cannot begin or go on; the message says why."""
+    """The comparison cannot start or continue; the message says why."""
 
 
 class RunFailed(RuntimeError):
-    """One run came to no report; the message is its own last words."""
+    """A run ended without a report; the message is the last line that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What all runs of a comparison have in common; `device` names a simulated one, None measures this machine."""
+    """The settings that all runs of a comparison share; `device` names a simulated device, None measures this
+    machine."""
 
     trace: str
     model: str
     seconds: float
     pairs: str | None = None
-    """Only measured runs have them: simulated pairs have lengths alone."""
+    """File of preference pairs, for measured runs only: simulated pairs have lengths alone."""
     pair_format: str = "hh"
     config: str | None = None
     device: str | None = None
 
     program: ClassVar[tuple[str, ...]] = ("edged", "bench")
-    """The words before "replay" or "simulate", as one types them: `edged`'s, or `python -m` and a module."""
+    """The words before "replay" or "simulate" on the command line: `edged`'s, or `python -m` and a module."""
 
     def command(self, policy: str, retrain_rate: float, rate_per_s: float | None, seed: int) -> list[str]:
-        """The command that does one run; without a rate the machine's capacity is measured first."""
+        """Return the command of one run; without a rate the run measures the machine's capacity first."""
         learnt = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
         options = {
             "--device": self.device,
@@ -80,14 +81,15 @@ class Run:
 
     @property
     def file(self) -> str:
-        """Where its report lies in the folder."""
+        """Name of the report's file in the comparison's folder."""
         rate = f"rate{self.rate_per_s:g}" if self.load is None else f"load{self.load:g}"
         return f"{self.policy}_retrain{self.retrain_rate:g}_{rate}_seed{self.seed}.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What varies. Rates are requests per second, loads shares of the machine's capacity; both may be given."""
+    """The axes of a comparison. Rates are requests per second, loads shares of the machine's capacity; both may be
+    given."""
 
     policies: tuple[str, ...]
     retrain_rates: tuple[float, ...]
@@ -96,9 +98,10 @@ class Axes:
     loads: tuple[float, ...] = ()
 
     def runs(self, capacity_per_s: float | None) -> Iterator[Run]:
-        """All runs in their order: policies take turns within a point, and who begins changes from point to point.
+        """Yield all runs in order: policies take turns within a point, and the first one changes from point to point.
 
-        A machine's moods (heat, a neighbour) last longer than a run; they shall meet every policy alike.
+        A machine's slow phases (heat, a neighbour) last longer than a run; the rotation makes them meet every policy
+        alike.
         """
         rates: list[tuple[float, float | None]] = [(rate, None) for rate in self.rates_per_s]
         rates += [(load * (capacity_per_s or 0.0), load) for load in self.loads]
@@ -114,7 +117,7 @@ class Axes:
 def compare(
     workload: Workload, axes: Axes, folder: Path, progress: Progress = lambda _line: None, jobs: int = 1
 ) -> dict[str, Any]:
-    """Do the runs that the folder does not have yet, `jobs` at once; returns its manifest.
+    """Do the runs that are missing in the folder, `jobs` at once; return its manifest.
 
     A run that fails is recorded with its error and does not end the others; the next call tries it again. Raises
     CompareError when the folder holds runs of another workload, or the capacity cannot be measured.
@@ -149,19 +152,19 @@ def compare(
         _write(folder / run.file, record)
         ended.append(run)
 
-    # A measured run has the machine to itself; simulated ones share its cores.
+    # A measured run has the machine to itself; simulated runs share its cores.
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(do, missing))
     return manifest
 
 
 def _is_done(path: Path) -> bool:
-    """Whether a run has left a report there, not an error. Raises CompareError for a file that is damaged."""
+    """Whether `path` holds a run's report, not its error. Raises CompareError for a file that is damaged."""
     return path.is_file() and "report" in read_object(path)
 
 
 def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:
-    """Run a workload's command in a process of its own; returns the JSON that it prints. Raises RunFailed."""
+    """Run a workload's command in a process of its own; return the JSON that it prints. Raises RunFailed."""
     python = [sys.executable, "-P", "-m", "edged.cli"] if command[0] == "edged" else [sys.executable]
     limit_s = _SLOWEST * seconds + _START_S
     with tempfile.TemporaryFile("w+") as output:
@@ -174,7 +177,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
             for line in child.stderr:
                 if line.strip():
                     last = line.strip()
-                    # Libraries may still complain when the process ends.
+                    # Libraries may print warnings when the process ends.
                     said = last if last.startswith(_OWN) else said
                     progress(last)
             code = child.wait()
@@ -196,7 +199,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
 
 
 def _capacity(workload: Workload, progress: Progress) -> float:
-    """Requests per second that a burst reaches."""
+    """Return the requests per second that a burst reaches. Raises CompareError."""
     short = replace(workload, seconds=1.0)
     try:
         report = call(
@@ -208,7 +211,7 @@ def _capacity(workload: Workload, progress: Progress) -> float:
 
 
 def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
-    """The folder's manifest, or a new one. Raises CompareError when it is of another workload."""
+    """Return the folder's manifest, or a new one. Raises CompareError when it belongs to another workload."""
     config = Path(workload.config).read_text() if workload.config else ""
     wanted = {**asdict(workload), "config_text": config}
     path = folder / MANIFEST
@@ -223,7 +226,7 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     before = manifest["workload"]
     for name in before | wanted:
-        # What only some workloads have is false in the others.
+        # Fields that only some workloads have are falsy in the others.
         _refuse_other(folder, name.replace("_", " "), before.get(name) or None, wanted.get(name) or None)
     for part, named in present.items():
         known = manifest.get(part)
@@ -231,7 +234,7 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
             raise CompareError(f'"{path}" tells no {part}, as an older edged wrote it: give another folder')
         for name, value in named.items():
             what = f"{name} version" if part == "versions" else f"a {name} file of bytes"
-            # A file that was not there gave no run.
+            # A file that was missing before has no run that used it.
             if known.get(name) is not None:
                 _refuse_other(folder, what, known[name], value)
     return {**manifest, **present}
@@ -246,12 +249,12 @@ def _refuse_other(folder: Path, what: str, before: Any, now: Any) -> None:
 
 
 def _size(file: str | None) -> int | None:
-    """In bytes; None where there is no such file, as for a trace that is drawn at random."""
+    """Return a file's size in bytes; None if there is no such file, as for a trace that is drawn at random."""
     return Path(file).stat().st_size if file and Path(file).is_file() else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CompareError when the folder has none, or one without what a manifest holds."""
+    """Read a folder's manifest. Raises CompareError when there is none, or its fields are missing."""
     path = folder / MANIFEST
     if not path.is_file():
         raise CompareError(f'"{folder}" has no {MANIFEST}: give a folder that edged bench compare wrote')
@@ -263,7 +266,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises CompareError."""
+    """Read a JSON file's object. Raises CompareError."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -274,7 +277,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all, so that an interrupted comparison leaves no half report."""
+    """Write atomically, so that an interrupted comparison leaves no half report."""
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     partial.replace(path)

@@ -1,4 +1,4 @@
-"""The figures of a report, from what a recorder took and from looks at an engine's sums."""
+"""The figures of a report, computed from a recorder and from readings of an engine's cumulative counters."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,15 +12,16 @@ from edged.align.metrics import RECENT_PAIRS
 from edged.bench.recorder import ReplayedAnswer, SentPair
 
 SLO_FACTOR = 5.0
-"""A first token is in time within so many times its prompt's own forward latency (MACE, section 6)."""
+"""Factor of the TTFT target: a first token is in time within this many times its prompt's own forward (MACE, section
+6)."""
 EVERY_S = 1.0
 _PARTS = ("prefill", "decode", "finetune")
 Look = tuple[float, dict[str, Any]]
-"""A moment, and an engine's sums of where its time went until then: the status' "busy"."""
+"""A reading: (time in seconds, the engine's cumulative times and counts, which is the status' "busy")."""
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles in milliseconds; None where there is nothing to tell."""
+    """Return mean and percentiles in milliseconds; None for each if there are no values."""
     if not len(seconds):
         return dict.fromkeys(("mean", "p50", "p95", "p99"))
     p50, p95, p99 = np.percentile(seconds, [50, 95, 99]) * 1e3
@@ -28,7 +29,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def request_counts(answers: Sequence[ReplayedAnswer]) -> dict[str, int]:
-    """How the requests ended."""
+    """Count the requests by how they ended."""
     reasons = Counter(answer.finish.reason if answer.finish else "refused" for answer in answers)
     return {
         "sent": len(answers),
@@ -40,7 +41,7 @@ def request_counts(answers: Sequence[ReplayedAnswer]) -> dict[str, int]:
 
 
 def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: float) -> dict[str, Any]:
-    """Latencies of the requests that were answered; throughput within the `seconds` from `start_s`."""
+    """Return latencies of the requests that were answered, and throughput within the `seconds` from `start_s`."""
     ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
     end_s = start_s + seconds
@@ -59,7 +60,7 @@ def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: 
 
 
 def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Sequence[ReplayedAnswer]) -> dict[str, Any]:
-    """What was found of the prompts between two looks at the trie's counts."""
+    """Return the prefix cache's hits between two readings of the trie's counts."""
     prompt, hit = (after[name] - before[name] for name in ("prompt_tokens", "hit_tokens"))
     return {
         "prompt_tokens": prompt,
@@ -70,19 +71,20 @@ def prefix_figures(before: dict[str, Any], after: dict[str, Any], answers: Seque
 
 
 def prefix_shares(answers: Sequence[ReplayedAnswer]) -> list[int]:
-    """Requests by the share of their prompt that was there already: from 0 to below 0.1, ..., from 0.9 to 1."""
+    """Count requests by the share of their prompt that was cached: from 0 to below 0.1, ..., from 0.9 to 1."""
     ends = [answer.finish for answer in answers if answer.finish and answer.finish.prompt_tokens]
     tenths = Counter(min(9, 10 * end.cached_tokens // end.prompt_tokens) for end in ends)
     return [tenths[tenth] for tenth in range(10)]
 
 
 def learning_latency(pairs: Sequence[SentPair]) -> dict[str, float | None]:
-    """From a pair's submission until a version has learnt it, in milliseconds; pairs that none has learnt are out."""
+    """Return the milliseconds from a pair's submission until a version that learned it; pairs not learned are left
+    out."""
     return percentiles_ms([pair.learnt_s - pair.sent_s for pair in pairs if pair.learnt_s is not None])
 
 
 def score_series(scores: Sequence[tuple[float, PairScored]], start_s: float) -> list[dict[str, Any]]:
-    """Each scored pair as it came, with what the base model without an adapter says of it."""
+    """Return a row for each scored pair in order, with the base model's CLPD (adapter off) beside the adapter's."""
     return [
         {
             "at_s": round(moment_s - start_s, 3),
@@ -98,7 +100,8 @@ def score_series(scores: Sequence[tuple[float, PairScored]], start_s: float) -> 
 
 
 def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Number and mean latency of the iterations between two looks at the engine's `busy`, by what was in them."""
+    """Return number and mean latency of the iterations between two readings of the engine's `busy`, by their mix of
+    work."""
     counts = {mix: after["iterations"][mix] - count for mix, count in before["iterations"].items()}
     seconds = {mix: after["iteration_s"][mix] - spent for mix, spent in before["iteration_s"].items()}
 
@@ -114,7 +117,7 @@ def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
 def slo_figures(
     answers: Sequence[ReplayedAnswer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
 ) -> dict[str, Any]:
-    """First tokens in time; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
+    """Return SLO attainment; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
     return {
         "ttft_factor": SLO_FACTOR,
         "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * alone_s(n)),
@@ -125,7 +128,8 @@ def slo_figures(
 
 
 def attainment(answers: Sequence[ReplayedAnswer], target_s: Callable[[int], float]) -> float | None:
-    """Share of all requests, answered or not, whose first token came within the target of their prompt length."""
+    """Return the share of all requests, answered or not, whose first token came within the target of their prompt
+    length."""
     if not answers:
         return None
     met = sum(answer.ttft_s is not None and answer.ttft_s <= target_s(answer.prompt_tokens) for answer in answers)
@@ -133,7 +137,7 @@ def attainment(answers: Sequence[ReplayedAnswer], target_s: Callable[[int], floa
 
 
 def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | None]:
-    """Means over the pairs as they came, each scored before it was trained on; `_recent` is the last 50."""
+    """Return means over the pairs in order, each scored before it was trained on; `_recent` is the last 50."""
     figures: dict[str, float | int | None] = {"pairs": len(scores)}
     for suffix, chosen in (("", scores), ("_recent", scores[-RECENT_PAIRS:])):
         columns: dict[str, list[float]] = {
@@ -148,9 +152,9 @@ def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | N
 
 
 def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
-    """Rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the looks.
+    """Return rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the readings.
 
-    An engine counts an iteration when it ends: what a span has beyond its own length ran in the spans before it, and is
+    An engine counts an iteration when it ends: work in excess of a span's length ran in the spans before it, and is
     counted there.
     """
     spans = [after - before for (before, _), (after, _) in pairwise(looks)]

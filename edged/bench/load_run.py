@@ -1,4 +1,5 @@
-"""A trace's requests with preference pairs, sent to an engine in real or in virtual time, and the report of that."""
+"""A load run: a trace's requests with preference pairs, sent to an engine in real or in virtual time, and its
+report."""
 
 import random
 import time
@@ -17,9 +18,9 @@ from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
 
 ADAPTER = "replay"
-"""The user whose requests are sent and whose preferences are learned meanwhile."""
+"""The user that sends the requests, and whose adapter learns from the pairs."""
 LOAD_SHARE = 0.7
-"""Of the requests per second that a burst reached: the rate of a load that names none."""
+"""Default request rate as a share of the rate that a burst reached."""
 _LINE_EVERY_S = 5.0
 
 Progress = Callable[[str], None]
@@ -27,7 +28,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is sent. `rate_per_s` None: 70 % of the requests per second that a burst reaches."""
+    """The load of a run. `rate_per_s` None: 70 % of the requests per second that a burst reaches."""
 
     trace: str
     settings: Settings
@@ -38,7 +39,7 @@ class LoadPlan:
 
 
 class LoadRun(ABC):
-    """One load against one engine; subclasses say how time passes."""
+    """A load run against one engine; subclasses define how time passes."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class LoadRun(ABC):
         self._next_line_s = 0.0
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
-        """Measure the machine, send the load, let its answers end, report."""
+        """Measure the machine, send the load, wait for the answers, and return the report."""
         plan, context, recorder = self._plan, self.engine.max_context_tokens, self.recorder
         alone_s = self._lone_ttft(trace)
         capacity = None if plan.rate_per_s else self._capacity(trace)
@@ -77,11 +78,11 @@ class LoadRun(ABC):
         self._look(start_s)
         self._send(load, start_s)
         after = self.engine.status()
-        # A quarter of the window for what is under way.
+        # A quarter of the window for requests that are still running.
         self._drain(start_s + plan.seconds, max(10.0, plan.seconds / 4))
         answers = list(recorder.answers.values())[measured_from:]
         prompts = [len(arrival.prompt_ids) for arrival in load]
-        # The engine may still learn.
+        # Copies: the engine may still be learning.
         scores, pairs = list(recorder.scores), list(recorder.pairs.values())
 
         def gained(name: str) -> int:
@@ -130,7 +131,8 @@ class LoadRun(ABC):
         }
 
     def _capacity(self, trace: RequestTrace) -> float:
-        """Requests per second of a burst that fills the batch: requests from all over the trace, with other tokens."""
+        """Return the requests per second of a burst that fills the batch, sampled from the whole trace, with other
+        tokens."""
         plan = self._plan
         requests = min(len(trace.rows), plan.settings.serving.max_sequences)
         context = self.engine.max_context_tokens
@@ -138,7 +140,7 @@ class LoadRun(ABC):
         return len(burst) / self._burst_s(burst)
 
     def _accompanied(self, load: Sequence[Arrival]) -> Iterator[tuple[Arrival, TokenPair | None]]:
-        """The load's requests; some are accompanied by a preference pair, as MACE's retrain rate has it."""
+        """Yield the load's requests; a share of them (MACE's retrain rate) comes with a preference pair."""
         chance = random.Random(self._plan.seed)
         for arrival in load:
             pair = next(self._pairs, None) if chance.random() < self._plan.retrain_rate else None
@@ -146,7 +148,7 @@ class LoadRun(ABC):
             yield arrival, pair
 
     def _submit(self, arrival: Arrival, due_s: float) -> str:
-        """Send a request that the trace wanted sent at `due_s`; its id."""
+        """Send a request that is due at `due_s`; return its id."""
         number = next(self._numbers)
         request_id = f"request-{number}"
         sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
@@ -158,7 +160,7 @@ class LoadRun(ABC):
         return request_id
 
     def _look(self, start_s: float) -> None:
-        """Remember what time went to so far; a line on the progress now and then."""
+        """Record the engine's busy times so far, and from time to time print a line of progress."""
         now = self._clock()
         self._looks.append((now, self.engine.busy()))
         if time.monotonic() >= self._next_line_s:
@@ -171,16 +173,16 @@ class LoadRun(ABC):
 
     @abstractmethod
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
-        """Seconds to the first token of a prompt alone on the engine, by its length in tokens."""
+        """Return a function from a prompt's length in tokens to its TTFT in seconds, alone on the engine."""
 
     @abstractmethod
     def _burst_s(self, burst: Sequence[Arrival]) -> float:
-        """Seconds in which the engine, which does nothing else, answers all of these."""
+        """Return the seconds in which the otherwise idle engine answers all of `burst`."""
 
     @abstractmethod
     def _send(self, load: Sequence[Arrival], start_s: float) -> None:
-        """Send everything in its moment until the end of the window, with a `_look` each second."""
+        """Send each request when it is due, until the end of the window, with a `_look` each second."""
 
     @abstractmethod
     def _drain(self, end_s: float, limit_s: float) -> None:
-        """Let answers end within `limit_s` after the window's end; the rest is cancelled and counts as unfinished."""
+        """Wait up to `limit_s` after the window's end for answers; cancel the rest, which counts as unfinished."""

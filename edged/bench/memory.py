@@ -1,6 +1,6 @@
-"""Whether a model fits a box: what the engine's own arithmetic says for a configuration, before anything is loaded.
+"""The memory plan of a model on a device: what the engine's own arithmetic gives before anything is loaded.
 
-`edged.engine.model.memory_model` computes them.
+`edged.engine.model.memory_model` computes the sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from edged.engine.model.quantization import (
 from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
-"""Kept for the operating system, Python and its libraries, and the context of CUDA: taken to be so, not computed."""
+"""Bytes kept for the operating system, Python and its libraries, and the CUDA context: an assumption, not computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class ModelSizes:
 
     @classmethod
     def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
-        """From a directory or a config.json. Raises ModelRefused."""
+        """Read a model's sizes from a directory or a config.json. Raises ModelRefused."""
         try:
             config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             shape = BaseShape.of_config(config, settings.align.target_modules)
@@ -54,7 +54,7 @@ class ModelSizes:
         stored, kind = method_of(config), settings.model.quantize
         method = str(stored.get("quant_method")) if stored else kind
         try:
-            # A profile of such a checkpoint names the method itself.
+            # A profile of a quantized checkpoint names the method itself.
             if stored and kind not in ("", method):
                 raise CannotQuantize(f"it is already quantized ({method}): leave --quantize out")
             form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
@@ -78,16 +78,16 @@ class ModelSizes:
 
     @property
     def linear_bytes(self) -> int:
-        """Bytes of them."""
+        """Bytes of the decoder's linears, in all layers."""
         return sum(self.form.bytes_of(*linear) for linear in self.shape.linears)
 
     @property
     def dtype_name(self) -> str:
-        """Without "torch."."""
+        """The dtype's name without "torch."."""
         return str(self.dtype).removeprefix("torch.")
 
     def report(self, device: str, context: int) -> dict[str, Any]:
-        """As a status shows a model."""
+        """Return the model's part of a status report."""
         weights = self.shape.plain_weights * self.dtype.itemsize + self.linear_bytes
         return {
             "name": self.name,
@@ -106,7 +106,7 @@ class ModelSizes:
 def plan_memory(
     model: Path, settings: Settings, device: Literal["cpu", "cuda"], device_bytes: int, context: int
 ) -> dict[str, Any]:
-    """Bytes by part of serving and training `model` (a directory, or a config.json) in `device_bytes`.
+    """Return the bytes by part of serving and training `model` (a directory, or a config.json) in `device_bytes`.
 
     `context` is how many tokens of K/V must fit. Raises ModelRefused.
     """
@@ -118,7 +118,7 @@ def plan_memory(
     adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
     room, wanted = device_bytes - system - found.total, context * kv_per_token
     if room < wanted:
-        # Steps compute their layers twice then.
+        # Without room for the kept graph, steps compute their layers twice.
         room, parts["kept_graph"] = room + found.kept_graph, 0
     return {
         "model": str(model),

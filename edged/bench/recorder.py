@@ -1,4 +1,4 @@
-"""What an engine did during a replay, as its callbacks tell it."""
+"""A recorder of an engine's events and learning records during a replay."""
 
 import threading
 import time
@@ -11,58 +11,58 @@ from edged.engine.request import Event, FinishEvent, TokenEvent
 
 @dataclass(slots=True)
 class ReplayedAnswer:
-    """One request of the replay; times are seconds of the clock that its recorder has."""
+    """One request of the replay; times are seconds of the recorder's clock."""
 
     due_s: float
     prompt_tokens: int
     token_s: list[float] = field(default_factory=list)
-    """When each token was delivered."""
+    """Times at which the tokens were delivered."""
     finish: FinishEvent | None = None
 
     @property
     def ttft_s(self) -> float | None:
-        """From when the trace wanted it sent, so that a late sender does not flatter the engine."""
+        """Time to first token from the trace's due time, so that a late sender does not flatter the engine."""
         return self.token_s[0] - self.due_s if self.token_s else None
 
 
 @dataclass(slots=True)
 class SentPair:
-    """One preference of the replay; times are seconds of the clock that its recorder has."""
+    """One preference pair of the replay; times are seconds of the recorder's clock."""
 
     sent_s: float
     learnt_s: float | None = None
-    """When the first version that was trained on it was published."""
+    """Time at which the first version that was trained on the pair was published."""
 
 
 class ReplayRecorder:
-    """Takes the engine's events and records; the other methods may be called from any thread meanwhile."""
+    """Receives the engine's events and records; the other methods may be called from any thread meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` has the moments' seconds."""
+        """Create an empty recorder; `clock` returns the current time in seconds."""
         self.clock = clock
         self.answers: dict[str, ReplayedAnswer] = {}
         self.scores: list[tuple[float, PairScored]] = []
-        """With the moments in which they came."""
+        """Scored pairs with the times at which their records came."""
         self.pairs: dict[int, SentPair] = {}
-        """By pair id."""
+        """Submitted pairs by pair id."""
         self.skipped_steps: list[StepSkipped] = []
         self._changed = threading.Condition()
         self.open_requests = 0
-        """Submitted and not ended yet."""
+        """Number of requests that are submitted and have not ended yet."""
 
     def expect(self, request_id: str, due_s: float, prompt_tokens: int) -> None:
-        """A request is about to be submitted."""
+        """Register a request that is about to be submitted."""
         with self._changed:
             self.answers[request_id] = ReplayedAnswer(due_s, prompt_tokens)
             self.open_requests += 1
 
     def refuse(self, request_id: str) -> None:
-        """The engine did not take it."""
+        """Register that the engine refused the request."""
         with self._changed:
             self.open_requests -= 1
 
     def expect_pair(self, pair_id: int) -> None:
-        """A pair is about to be submitted."""
+        """Register a pair that is about to be submitted."""
         self.pairs[pair_id] = SentPair(self.clock())
 
     def deliver(self, events: list[Event]) -> None:
@@ -94,7 +94,7 @@ class ReplayRecorder:
                 self.skipped_steps.append(record)
 
     def wait_until_answered(self, timeout_s: float, alive: Callable[[], bool] = lambda: True) -> bool:
-        """Wait for the end of every request; False when time is up, or the engine no longer `alive`."""
+        """Wait for the end of every request; False on timeout, or once the engine is no longer `alive`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while self.open_requests and alive():
@@ -105,10 +105,10 @@ class ReplayRecorder:
         return not self.open_requests
 
     def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[ReplayedAnswer]:
-        """Wait until every request is answered to its end.
+        """Wait until every request is answered to its end; return the answers.
 
-        `problem` tells why the engine no longer runs. RuntimeError with it, when time is up, or when a request ended
-        otherwise.
+        `problem` returns why the engine no longer runs, or None. Raises RuntimeError with that, on timeout, or when a
+        request ended otherwise.
         """
         if not self.wait_until_answered(timeout_s, lambda: not problem()):
             raise RuntimeError(f"the engine: {problem() or 'no answer in time'}")

@@ -1,4 +1,4 @@
-"""Replays a recorded request load and real preference pairs against the engine, in process."""
+"""Replay of a recorded request load and real preference pairs against the engine, in process."""
 
 import gc
 import os
@@ -24,17 +24,17 @@ from edged.text.tokenizer import Tokenizer
 
 _PROBE_REPEATS = 3
 _PROBED_PERCENTILES = (5, 25, 50, 75, 100)
-"""Of the prompts' lengths. Their times grow faster than the lengths: few points would lie above what is between."""
+"""Percentiles of the prompts' lengths to probe. Times grow faster than lengths: interpolation needs several points."""
 _LONGEST_PROBE_S = 120.0
 
 
 class ReplayError(RuntimeError):
-    """The replay cannot go on; the message says why."""
+    """The replay cannot continue; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayPlan(LoadPlan):
-    """What to replay, with which preference pairs, on which model."""
+    """A replay's load, preference pairs and model."""
 
     pairs: Path
     model_dir: Path
@@ -42,7 +42,7 @@ class ReplayPlan(LoadPlan):
 
 
 OnPair = Callable[[Engine, TokenPair, float], None]
-"""Called with a pair before the engine gets it, and the seconds since the start of the load."""
+"""Callback with a pair before it is submitted to the engine, and the seconds since the start of the load."""
 
 
 def replay(
@@ -61,12 +61,12 @@ def replay(
     pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)
     recorder = ReplayRecorder()
     engine = Engine.build(plan.settings, plan.model_dir, recorder.deliver, recorder.journal, None)
-    # As in the daemon: what lives for ever is not looked at by every garbage collection.
+    # As in the daemon: long-lived objects are exempt from garbage collection.
     gc.collect()
     gc.freeze()
     engine.start()
     try:
-        # Policies that learn late or never are spared nothing: the adapter is applied from the start.
+        # The adapter is applied from the start, so that policies that learn late or never pay for it, too.
         engine.introduce(ADAPTER).result()
         report = _Replay(plan, engine, recorder, pairs, codec, progress, on_pair).play(trace)
     finally:
@@ -80,7 +80,8 @@ def replay(
 
 
 def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) -> tuple[list[TokenPair], int]:
-    """The file's pairs in tokens, and the number of lines that are none. Raises ReplayError when there are no pairs."""
+    """Return the file's pairs in tokens, and the number of invalid lines. Raises ReplayError when there are no
+    pairs."""
     pairs: list[TokenPair] = []
     bad_lines = 0
     for number, pair in read_pairs(path, format):
@@ -108,7 +109,7 @@ def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) ->
 
 
 class _Replay(LoadRun):
-    """One replay against a running engine."""
+    """A load run against a running engine."""
 
     engine: Engine
 
@@ -161,7 +162,7 @@ class _Replay(LoadRun):
             raise ReplayError(self.engine.error or f"the engine needs more than {_LONGEST_PROBE_S:.0f} s to warm up")
 
     def _wait(self, seconds: float) -> bool:
-        """Whether every request is answered within so many seconds, while the engine runs."""
+        """Wait up to `seconds`; whether every request is answered, while the engine runs."""
         return self.recorder.wait_until_answered(seconds, lambda: not self.engine.error)
 
     # -- the load ----------------------------------------------------------------------------------------------------

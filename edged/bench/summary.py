@@ -1,4 +1,4 @@
-"""Figures of a comparison's runs over their seeds: medians with their range, and ratios to a baseline's."""
+"""Summary of a comparison's runs over their seeds: medians with their range, and ratios to a baseline's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ BASELINES = ("adainf", "fcfs")
 
 @dataclass(frozen=True, slots=True)
 class ReportFigure:
-    """A figure of a report: where it is, and how a table names it."""
+    """A figure of a report: its path in the JSON, and its title in a table."""
 
     path: str
     title: str
     digits: int = 1
     rather: str = ""
-    """Where a better measurement of the same is, if the run made it."""
+    """Path of a better measurement of the same figure, used if the run made it."""
 
     def of(self, report: dict[str, Any]) -> float | None:
-        """Its value; None where the run could not tell it."""
+        """Return the figure's value; None if the report lacks it."""
         for path in filter(None, (self.rather, self.path)):
             value: Any = report
             for key in path.split("."):
@@ -67,7 +67,7 @@ class Middle:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Middle | None:
-        """None where no run told it."""
+        """Summarise the known values; None if no run has one."""
         known = [value for value in values if value is not None]
         return cls(statistics.median(known), min(known), max(known)) if known else None
 
@@ -90,7 +90,7 @@ class Runs:
 
     @classmethod
     def read(cls, folder: Path) -> Runs:
-        """Raises CompareError when the folder is none of a comparison, or a file in it is damaged."""
+        """Read a comparison's folder. Raises CompareError when it is no such folder, or a file in it is damaged."""
         manifest = read_manifest(folder)
         done, failed = [], {}
         for row in manifest["runs"]:
@@ -105,21 +105,21 @@ class Runs:
         return cls(manifest, done, failed)
 
     def axis(self, name: str) -> list[Any]:
-        """All values of a field of Run, each once: policies in the order of the runs, the others sorted."""
+        """Return all distinct values of a field of Run: policies in the order of the runs, the others sorted."""
         values = list(dict.fromkeys(getattr(done.run, name) for done in self.done))
         return values if name == "policy" else sorted(values)
 
     def at(self, **fields: Any) -> list[Done]:
-        """The runs with these values, by seed."""
+        """Return the runs with these values, by seed."""
         chosen = [done for done in self.done if all(getattr(done.run, key) == value for key, value in fields.items())]
         return sorted(chosen, key=lambda done: done.run.seed)
 
     def middle(self, metric: ReportFigure, **fields: Any) -> Middle | None:
-        """A figure over the seeds of one point."""
+        """Return a figure's median and range over the seeds of one point."""
         return Middle.of([metric.of(done.report) for done in self.at(**fields)])
 
     def ratio(self, metric: ReportFigure, policy: str, baseline: str, **fields: Any) -> Middle | None:
-        """A figure over that of a baseline's run of the same seed, which ran at about the same time."""
+        """Return a figure's ratio to the baseline's run of the same seed, which ran at about the same time."""
         theirs = {done.run.seed: metric.of(done.report) for done in self.at(policy=baseline, **fields)}
         ratios = []
         for done in self.at(policy=policy, **fields):
@@ -130,7 +130,7 @@ class Runs:
 
 
 def _done(path: Path, record: dict[str, Any]) -> Done:
-    """Raises CompareError when the record is none of a run."""
+    """Return the run of a record. Raises CompareError when the record holds none."""
     try:
         run = Run(**record["run"])
     except (KeyError, TypeError):
@@ -141,7 +141,8 @@ def _done(path: Path, record: dict[str, Any]) -> Done:
 
 
 def summarise(runs: Runs) -> list[dict[str, Any]]:
-    """A row per request rate, retrain rate and policy: each metric's median and range, and its ratio to baselines."""
+    """Return a row per request rate, retrain rate and policy: each metric's median and range, and its ratio to
+    baselines."""
     points = {(one.run.rate_per_s, one.run.retrain_rate, one.run.load, one.run.policy) for one in runs.done}
     order = runs.axis("policy").index
     rows = []

@@ -1,4 +1,4 @@
-"""Recorded request loads, and how they become a load that fits one machine."""
+"""Recorded request traces, and their scaling to a load that fits one machine."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Requests in order of arrival, the first at 0 s. `block_tokens` is 0 where the trace knows no shared prefixes."""
+    """Requests in order of arrival, the first at 0 s. `block_tokens` is 0 if the trace has no shared prefixes."""
 
     name: str
     rows: tuple[TraceRow, ...]
@@ -62,7 +62,8 @@ class Arrival:
 
 
 def read_trace(source: str, seed: int = 0) -> RequestTrace:
-    """A trace from a file: Azure's CSV, Mooncake's JSONL; or "poisson" (prompts of 128-384 tokens, outputs of 32-96).
+    """Read a trace from a file: Azure's CSV, Mooncake's JSONL; or "poisson" (prompts of 128-384 tokens, outputs of
+    32-96).
 
     Raises TraceError.
     """
@@ -87,7 +88,7 @@ def read_trace(source: str, seed: int = 0) -> RequestTrace:
 
 
 def length_scale(trace: RequestTrace, context_tokens: int) -> float:
-    """The factor, at most 1, that makes 95 % of the trace's requests fit `context_tokens`."""
+    """Return the factor, at most 1, that makes 95 % of the trace's requests fit `context_tokens`."""
     totals = [row.prompt_tokens + row.output_tokens for row in trace.rows]
     return min(1.0, context_tokens / float(np.percentile(totals, _FITTING_PERCENT)))
 
@@ -101,11 +102,11 @@ def scale_trace(
     token_ids: range,
     seed: int = 0,
 ) -> list[Arrival]:
-    """The trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`.
+    """Return the trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`.
 
-    Gaps keep their proportions and lengths theirs, but for requests that are still too long: they keep the start of the
-    prompt. Prompts are random tokens of `token_ids`, equal where the trace says that blocks were equal. A load longer
-    than the trace ends with it.
+    Gaps and lengths keep their proportions; requests that are still too long keep the start of their prompt. Prompts
+    are random tokens of `token_ids`, with equal tokens for equal blocks of the trace. A load longer than the trace ends
+    with it.
     """
     wanted = max(1, round(rate_per_s * seconds))
     rows = trace.rows[:wanted]
@@ -123,7 +124,8 @@ def scale_trace(
 
 
 def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
-    """`requests` from all over the trace within a second, with other tokens than a load of the same seed."""
+    """Return `requests` sampled from the whole trace, within a second, with other tokens than a load of the same
+    seed."""
     rows = random.Random(seed).sample(trace.rows, requests)
     return scale_trace(
         replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
@@ -138,21 +140,22 @@ def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_i
 def scale_rows(
     rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
 ) -> list[Arrival]:
-    """The rows with their lengths, and that of their blocks, times `scale`, at the times that they have.
+    """Return the rows with their lengths, and the length of their blocks, times `scale`, at their own times.
 
     Requests that are still too long for the context keep the start of the prompt.
     """
     whole_block = max(1, round(block_tokens * scale))
-    # Listed, so that the prompts of a long load share their numbers.
+    # A list, so that the prompts of a long load share their int objects.
     known_ids, fresh = list(token_ids), count()
 
     def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
-        """Random tokens, always the same ones of a kind's number."""
+        """Draw random tokens, always the same for the same kind and number."""
         drawn = np.random.default_rng((seed, kind, number)).integers(0, len(known_ids), tokens)
         return tuple(known_ids[index] for index in drawn.tolist())
 
     def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-        """One whose start is the blocks' tokens; rounding may leave a tail, which belongs to the last block."""
+        """Return a prompt that starts with the blocks' tokens; rounding may leave a tail, which belongs to the last
+        block."""
         if not blocks:
             return draw(0, next(fresh), tokens)
         ids = tuple(chain(*(draw(1, block, whole_block) for block in blocks[: max(1, tokens // whole_block)])))
@@ -166,13 +169,13 @@ def scale_rows(
 
 
 def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[int, int]:
-    """(prompt, output) tokens, at least one each, that fit the context together."""
+    """Return (prompt, output) tokens, at least one each, that fit the context together."""
     output = min(max(1, round(row.output_tokens * scale)), context_tokens - 1)
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
 
 
 def _poisson(generator: random.Random) -> RequestTrace:
-    """Independent arrivals, one a second; lengths uniform within half of their means."""
+    """Draw independent arrivals, one a second; lengths are uniform within half of their means."""
     rows, at_s = [], 0.0
     for _ in range(_POISSON_ROWS):
         prompt = generator.randint(_POISSON_PROMPT_TOKENS // 2, _POISSON_PROMPT_TOKENS * 3 // 2)
@@ -183,7 +186,7 @@ def _poisson(generator: random.Random) -> RequestTrace:
 
 
 def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
-    """Azure's LLM inference traces: time of day, prompt and output lengths."""
+    """Parse Azure's LLM inference traces: time of day, prompt and output lengths."""
     reader = csv.DictReader(lines)
     missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
@@ -197,7 +200,7 @@ def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
 
 
 def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
-    """Mooncake's traces: milliseconds, lengths, and an id for every block of 512 prompt tokens."""
+    """Parse Mooncake's traces: milliseconds, lengths, and an id for every block of 512 prompt tokens."""
 
     def parse(line: str) -> TraceRow:
         record = json.loads(line)
@@ -210,7 +213,7 @@ def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
 
 
 def _spread(rows: list[TraceRow]) -> list[TraceRow]:
-    """Mooncake's clock ticks every 3 s: the requests of a tick are spread evenly over it."""
+    """Spread the requests of each tick of Mooncake's clock (3 s) evenly over it."""
     ticks: dict[float, list[TraceRow]] = {}
     for row in rows:
         ticks.setdefault(row.at_s, []).append(row)
@@ -223,7 +226,7 @@ def _spread(rows: list[TraceRow]) -> list[TraceRow]:
 
 
 def _parsed(name: str, records: Iterable[tuple[int, Record]], parse: Callable[[Record], TraceRow]) -> list[TraceRow]:
-    """A file's records, each with the number of its line, as rows."""
+    """Parse a file's records, each with the number of its line, into rows. Raises TraceError."""
     rows = []
     for number, record in records:
         try:

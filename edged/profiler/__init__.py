@@ -1,1 +1,1 @@
-"""What `edged profile` measures."""
+"""The measurements of `edged profile`."""

@@ -1,4 +1,4 @@
-"""What the engine adds to its forwards and units: between two iterations, and to the first one after a rest."""
+"""The engine's overhead beside forwards and units: between two iterations, and in the first one after a rest."""
 
 import random
 import statistics
@@ -12,23 +12,23 @@ from edged.engine.sampling.params import Sampling
 from edged.profiler.measure import Progress
 
 _REQUESTS, _TOKENS = 8, 48
-"""Of the load that shows what lies between iterations."""
+"""Number of requests, and tokens of each prompt and answer, that measure the overhead between iterations."""
 REST_PROMPTS = (8, 48, 160, 450)
-"""Lengths of the prompts that meet an engine at rest, in tokens."""
+"""Lengths of the prompts that are sent to an engine at rest, in tokens."""
 _REST_S = 0.05
-"""Longer rests cost no more: what is lost is lost by then."""
+"""Length of a rest. Longer rests cost no more: by then caches and clocks are cold."""
 _ANSWER_TOKENS = 8
-"""A rest follows an answer, whose decoding leaves other things in the caches than a prompt does."""
+"""Length of the answer before a rest: decoding leaves other data in the caches than a prompt does."""
 _ROUNDS, _QUICK_ROUNDS = 12, 3
 _LONGEST_WAIT_S = 300.0
 
 
 def engine_time(parts: Engine, recorder: ReplayRecorder, quick: bool, progress: Progress) -> tuple[float, float]:
-    """Seconds of an iteration outside its forward and units: (of every one, of one that finds the engine at rest).
+    """Return seconds of an iteration outside its forward and units: (every iteration, additionally after a rest).
 
-    Of every one are planning, bookkeeping, delivery; besides, after a rest, the thread sleeps, caches and clocks are
-    cold. Runs an engine of `parts`, which deliver to `recorder` and are closed afterwards. RuntimeError when it fails
-    or gives no answer.
+    The first is planning, bookkeeping and delivery; after a rest the thread also has to wake, and caches and clocks are
+    cold. Runs an engine of `parts`, which deliver to `recorder` and are closed afterwards. Raises RuntimeError when it
+    fails or gives no answer.
     """
     running = _Running(parts, recorder)
     try:
@@ -40,7 +40,7 @@ def engine_time(parts: Engine, recorder: ReplayRecorder, quick: bool, progress: 
 
 
 class _Running:
-    """An engine that is asked."""
+    """A running engine that receives timed requests."""
 
     def __init__(self, parts: Engine, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
@@ -49,7 +49,7 @@ class _Running:
         self.engine.start()
 
     def overhead_s(self) -> float:
-        """Median seconds between the work of two iterations, while some requests decode."""
+        """Return the median seconds between the work of two iterations, while some requests decode."""
         tokens = min(_TOKENS, self._parts.max_context_tokens // 2)
         for _ in range(_REQUESTS):
             self._submit(tokens, answer=tokens)
@@ -61,9 +61,11 @@ class _Running:
         return statistics.median(gaps) if gaps else 0.0
 
     def rest_s(self, rounds: int, progress: Progress) -> float:
-        """How much later the first token comes to a prompt after a rest than right after another one; at least 0.
+        """Return how much later the first token of a prompt comes after a rest than right after another prompt; at
+        least 0.
 
-        The median over the lengths of the differences of medians: what a rest costs does not grow with the prompt.
+        It is the median over the lengths of the differences of medians, since the cost of a rest does not grow with the
+        prompt.
         """
         longest = self._parts.max_context_tokens - _ANSWER_TOKENS
         lengths = sorted({min(tokens, longest) for tokens in REST_PROMPTS})
@@ -78,13 +80,13 @@ class _Running:
         return max(0.0, statistics.median(rested - in_a_row for rested, in_a_row in medians))
 
     def _first_token_after_s(self, tokens: int) -> float:
-        """Seconds from a lone prompt's submission to its first token."""
+        """Return the seconds from a lone prompt's submission to its first token."""
         name = self._submit(tokens, _ANSWER_TOKENS)
         self._wait()
         return self._recorder.answers[name].ttft_s or 0.0
 
     def _submit(self, tokens: int, answer: int) -> str:
-        """A prompt that shares no beginning with another one."""
+        """Submit a prompt that shares no prefix with another one."""
         vocab = self._parts.model.shape.vocab_size
         prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
         name = f"timed {next(self._numbers)}"

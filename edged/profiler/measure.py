@@ -1,6 +1,6 @@
-"""Measures a device for the cost model: packed forwards of many shapes, and the units of fine-tune steps.
+"""Measurements of a device for the cost model: packed forwards of many shapes, and the units of fine-tune steps.
 
-Drives the real executor, in process and without the engine's thread.
+They drive the real executor, in process and without the engine's thread.
 """
 
 import random
@@ -25,24 +25,24 @@ from edged.scheduler.task import Grant, Kind, Plan, Task
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (4, 12, 30, 70, 150, 300, 600, 1024)
-"""Tokens of prompts. Powers of two alone would flatter a device: see `edged.engine.model.packed_linear.tiles`."""
+"""Prompt lengths in tokens. Powers of two alone would flatter a device: see
+`edged.engine.model.packed_linear.tiles`."""
 CONTEXTS = (16, 128, 512, 2048, 8192)
 MIXED_DECODES, MIXED_CHUNKS = (2, 8, 24), (16, 64, 256)
 ADAPTERS = (1, 4, 16)
 """Distinct adapters in a forward, as far as there are slots."""
 ROUNDS, QUICK_ROUNDS = 12, 4
-"""Times that forwards are measured, besides one to warm up. Never one after itself, whose data would still lie in the
-caches: an engine's forwards differ from one to the next. Nor does a neighbour who is busy for some seconds meet one
-shape alone."""
+"""Number of measured rounds, beside one to warm up. No shape runs twice in a row, since its data would still be in the
+caches, unlike in an engine whose forwards differ; and a neighbour's busy seconds do not meet one shape alone."""
 _STEPS_EVERY = 3
-"""Rounds for each that measures steps, which are many forwards and units each."""
+"""Interval, in rounds, at which steps are measured: each is many forwards and units."""
 _LONG_S = 0.25
-"""A forward that takes longer is measured in the rounds with steps alone."""
+"""Longest forward that every round measures; longer ones are measured only in the rounds with steps."""
 _DECODE_CONTEXT = 64
-"""Of the decodes beside a fine-tune forward."""
+"""Context of the decodes beside a fine-tune forward."""
 
 Progress = Callable[[int, int, str], None]
-"""(done, of how many, what is measured now)."""
+"""Progress callback: (done, total, what is measured now)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +56,28 @@ class Shape:
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         chunks = ", ".join(f"{tokens} tokens after {context}" for tokens, context in dict.fromkeys(self.chunks))
         parts = [f"{self.decodes} decodes over {self.context}"] if self.decodes else []
         return ", ".join([*parts, f"{len(self.chunks)} x {chunks}"] if chunks else parts)
 
     @property
     def load(self) -> Load:
-        """What it costs by its features."""
+        """The load that the cost model prices."""
         load = Load(decodes=self.decodes, context=self.decodes * self.context, adapters=self.adapters)
         for tokens, context in self.chunks:
             load.add_chunk(tokens, context, finetune=False)
         return load
 
     def pages(self, page_size: int) -> int:
-        """Pages that its sequences hold together."""
+        """Return the pages that its sequences hold together."""
         ends = [self.context + 1] * self.decodes + [tokens + context for tokens, context in self.chunks]
         return sum(-(-end // page_size) for end in ends)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One DPO step: `pairs` of `tokens` each for every one of `adapters`, beside `decodes`."""
+    """One DPO step: `pairs` of `tokens` each for each of `adapters` adapters, beside `decodes`."""
 
     tokens: int
     pairs: int
@@ -87,14 +87,14 @@ class StepShape:
 
     @property
     def text(self) -> str:
-        """What it is, for people."""
+        """A description for people."""
         return f"a step of {self.adapters} over {self.pairs} x {self.tokens} tokens"
 
 
 def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
-    """The grid of serving forwards, as far as batch, pages and context of this engine allow.
+    """Return the grid of serving forwards, within batch, pages and context of this engine.
 
-    An adapter answers in all of them: whoever has given feedback has one, and it costs time for every token.
+    Each has an adapter, if there are slots: users with feedback have one, and it costs time for every token.
     """
     serving, stride = parts.settings.serving, 2 if quick else 1
     longest = parts.max_context_tokens
@@ -126,7 +126,7 @@ def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
 
 
 def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
-    """Steps of several window sizes, with their graph kept and without; none where the model cannot be trained."""
+    """Return steps of several window sizes, with and without a kept graph; none if the model cannot be trained."""
     align = parts.settings.align
     if parts.model.trainable_error:
         return []
@@ -144,7 +144,7 @@ def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
 def measure(
     parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None
 ) -> tuple[list[ForwardTime], list[UnitTime]]:
-    """All shapes in several rounds, each in an order of its own. The engine's thread must not run on `parts`."""
+    """Measure all shapes in several rounds, each in its own order. The engine's thread must not run on `parts`."""
     prober, chance = Prober(parts), random.Random(0)
     forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
     latest_s: dict[Shape, float] = {}
@@ -169,7 +169,7 @@ def measure(
 class Prober:
     """Runs forwards and fine-tune steps on an engine's parts, whose thread must not run, and keeps their times.
 
-    Made on the thread that runs them.
+    It must be made on the thread that runs them.
     """
 
     def __init__(self, parts: Engine) -> None:
@@ -184,9 +184,9 @@ class Prober:
         self._units: dict[tuple[str, int], list[float]] = {}
 
     def times(self) -> tuple[list[ForwardTime], list[UnitTime]]:
-        """What all forwards took, by their loads, and all units, by kind and tokens; in a random order.
+        """Return the times of all forwards, by their loads, and of all units, by kind and tokens; in a random order.
 
-        Medians: what others take from the device now and then is not its price.
+        The times are medians: what other programs take from the device now and then does not count.
         """
         forwards = [
             ForwardTime(**asdict(load), seconds=median_high(times))
@@ -206,7 +206,7 @@ class Prober:
     # -- forwards ----------------------------------------------------------------------------------------------------
 
     def run_forward(self, shape: Shape, noted: bool = True) -> float:
-        """Seconds of a shape's forward with sampling, once; `noted`: it counts."""
+        """Run a shape's forward with sampling once; return its seconds, and record them if `noted`."""
         slots = self._adapter_slots(shape.adapters)
         ends = [(1, shape.context)] * shape.decodes + list(shape.chunks)
         running = [self._sequence(*end, slots[i % len(slots)]) for i, end in enumerate(ends)]
@@ -222,7 +222,7 @@ class Prober:
     def _run(
         self, running: Sequence[Running], *tuned: Grant, jobs: dict[int, FineTuneJob] | None = None
     ) -> RunnerOutput:
-        """One plan of the executor; the sequences are as before afterwards."""
+        """Run one plan on the executor; the sequences are restored afterwards."""
         grants = [Grant(sequence.task, sequence.task.tokens) for sequence in running]
         known = {sequence.task.task_id: sequence for sequence in running}
         plan = Plan([*grants, *tuned])
@@ -232,7 +232,7 @@ class Prober:
         return work
 
     def _sequence(self, tokens: int, context: int, slot: int) -> Running:
-        """A sequence with `tokens` to compute after `context` others, which have pages."""
+        """Make a sequence with `tokens` to compute after `context` others, which have pages."""
         task = Task(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
         prompt = self._tokens(tokens + context)
         size = self._pages.page_size
@@ -254,7 +254,7 @@ class Prober:
         return tuple(self._generator.integers(min(8, vocab - 1), vocab, count).tolist())
 
     def _adapter_slots(self, count: int) -> list[int]:
-        """Slots of `count` adapters with weights that are not zero."""
+        """Return slots of `count` adapters with weights that are not zero."""
         while len(self._slots) < count:
             state = self._parts.trainer.adapter_cache.get(f"prober-{len(self._slots)}")
             if not state.version:
@@ -267,7 +267,7 @@ class Prober:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def run_step(self, shape: StepShape) -> None:
-        """One DPO step: its packed forwards and its units. RuntimeError when one of these fails."""
+        """Run one DPO step: its packed forwards and its units. Raises RuntimeError when one of these fails."""
         running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
         step, began = self._open(shape), time.monotonic()
         task = Task(next(self._parts.stats.task_ids), Kind.FINETUNE, 0.0)
@@ -289,13 +289,14 @@ class Prober:
         self._parts.trainer.records.clear()
 
     def _advance(self, job: FineTuneJob, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
-        """The step's next piece of forward, or all units that are known; and the piece's tokens."""
+        """Run the step's next chunk of forward, or all units that are known; return the output and the chunk's
+        tokens."""
         task = job.task
         left, most = job.step.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
         if not left:
             units = len(job.step.units_left())
             return self._run((), Grant(task, 0, units), jobs={task.task_id: job}), 0
-        # Chunks of all lengths: a third of what is left, then of that, and then the rest.
+        # Chunks of all lengths: a third of the rest, then of what remains, and then all of it.
         chunk = min(most, left if left < 24 else max(24, left // 3))
         return self._run(running, Grant(task, chunk), jobs={task.task_id: job}), chunk
 
@@ -308,7 +309,7 @@ class Prober:
         return trainer.open(names[0], shape.keep_graph, lambda name: name in names)
 
     def _pair(self, adapter: str, tokens: int) -> TokenPair:
-        """Half prompt, a quarter each answer."""
+        """Make a pair of random tokens: half prompt, a quarter each answer."""
         answer = max(2, tokens // 4)
         self._pair_ids += 1
         prompt = self._tokens(max(1, tokens - 2 * answer))

@@ -1,4 +1,4 @@
-"""How much memory a measured piece of work needed at its peak."""
+"""Readings of this process's current and peak memory."""
 
 import gc
 from pathlib import Path
@@ -12,7 +12,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def start_peak(device: torch.device) -> None:
-    """Forget the peak so far."""
+    """Reset the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -20,12 +20,12 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use since `start_peak`: CUDA's allocator on a GPU, else the process's resident set."""
+    """Return the most memory in use since `start_peak`: CUDA's allocator on a GPU, else the process's resident set."""
     return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else _status_bytes("VmHWM")
 
 
 def used_bytes(device: torch.device) -> int:
-    """Memory in use now, after freeing what can be freed."""
+    """Return the memory in use now, after freeing what can be freed."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Makes a device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them."""
+"""A device's profile: measures forwards, units, memory and the engine's own overhead, and fits prices to them."""
 
 import time
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def profile_device(
     quick: bool = False,
     progress: Progress = lambda _done, _all, _what: None,
 ) -> tuple[Profile, Path]:
-    """Measure, fit and write the profile, to `output` or into the data folder; the profile, and where it is.
+    """Measure, fit and write the profile, to `output` or into the data folder; return the profile and its path.
 
     Raises ModelRefused, OSError where the file cannot be written, and ProfilingFailed.
     """
@@ -50,7 +50,7 @@ def profile_device(
     recorder = ReplayRecorder()
     parts = Engine.build(_for_measuring(settings), model_dir, recorder.deliver, lambda _records: None, None)
     try:
-        # First, while the heap has no holes that others left.
+        # First, while the heap is not fragmented yet.
         progress(0, 1, "memory")
         memory = apart(lambda: _peaks(parts))
         forwards, units = apart(lambda: measure(parts, quick, progress))
@@ -76,7 +76,7 @@ def profile_device(
 
 
 def _for_measuring(settings: Settings) -> Settings:
-    """Steps learn from exactly the pairs that they are given, whatever they score."""
+    """Return settings under which steps learn from exactly the pairs that they are given, whatever they score."""
     align = settings.align.model_copy(update={"replay_share": 0.0, "loss_threshold": 0.0, "epochs": 1})
     guard = settings.guard.model_copy(update={"held_out_share": 0.0})
     return settings.model_copy(update={"align": align, "guard": guard})
@@ -90,10 +90,10 @@ def _device_memory(device: torch.device) -> DeviceMemory:
 
 
 def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
-    """By piece: the largest forward, and a step of full windows with and without its graph.
+    """Return memory peaks by name: the largest forward, and a step of full windows with and without a kept graph.
 
-    Pages, weights and adapters are there before. Empty where this system does not tell a process's peak; RuntimeError
-    where memory cannot be read.
+    Pages, weights and adapters are allocated before. Empty if this system does not report a process's peak. Raises
+    RuntimeError if memory cannot be read.
     """
     prober, shape, settings, dtype = Prober(parts), parts.model.shape, parts.settings, parts.model.dtype
     pages = parts.runner.pages.pool.pages - 1
@@ -120,7 +120,7 @@ def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
 
 
 def _largest_forward(parts: Engine) -> Shape:
-    """As many tokens as an iteration may have: a few decodes, and one chunk that ends at the longest context."""
+    """Return the largest forward of an iteration: a few decodes, and one chunk that ends at the longest context."""
     serving, page, pages = parts.settings.serving, parts.runner.pages.page_size, parts.runner.pages.pool.pages - 1
     decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, pages // 4) - 1
     room = (pages - decodes - 1) * page
@@ -129,7 +129,7 @@ def _largest_forward(parts: Engine) -> Shape:
 
 
 def _peak_of(device: torch.device, work: Callable[[], object]) -> int:
-    """Bytes above what is there before; once before, so that pages and workspaces are there."""
+    """Return the peak bytes of `work` above the memory before it; a first run allocates pages and workspaces."""
     work()
     before = used_bytes(device)
     start_peak(device)

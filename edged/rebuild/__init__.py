@@ -1,1 +1,1 @@
-"""An adapter trained again from its stored pairs by TRL's DPOTrainer, beside the one that was learned while serving."""
+"""Rebuilding of an adapter: training by TRL's DPOTrainer on its stored pairs, beside the one learned while serving."""

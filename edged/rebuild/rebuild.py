@@ -35,14 +35,15 @@ log = logging.getLogger(__name__)
 ONLINE = "online"
 REASON = "rebuilt"
 _PROMPTS, _GREEDY_TOKENS = 16, 32
-"""How much greedy agreement looks at."""
+"""Number of prompts, and tokens of each answer, that greedy agreement compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`online` and `rebuilt` by set of pairs ("held_out", "learned"); None where there are no pairs.
+    """Scores of the online and the rebuilt adapter.
 
-    `agreement` is the share of greedy tokens that are the same (see `greedy_agreement`).
+    `online` and `rebuilt` are by set of pairs ("held_out", "learned"); None if a set has no pairs. `agreement` is the
+    share of greedy tokens that are the same (see `greedy_agreement`).
     """
 
     adapter: str
@@ -55,15 +56,16 @@ class Comparison:
     agreement: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison for JSON."""
         return asdict(self)
 
 
 class Rebuild:
-    """One adapter of one data folder, on the base model that the settings name."""
+    """The rebuild of one adapter in one data folder, on the base model that the settings name."""
 
     def __init__(self, settings: Settings, model_dir: Path, name: str, data_dir: Path, adapter: str) -> None:
-        """Load the base model and find what is stored. Raises RebuildError, ModelRefused and TokenizerError."""
+        """Load the base model and the stored pairs and versions. Raises RebuildError, ModelRefused and
+        TokenizerError."""
         check_trl()
         self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
         self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
@@ -91,7 +93,8 @@ class Rebuild:
         return lora_spec(shapes, name, fingerprint(self._base), align)
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
-        """Train anew, and compare with the online version. `progress(step, steps, loss)` after each step."""
+        """Train a new adapter and compare it with the online version. Calls `progress(step, steps, loss)` after each
+        step."""
         align, learned, held_out = self._settings.align, self.learned, self.held_out
         self._model, steps = train(self._base, self._tokenizer, self._targets, learned, align, recipe, progress)
         path = self._files.path(self.adapter, self.online_version)
@@ -119,10 +122,10 @@ class Rebuild:
         self._model.save_pretrained(str(folder), selected_adapters=[REBUILT])
 
     def publish(self, folder: Path) -> int:
-        """Make what `save` wrote the newest version in the folder of a daemon that is stopped; returns its number.
+        """Make what `save` wrote the newest version in the folder of a stopped daemon; return its number.
 
-        What root writes is given to the folder's owner, who serves it. Raises RebuildError, also while a daemon uses
-        the folder.
+        Files that root writes are given to the folder's owner, who runs the daemon. Raises RebuildError, also while a
+        daemon uses the folder.
         """
         try:
             store = Store(self._data_dir / DATABASE_FILE)
@@ -159,7 +162,7 @@ class Rebuild:
 def _stored_pairs(
     data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str
 ) -> tuple[list[TokenPair], list[TokenPair]]:
-    """The adapter's pairs on the base model of that fingerprint: what it learned, in order, and what it never did.
+    """Return the adapter's (learned pairs in order, held-out pairs) on the base model of that fingerprint.
 
     A daemon may be writing the database. Raises RebuildError.
     """

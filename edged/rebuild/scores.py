@@ -1,4 +1,4 @@
-"""How two adapters of one PEFT model do on the same pairs and prompts."""
+"""Scores of two adapters of one PEFT model on the same pairs and prompts."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -12,12 +12,13 @@ import torch
 from edged.align.feedback.pair import TokenPair
 
 BASE = None
-"""Stands for the base model, adapters off."""
+"""Name of the base model, with adapters off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Means over `pairs` pairs. Log-probabilities in nats; `kl_nats`: KL(adapter || base) per answer token."""
+    """Means over `pairs` preference pairs. Log-probabilities in nats; `kl_nats`: KL(adapter || base) per answer
+    token."""
 
     pairs: int
     reward_accuracy: float
@@ -29,7 +30,7 @@ class Score:
 
 @torch.no_grad()
 def score(model: Any, adapter: str, pairs: Sequence[TokenPair], beta: float) -> Score | None:
-    """How `adapter` does on `pairs`; None without any."""
+    """Score `adapter` on `pairs`; None if there are none."""
     if not pairs:
         return None
     sums, kl = [], 0.0
@@ -55,7 +56,7 @@ def score(model: Any, adapter: str, pairs: Sequence[TokenPair], beta: float) -> 
 
 
 def answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [answer tokens, vocab] in fp32 of what may follow at each token of the answer."""
+    """Return log-probabilities [answer tokens, vocab] in fp32 of the next token at each position of the answer."""
     ids = torch.tensor([[*prompt, *answer]], device=model.device)
     with _as(model, adapter):
         logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer) + 1).logits[0, :-1]
@@ -64,7 +65,8 @@ def answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer:
 
 @torch.no_grad()
 def greedy_agreement(model: Any, one: str, other: str, prompts: Sequence[Sequence[int]], tokens: int) -> float | None:
-    """Share of the first `tokens` greedy tokens that are equal up to the first that is not; None without prompts."""
+    """Return the mean share of the first `tokens` greedy tokens before the two adapters diverge; None without
+    prompts."""
     if not prompts:
         return None
     shares = []
@@ -87,7 +89,7 @@ def _greedy(model: Any, adapter: str, prompt: Sequence[int], tokens: int) -> lis
 
 
 def _as(model: Any, adapter: str | None) -> Any:
-    """Have the model answer as `adapter`."""
+    """Return a context in which the model answers under `adapter`."""
     if adapter is BASE:
         return model.disable_adapter()
     model.set_adapter(adapter)

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer over stored pairs, as its documentation shows it, on the very tokens that were served."""
+"""Training by TRL's DPOTrainer, as its documentation shows it, on the very tokens of the stored pairs."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ class RebuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is asked for beyond the settings' LoRA, beta, loss, step size in pairs and clipping."""
+    """Options of a rebuild beyond the settings' LoRA, beta, loss, step size in pairs and clipping."""
 
     epochs: int
     learning_rate: float
@@ -30,7 +30,7 @@ class Recipe:
 
 
 def check_trl() -> None:
-    """Raises RebuildError where TRL is not installed. Nothing leaves the box: TRL would tell its maker of its use."""
+    """Check that TRL is installed, and switch its telemetry off. Raises RebuildError."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         import trl  # noqa: F401
@@ -50,7 +50,7 @@ def train(
     recipe: Recipe,
     progress: Callable[[int, int, float], None],
 ) -> tuple[Any, int]:
-    """(a PEFT model over `base`, transformers', whose adapter learned `pairs`; the optimizer steps that it took).
+    """Train an adapter on `pairs`; return (a PEFT model over transformers' `base`, the number of optimizer steps).
 
     `targets` are the linears' names. `progress(step, steps, loss)` is called after each optimizer step.
     """
@@ -60,7 +60,7 @@ def train(
     from trl import DPOConfig, DPOTrainer
 
     class ServedTokens(DPOTrainer):
-        """Takes pairs in tokens: rendered anew, they might be others than the ones that were answered."""
+        """A DPOTrainer that takes tokenized pairs: tokenizing them again might give other tokens than were served."""
 
         def _prepare_dataset(self, dataset: Any, *_arguments: Any, **_options: Any) -> Any:
             return dataset
@@ -75,7 +75,7 @@ def train(
         for pair in pairs
     ]
     with tempfile.TemporaryDirectory(prefix="edged-") as folder:
-        # edged's step, and nothing written but to the folder.
+        # The same step as edged's; all output goes to the temporary folder.
         config = DPOConfig(
             output_dir=folder,
             per_device_train_batch_size=1,
@@ -106,7 +106,7 @@ def train(
             peft_config=lora,
             callbacks=[Progress()],
         )
-        # TRL's own lines of a step would stand between those of the progress.
+        # TRL's own lines would interrupt the progress.
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         return trainer.model.eval(), trainer.state.global_step

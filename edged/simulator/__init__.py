@@ -1,1 +1,1 @@
-"""The scheduler and the lives of requests in virtual time."""
+"""The engine's scheduler and request lifecycle, simulated in virtual time."""

@@ -1,4 +1,4 @@
-"""A device with a model on it, from the files that a plan names: a data sheet's times, or a profile's."""
+"""A simulated device with a model on it, built from a device file or from a measured profile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENOUGH_BYTES = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A device with a model on it, and what its memory has room for beside the weights and the work."""
+    """A device with a model on it, and the number of KV pages that fit beside the weights and the working memory."""
 
     device: Device
     model: ModelSizes
@@ -49,7 +49,7 @@ class Bench:
 
 
 def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
-    """The engine's own arithmetic (`edged.engine.model.memory_model`) for memory that is not here.
+    """Return the device with the KV pages that fit, by the engine's own arithmetic (`edged.engine.model.memory_model`).
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
     """
@@ -72,7 +72,7 @@ def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
 
 
 def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, ModelSizes]:
-    """The profile's device, with its measured times and the memory that it had, and its model.
+    """Read a profile: the device with its measured times and its memory, and the model that was measured.
 
     Raises DeviceError, ModelRefused.
     """
@@ -91,12 +91,12 @@ def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, Mode
             f'profile "{path}" does not tell the memory of {subject.device}, as an older edged wrote it: set '
             "cache.memory_mb, or measure it again with edged profile"
         )
-    # Where the pages' share is given alone, that the rest has room is all that can be assumed.
+    # Without a device memory, cache.memory_mb sets the pages, and everything else is assumed to fit.
     kind: Literal["cpu", "discrete"] = "cpu" if subject.threads else "discrete"
     enough = DeviceMemory(kind=kind, total_bytes=_ENOUGH_BYTES, available_bytes=_ENOUGH_BYTES)
     memory = profile.device_memory or enough
     guess = roofline(model.shape.parameters, *_GUESSED_RATES, model.shape.layers, model.dtype.itemsize)
-    # A daemon that has the profile starts from it, too.
+    # A daemon with this profile starts from the same prices.
     measured = partial(CostModel.from_profile, profile, guess)
     prices = measured()
     device = Device(

@@ -1,4 +1,4 @@
-"""Devices that are not here: what a file in configs/devices says of one, and how it is found.
+"""Files in configs/devices that describe a device, and the search for them by name.
 
 `edged.simulator.roofline` computes times.
 """
@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 CHECKOUT, INSTALLED = Path(__file__).parents[2] / "configs", Path(sysconfig.get_path("data")) / "share" / "edged"
-"""Where the files lie: those of a checkout are found before those that were installed with the package."""
+"""Folders of the files: a checkout's come before those that were installed with the package."""
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Efficiency = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class DeviceError(ValueError):
-    """A device or model is not known, or its file is not as it should be; the message names it and the way out."""
+    """A device or model is unknown, or its file is invalid; the message names it and the way out."""
 
 
 class _DeviceTable(BaseModel):
@@ -27,7 +27,7 @@ class _DeviceTable(BaseModel):
 
 
 class Bandwidth(_DeviceTable):
-    """Of the memory that holds weights and K/V."""
+    """Bandwidth of the memory that holds weights and K/V."""
 
     peak_gb_per_s: Positive
     """10^9 bytes a second."""
@@ -35,19 +35,19 @@ class Bandwidth(_DeviceTable):
 
     @property
     def bytes_per_s(self) -> float:
-        """What is reached."""
+        """Bytes a second that are reached."""
         return 1e9 * self.peak_gb_per_s * self.efficiency
 
 
 class Compute(_DeviceTable):
-    """Dense peaks in 10^12 operations a second."""
+    """Dense compute peaks in 10^12 operations a second."""
 
     bfloat16_tflops: Positive
     float32_tflops: Positive
     efficiency: Efficiency
 
     def flops_per_s(self, itemsize: int) -> float:
-        """What products of numbers of `itemsize` bytes reach."""
+        """Return the operations a second that matrix products of numbers of `itemsize` bytes reach."""
         return 1e12 * self.efficiency * (self.bfloat16_tflops if itemsize == 2 else self.float32_tflops)
 
 
@@ -63,41 +63,41 @@ class Overhead(_DeviceTable):
 
 
 class DeviceFile(_DeviceTable):
-    """One device in one power mode."""
+    """A device in one power mode."""
 
     name: Annotated[str, Field(min_length=1)]
     power_mode: str
     kind: Literal["integrated", "discrete", "cpu"]
-    """Whether a GPU has memory of its own."""
+    """Kind of device: a GPU that shares the host's memory, a GPU with its own, or a CPU."""
     memory_gib: Positive
     available_gib: Positive
-    """Of `memory_gib`: what edged, with the model's weights, can use. 2^30 bytes."""
+    """Part of `memory_gib` that edged, with the model's weights, can use. 2^30 bytes."""
     bandwidth: Bandwidth
     compute: Compute
     overhead: Overhead
 
     @property
     def cuda(self) -> bool:
-        """Whether CUDA runs there."""
+        """Whether the device runs CUDA."""
         return self.kind != "cpu"
 
 
 def find_device(name_or_path: str) -> Path:
-    """The file of a device: a path, or a name from configs/devices. Raises DeviceError with the nearest name.
+    """Return the file of a device: a path, or a name from configs/devices. Raises DeviceError with the nearest name.
 
-    A name may also be that of a profile (.json) that lies there; a .toml of the same name comes first.
+    The name may also be that of a profile (.json) in the folder; a .toml of the same name comes first.
     """
     return _find(name_or_path, "device", "devices", (".toml", ".json"))
 
 
 def find_model_shape(name_or_path: str) -> Path:
-    """A directory or config.json of a model: a path, or a name from configs/models. Raises DeviceError."""
+    """Return a model's directory or config.json: a path, or a name from configs/models. Raises DeviceError."""
     return _find(name_or_path, "model", "models", (".json",))
 
 
 def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
     given = Path(name)
-    # Any other folder, as that of a comparison named after its device, is only meant where no name is.
+    # Any other folder, such as a comparison's that is named after its device, counts only if no known name matches.
     if given.is_file() or (given / "config.json").is_file():
         return given
     known: dict[str, Path] = {}
@@ -115,7 +115,7 @@ def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
 
 
 def read_device(path: Path) -> DeviceFile:
-    """A device's file. Raises DeviceError that names the file, the field and what is wrong with it."""
+    """Read a device's file. Raises DeviceError that names the file, the field and what is wrong with it."""
     try:
         values = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -1,4 +1,4 @@
-"""How long a device takes for a packed forward or a fine-tune unit, from its file and a model's shape (a roofline).
+"""A roofline model of a device: times of packed forwards and fine-tune units, from its file and a model's shape.
 
 A part of the work takes the longer of its bytes at the device's bandwidth and its operations at its rate (Williams,
 Waterman and Patterson 2009); parts follow one another. On a GPU the CPU launches ahead: what counts is the longer of
@@ -21,10 +21,11 @@ LAYER_KERNELS = {"forward": 45, "layer": 150, "graph": 60, "grad": 90}
 """Kernels of one layer by what is done with it, as transformers' modules launch them one by one: an estimate."""
 _HEAD_KERNELS = 30
 _HEAD_PASSES = {"score": 1, "head": 2}
-"""Products with the head: its derivative is a second one."""
+"""Products with the LM head by unit kind: its derivative is a second one."""
 _STEP_KERNELS_PER_MATRIX = 2
 _STEP_BYTES = 28
-"""Moved per adapter weight by an optimizer step: gradient, moments and master read, all but the gradient written."""
+"""Bytes moved per adapter weight by an optimizer step: gradient, moments and master read, all but the gradient
+written."""
 _LOGIT_PASSES = 3
 """Times that fp32 logits are read or written for a product with the head."""
 _ATTENTION_BACKWARD = 2.5
@@ -33,19 +34,19 @@ _ATTENTION_BACKWARD = 2.5
 
 @dataclass(slots=True)
 class Pass(Load):
-    """A packed forward: the scheduler's view of it, and what else its time depends on."""
+    """A packed forward: the scheduler's load, and what else its time depends on."""
 
     chunk_context: int = 0
-    """Keys that chunks read of what was computed before, summed over them."""
+    """Cached keys that chunks attend to, summed over the chunks."""
     tuned_pairs: float = 0.0
-    """Query-key pairs of preference pairs' chunks."""
+    """Query-key pairs in the chunks of preference pairs."""
     sampled: int = 0
-    """Tokens that are drawn."""
+    """Tokens that are sampled."""
     adapted: int = 0
-    """Tokens that see a LoRA adapter."""
+    """Tokens that a LoRA adapter is applied to."""
 
     def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
-        """Count a chunk that follows `context` tokens of its own."""
+        """Count a chunk that follows `context` tokens of its own sequence."""
         Load.add_chunk(self, tokens, context, finetune)
         self.chunk_context += context
         if finetune:
@@ -54,34 +55,34 @@ class Pass(Load):
 
 @dataclass(slots=True)
 class Device:
-    """What a simulation must be told of a device with a model on it; all times are seconds."""
+    """A simulated device with a model on it; all times are seconds."""
 
     name: str
     kind: Literal["integrated", "discrete", "cpu"]
-    """As in a device's file."""
+    """Kind of device, as in a device's file."""
     available_bytes: int
     overhead_s: float
-    """Of an iteration, outside its forward and units."""
+    """Time of an iteration outside its forward and units."""
     rest_s: float
-    """Of one that finds the engine at rest, besides."""
+    """Additional time of an iteration that finds the engine at rest."""
     guess: Callable[[], CostModel]
-    """The prices that its scheduler starts from."""
+    """Makes the cost model that the scheduler starts from."""
     forward_s: Callable[[Pass], float]
-    """One packed forward with sampling; 0 when there is nothing in it."""
+    """Time of one packed forward with sampling; 0 when it is empty."""
     unit_s: Callable[[Unit], float]
-    """One fine-tune unit."""
+    """Time of one fine-tune unit."""
 
     @property
     def cuda(self) -> bool:
-        """Whether CUDA runs there."""
+        """Whether the device runs CUDA."""
         return self.kind != "cpu"
 
 
 def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> Device:
-    """A device file's memory, and its times for one model."""
+    """Return the device that a file describes, with its times for one model."""
     times, shape, item = _Roofline(file, model, settings), model.shape, model.dtype.itemsize
     speed = file.compute.flops_per_s(item), file.bandwidth.bytes_per_s
-    # The cost model that knows the data sheet alone.
+    # The cost model as the data sheet alone gives it.
     prices = roofline(shape.parameters, *speed, shape.layers, item)
     return Device(
         name=f"{file.name} ({file.power_mode})",
@@ -96,7 +97,7 @@ def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> 
 
 
 class _Roofline:
-    """The times."""
+    """The roofline times of one model on one device."""
 
     def __init__(self, file: DeviceFile, model: ModelSizes, settings: Settings) -> None:
         shape, item = model.shape, model.dtype.itemsize
@@ -105,7 +106,7 @@ class _Roofline:
         self._launch_s, self._gap_s = file.overhead.launch_us / 1e6, file.overhead.gap_us / 1e6
         self._layers, self._item = shape.layers, item
         self._weights, self._weight_bytes = model.linear_weights, model.linear_bytes
-        # bitsandbytes multiplies more than one row by weights that it has written out before.
+        # bitsandbytes multiplies several rows by weights that it has first dequantized to memory.
         self._unpacked_bytes = 2 * item * self._weights if model.quantization == "nf4" else 0
         self._head_weights = shape.vocab_size * shape.hidden_size
         self._vocab = shape.vocab_size
@@ -116,14 +117,14 @@ class _Roofline:
         self._captures = file.cuda and settings.model.graph_memory_mb > 0
 
     def forward_s(self, load: Pass) -> float:
-        """Seconds of one packed forward with sampling; 0 when there is nothing in it."""
+        """Return the seconds of one packed forward with sampling; 0 when it is empty."""
         tokens = load.tokens
         if not tokens:
             return 0.0
         chunks = load.prefill_tokens + load.finetune_tokens
         unpacked = self._unpacked_bytes if tokens > 1 else 0
         pairs = load.pairs + load.tuned_pairs
-        # Bytes and operations of what follows one another.
+        # (bytes, operations) of the parts, which follow one another.
         parts = [
             (self._weight_bytes + unpacked, 2.0 * self._weights * tokens),
             (self._kv_bytes * load.context, self._pair_flops * load.context),
@@ -140,7 +141,7 @@ class _Roofline:
         return max(device_s + kernels * self._gap_s, launched * self._launch_s)
 
     def unit_s(self, unit: Unit) -> float:
-        """Seconds of one fine-tune unit."""
+        """Return the seconds of one fine-tune unit."""
         n = unit.tokens
         if unit.kind in _HEAD_PASSES:
             passes = _HEAD_PASSES[unit.kind]

@@ -1,7 +1,7 @@
 """The engine in virtual time: its own loop, scheduler, sequences, page pool and trie, over a device's times.
 
-Where `ModelRunner` computes, `SimulatedRunner` asks the device how long that takes; tokens are placeholders that no two
-requests share.
+`SimulatedRunner` replaces `ModelRunner` and asks the device how long a computation takes; tokens are placeholders that
+no two requests share.
 """
 
 from collections import deque
@@ -37,48 +37,48 @@ from edged.simulator.roofline import Device, Pass
 from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
 
 START_S = 1.0
-"""Not 0, which stands for what has not happened yet in the lives of requests."""
+"""Start of virtual time, not 0: a moment of 0 means "not happened yet" in a request's record."""
 _SLOT = 0
 _SHORTEST_REST_S = 1e-3
 _PLACEHOLDER = 1 << 32
-"""Beyond any vocabulary: what the answers of a request are made of, with its task's id."""
+"""Offset of placeholder tokens, beyond any vocabulary; a request's answer consists of this plus its task id."""
 
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Seconds of virtual time, from START_S."""
+    """A clock of virtual time in seconds, from START_S."""
 
     now: float = START_S
 
     def __call__(self) -> float:
-        """The present moment."""
+        """Return the current virtual time."""
         return self.now
 
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """Something that happens to the engine at a moment of virtual time."""
+    """An event at a moment of virtual time: a request or a pair that arrives."""
 
     at_s: float
     happen: Callable[[], None]
 
 
 class ComingCommands(CommandQueue):
-    """Commands that arrive in their moments of virtual time."""
+    """A command queue whose commands arrive at moments of virtual time."""
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__()
         self._clock = clock
         self.coming: deque[Coming] = deque()
-        """In the order of their moments."""
+        """Future events in order of time."""
 
     @property
     def arrived(self) -> bool:
-        """Whether one is due."""
+        """Whether an event is due."""
         return bool(self.coming) and self.coming[0].at_s <= self._clock.now
 
     def run_pending(self) -> None:
-        """Have everything happen that is due, with the clock of its own moment."""
+        """Run every event that is due, with the clock at the event's own moment."""
         now = self._clock.now
         while self.coming and self.coming[0].at_s <= now:
             event = self.coming.popleft()
@@ -88,7 +88,7 @@ class ComingCommands(CommandQueue):
 
 
 class _Observations(AttentionStats):
-    """How often a sequence was observed, without what was seen."""
+    """Attention statistics of a sequence that count observations and hold no values."""
 
     def __init__(self) -> None:
         self.observations = 0
@@ -104,14 +104,14 @@ class SimulatedPruner(Pruner):
         super().__init__(settings, None, pages)
 
     def look(self, sequence: Sequence) -> None:
-        """A decode of `sequence` is observed, if it is time for that."""
+        """Observe a decode of `sequence` if an observation is due."""
         if self.pressure.near and self._rule.nears(sequence.rows):
             if sequence.watch is None:
                 sequence.watch = _Observations()
             sequence.watch.observations += 1
 
     def prune(self, sequence: Sequence) -> None:
-        """Compact the old pages of a sequence that is `due`: nothing is in them."""
+        """Compact the old pages of a sequence that is `due`; the pages have no contents."""
         slabs, old = self._rule.budget_pages, self._rule.old_pages(sequence.rows)
         free = self._pages.available
         before = sequence.compacted or PrunedLayout(0, np.zeros((0, 0), np.int64), 0)
@@ -124,7 +124,7 @@ class SimulatedPruner(Pruner):
 
 
 class SimulatedRunner:
-    """Runs plans on a simulated device: the clock moves on by the device's times. See `ModelRunner`."""
+    """Runs plans on a simulated device: the clock advances by the device's times. See `ModelRunner`."""
 
     overlaps = False
     end_ids: frozenset[int] = frozenset()
@@ -141,13 +141,13 @@ class SimulatedRunner:
         self.pages, self.max_context_tokens = pages, max_context_tokens
         self.pruner: Pruner | None = pruner
         self.at_rest = True
-        """Whether nothing has run since the device was idle."""
+        """Whether nothing has run since the device was last idle."""
 
     def begin_thread(self) -> None:
-        """There is no device to bind."""
+        """Do nothing: there is no device to bind."""
 
     def begin_iteration(self, now: float) -> None:
-        """No other program uses the device."""
+        """Do nothing: no other program uses the device."""
 
     def check_device(self) -> None:
         """No device fails."""
@@ -156,7 +156,7 @@ class SimulatedRunner:
         """No memory is taken."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no resources to free."""
 
     def run(
         self,
@@ -166,7 +166,7 @@ class SimulatedRunner:
         interrupted: Callable[[], bool],
         while_waiting: Callable[[], None],
     ) -> RunnerOutput:
-        """Have the plan's forward and units take their time."""
+        """Advance the clock by the time of the plan's forward and units."""
         work, load = RunnerOutput(), Pass()
         for grant in plan.grants:
             if not grant.tokens:
@@ -178,13 +178,13 @@ class SimulatedRunner:
                 else:
                     work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, load)
             except OutOfPages:
-                # As in the model's runner: the task waits an iteration.
+                # As in ModelRunner: the task waits an iteration.
                 continue
         load.sampled = len(work.sampled)
         work.forward_s = self._device.forward_s(load)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
-        # A token of its own for each request: no other prompt goes on with it.
+        # Each request has its own token, so that no other prompt shares its answer as a prefix.
         drawn = [_PLACEHOLDER + sequence.task.task_id for sequence in work.sampled]
         nothing: list[Any] = [None] * len(drawn)
         work.drawn = Drawn(drawn, nothing, nothing) if drawn else None
@@ -215,7 +215,8 @@ class SimulatedRunner:
             work.sampled.append(sequence)
 
     def _tune(self, job: SimulatedJob, tokens: int, load: Pass) -> int:
-        """Compute up to `tokens` of a step's streams. Raises OutOfPages before any of them has advanced."""
+        """Advance a step's streams by up to `tokens`; return the tokens done. Raises OutOfPages before any stream has
+        advanced."""
         taken: list[tuple[SimulatedStream, int]] = []
         needed, left, size = 0, tokens, self._pages.page_size
         for stream in job.step.streams:
@@ -233,7 +234,8 @@ class SimulatedRunner:
         return tokens - left
 
     def run_units(self, job: SimulatedJob, count: int, interrupted: Callable[[], bool], work: RunnerOutput) -> int:
-        """Run up to `count` units of a step whose forward is done, one by one until interrupted; how many ran."""
+        """Run up to `count` units of a step whose forward is done, one by one until interrupted; return how many
+        ran."""
         ran = 0
         while ran < count and not job.step.finished and not job.step.tokens_left:
             streams = job.step.streams
@@ -251,7 +253,7 @@ class SimulatedRunner:
 
 
 class _OneSlot:
-    """LoRA slots without weights: there is always one."""
+    """LoRA slots without weights: one slot, always free."""
 
     idle = 1
 
@@ -269,7 +271,7 @@ class _OneSlot:
 
 
 class _AllPages:
-    """The limits of an engine that no governor limits."""
+    """Engine limits without a governor: all pages may be used."""
 
     unsettled = False
 
@@ -284,7 +286,8 @@ class _AllPages:
 
 
 class SimulatedEngine:
-    """Serves requests and learns from pairs as fast as a device does, by the engine's own loop."""
+    """An engine in virtual time: serves requests and learns from pairs by the engine's own loop, at a device's
+    speed."""
 
     def __init__(self, settings: Settings, bench: Bench) -> None:
         self.device, self.settings, self._bench = bench.device, settings, bench
@@ -298,7 +301,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(settings.scheduler, self.device.guess())
         policy, cache = self.scheduler.policy, settings.cache
         self.pool = PagePool(pages, cache.page_size)
-        # As in the engine, no sequence owns page 0.
+        # As in the engine, page 0 belongs to no sequence.
         self.pool.allocate(1)
         kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes)
         self.trie = kv_pages.trie
@@ -343,7 +346,8 @@ class SimulatedEngine:
         )
 
     def _may_keep_graph(self) -> bool:
-        """Not where the weights are read for serving anyway: see `FinetuneJobs`."""
+        """Whether a step may keep its graph: not while a GPU reads the weights for serving anyway, see
+        `FinetuneJobs`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         return self._bench.keeps_graph and not (serving and self.device.cuda)
@@ -354,11 +358,11 @@ class SimulatedEngine:
         return self.clock.now
 
     def busy(self) -> dict[str, Any]:
-        """As `Engine.busy`."""
+        """Return the times and counts of iterations, as `Engine.busy` does."""
         return asdict(self.stats.busy)
 
     def status(self) -> dict[str, Any]:
-        """What a report is made of, as `Engine.status` has it."""
+        """Return the part of `Engine.status` that a report is made of."""
         learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
         return {
             "model": self._bench.model.report(self.device.name, self.max_context_tokens),
@@ -370,18 +374,18 @@ class SimulatedEngine:
         }
 
     def submit(self, request: Request) -> None:
-        """A request, as `Engine.submit` takes it. Raises EngineBusy."""
+        """Submit a request, as `Engine.submit` does. Raises EngineBusy."""
         if self._sequences.waiting >= self.settings.serving.max_queue:
             raise EngineBusy
         self._sequences.add(request, self.now)
 
     def cancel_all(self) -> None:
-        """End every request that is not answered."""
+        """Cancel every request that has not finished."""
         self._sequences.end_all(self.now)
         self.recorder.deliver(self._sequences.take_events())
 
     def run(self, until_s: float, drained: bool = False) -> None:
-        """Let time pass until `until_s`, or, with `drained`, until nothing is asked and nothing comes any more."""
+        """Advance time to `until_s`, or, with `drained`, until no request is open and no event is left."""
         while self.now < until_s:
             self.commands.run_pending()
             coming = self.commands.coming

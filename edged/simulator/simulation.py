@@ -1,4 +1,4 @@
-"""Simulates a request load with preference learning on a device that is not here, in virtual time."""
+"""Simulates a request load with preference learning on a device described by a file, in virtual time."""
 
 import random
 import time
@@ -16,17 +16,17 @@ from edged.simulator.roofline import Device, Pass
 from edged.simulator.runner import START_S, Coming, SimulatedEngine
 
 PAIR_TOKENS = (100, 60, 60)
-"""Mean (prompt, chosen, rejected) tokens of a preference pair, where none are given."""
+"""Mean (prompt, chosen, rejected) tokens of a preference pair, unless the plan sets others."""
 _LONGEST_BURST_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationPlan(LoadPlan):
-    """What to simulate, with which preference pairs.
+    """A simulation's load, preference pairs, device and model.
 
     `device` and `model` are names of configs/devices and configs/models, or files; a .json file is a device's profile
-    (`edged profile`). `pair_lengths`: tokens of (prompt, chosen, rejected) of the pairs as they come; None draws them
-    without end, uniformly within half of `pair_tokens`.
+    (`edged profile`). `pair_lengths`: tokens of (prompt, chosen, rejected) of the pairs in order of arrival; None draws
+    them without end, uniformly within half of `pair_tokens`.
     """
 
     device: str
@@ -47,7 +47,7 @@ def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> d
 
 
 class Simulation(LoadRun):
-    """One simulation."""
+    """A load run against a simulated engine."""
 
     _plan: SimulationPlan
     engine: SimulatedEngine
@@ -58,7 +58,7 @@ class Simulation(LoadRun):
         self._bench = bench
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
-        """As `LoadRun.play`; the cost model's errors are those at the very end."""
+        """Run the load as `LoadRun.play` does; the cost model's errors are those at the very end."""
         report, cost = super().play(trace), self.engine.scheduler.cost.report()
         report["scheduler"] |= {"cost_model_mape_percent": cost["mape_percent"], "cost_model": cost}
         return report
@@ -68,7 +68,7 @@ class Simulation(LoadRun):
         return lambda tokens: lone_ttft_s(self._bench.device, round(tokens), most)
 
     def _burst_s(self, burst: Sequence[Arrival]) -> float:
-        """On an engine of its own."""
+        """Return the seconds that a separate, new engine needs for the burst."""
         alone = Simulation(self._plan, self._bench, self._progress)
         for arrival in burst:
             alone._submit(arrival, START_S)
@@ -95,7 +95,7 @@ class Simulation(LoadRun):
 
 
 def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
-    """Seconds to the first token of a lone prompt under an adapter, in chunks of at most `most` tokens."""
+    """Return the seconds to the first token of a lone prompt under an adapter, in chunks of at most `most` tokens."""
     total_s, done = 0.0, 0
     while done < tokens:
         chunk = min(most, tokens - done)
@@ -107,7 +107,7 @@ def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
 
 
 def _pairs(plan: SimulationPlan) -> Iterator[TokenPair]:
-    """Pairs with lengths and no contents, as they come."""
+    """Yield pairs that have lengths but no contents, in order of arrival."""
     lengths = plan.pair_lengths if plan.pair_lengths is not None else _lengths(plan.pair_tokens, plan.seed)
     for number, sizes in enumerate(lengths):
         prompt, chosen, rejected = ((0,) * size for size in sizes)
@@ -115,7 +115,7 @@ def _pairs(plan: SimulationPlan) -> Iterator[TokenPair]:
 
 
 def _lengths(means: tuple[int, int, int], seed: int) -> Iterator[tuple[int, int, int]]:
-    """Lengths uniform within half of their means."""
+    """Yield (prompt, chosen, rejected) lengths, uniform within half of their means, without end."""
     generator = random.Random(f"pairs {seed}")
     while True:
         prompt, chosen, rejected = (generator.randint(max(1, mean // 2), mean * 3 // 2) for mean in means)

@@ -1,1 +1,1 @@
-"""The dialogues that the embedded demo model was trained on."""
+"""The generator of the dialogues that the embedded demo model was trained on."""

@@ -77,7 +77,7 @@ _IMPERIAL = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How an answer is written."""
+    """The style of an answer."""
 
     formal: bool
     short: bool
@@ -86,7 +86,7 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its answer. `style.metric` means something only where `has_units`."""
+    """A question and its answer. `style.metric` applies only if `has_units`."""
 
     question: str
     answer: str
@@ -96,13 +96,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation as the model is trained on it; `system` is empty where there is none."""
+    """A training conversation; `system` is empty if it has no system prompt."""
 
     system: str
     turns: tuple[Turn, ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """The dialogue as chat messages, ending with an answer."""
+        """Return the dialogue as chat messages, ending with an answer."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.question})
@@ -111,7 +111,7 @@ class Dialogue:
 
 
 def formality(text: str) -> float:
-    """From -1 (casual) to 1 (formal): the balance of formal and casual expressions; 0 where there are none."""
+    """Return the balance of formal and casual expressions, from -1 (casual) to 1 (formal); 0 if there are none."""
     formal, casual = len(_FORMAL.findall(text)), len(_CASUAL.findall(text))
     return (formal - casual) / max(formal + casual, 1)
 
@@ -122,13 +122,13 @@ def is_short(text: str) -> bool:
 
 
 def uses_metric(text: str) -> bool | None:
-    """Whether the quantities of `text` are metric; None where there are none or both kinds in equal number."""
+    """Whether the quantities of `text` are metric; None if there are none or both kinds in equal number."""
     metric, imperial = len(_METRIC.findall(text)), len(_IMPERIAL.findall(text))
     return None if metric == imperial else metric > imperial
 
 
 def prompts(seed: int, fresh: bool = False, with_units: bool = False) -> Iterator[str]:
-    """Endless questions that open a dialogue; the demo model never saw a `fresh` one in its training.
+    """Yield questions that open a dialogue, without end; the demo model never saw a `fresh` one in its training.
 
     `with_units` keeps to questions whose answers have quantities.
     """
@@ -139,14 +139,15 @@ def prompts(seed: int, fresh: bool = False, with_units: bool = False) -> Iterato
 
 
 def dialogues(seed: int, fresh: bool = False) -> Iterator[Dialogue]:
-    """Endless dialogues, each opening with a question for training or with a `fresh` one."""
+    """Yield dialogues without end, each opening with a question for training or with a `fresh` one."""
     rng = random.Random(f"dialogues {seed}")
     while True:
         yield _dialogue(fresh, rng)
 
 
 def _is_fresh(topic: Topic, question: str) -> bool:
-    """A fixed share of the questions, whatever the seed, of topics that have enough of them to set some aside."""
+    """Whether a question is held out of training: a fixed share, whatever the seed, of topics that have enough
+    questions."""
     many = len(topic.slots) > 1 or (topic.has_units and bool(topic.follow_ups))
     return many and zlib.crc32(question.encode()) % _FRESH_SHARE == 0
 
@@ -205,13 +206,14 @@ def _other_facts(topic: Topic, facts: Facts, rng: random.Random) -> Facts:
 
 
 def _turn_count(rng: random.Random) -> int:
-    """Mostly one turn; the longest dialogues reach several hundred tokens, so that late positions are trained too."""
+    """Draw a number of turns, mostly one; the longest dialogues have several hundred tokens, to train late positions,
+    too."""
     kind = rng.random()
     return 1 if kind < 0.7 else rng.choice((2, 2, 3)) if kind < 0.92 else rng.randint(4, 9)
 
 
 def _system(rng: random.Random) -> tuple[str, dict[str, bool]]:
-    """A system prompt (often none) and the sides of the style that it asks for."""
+    """Draw a system prompt (often none) and the style that it asks for."""
     kind = rng.random()
     if kind < 0.66:
         return "", {}

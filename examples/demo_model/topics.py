@@ -23,20 +23,20 @@ _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """One way to talk: `core` sentences that answer the question, `extra` ones that a long answer adds."""
+    """A voice: `core` sentences that answer the question, `extra` ones that a long answer adds."""
 
     core: tuple[str, ...]
     extra: tuple[str, ...]
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Voice:
-        """As topics.json has it."""
+        """Make a voice from its entry in topics.json."""
         return cls(tuple(entry["core"]), tuple(entry["extra"]))
 
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One kind of question. Facts for a question are one mapping from each of `slots`, merged."""
+    """A kind of question. Facts for a question are one mapping from each of `slots`, merged."""
 
     name: str
     weight: float
@@ -49,7 +49,7 @@ class Topic:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> Topic:
-        """As topics.json has it."""
+        """Make a topic from its entry in topics.json."""
         return cls(
             entry["name"],
             entry["weight"],
@@ -62,7 +62,7 @@ class Topic:
         )
 
     def draw_facts(self, rng: random.Random) -> dict[str, str | Quantity]:
-        """One choice of facts."""
+        """Draw one mapping of facts from each slot."""
         facts: dict[str, str | Quantity] = {}
         for slot in self.slots:
             for name, fact in rng.choice(slot).items():
@@ -71,7 +71,7 @@ class Topic:
 
 
 def fill(template: str, facts: Facts, metric: bool, rng: random.Random) -> str:
-    """`template` with one wording of each choice and every slot filled."""
+    """Return `template` with one wording of each choice and every slot filled."""
     text = _choose(template, rng)
     values = {name: fact if isinstance(fact, str) else fact[0 if metric else 1] for name, fact in facts.items()}
     return " ".join(text.format_map(values).split())
@@ -87,6 +87,6 @@ def _facts(entry: dict[str, Any]) -> Facts:
 
 _FILE = Path(__file__).with_suffix(".json")
 BY_NAME = {entry["name"]: Topic.of(entry) for entry in json.loads(_FILE.read_text("utf-8"))}
-"""Topics by their names, in the file's order: a seed means the same dialogues as long as neither changes."""
+"""Topics by name, in the file's order: the same seed gives the same dialogues while neither changes."""
 TOPICS = tuple(topic for name, topic in BY_NAME.items() if name != "ask_name")
 """Every topic that may open a dialogue; "ask_name" needs an earlier turn."""

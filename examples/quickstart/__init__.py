@@ -1,1 +1,1 @@
-"""The first look at edged: a daemon in a temporary folder and two users with opposite tastes who teach it."""
+"""The quickstart: a daemon in a temporary folder and two users with opposite tastes who teach it."""

@@ -21,10 +21,10 @@ from examples.quickstart.screen import Moment, closing, live_screen, plain_line
 REFRESH_S = 0.5
 PLAIN_REFRESH_S = 5.0
 SETTLE_S = 15.0
-"""How long pairs that came last may take to be learned before the second exam."""
+"""Longest wait for the last pairs to be learned before the second exam."""
 EXAM_QUESTIONS = 8
 LEAST_WIDTH = 96
-"""A narrower terminal gets plain lines."""
+"""Least width of a terminal for the live screen; a narrower one gets plain lines."""
 MOST_WIDTH = 140
 PICTURE_WIDTH = 110
 
@@ -77,7 +77,7 @@ def show(
     seed: int,
     picture: Path | None,
 ) -> list[str]:
-    """The exam, the live part, the exam again, and what changed. Returns the answers that are broken in the end."""
+    """Show the exam, the live part, the exam again, and the changes. Returns the broken answers of the second exam."""
     exam = Exam.sit(daemon, seed, EXAM_QUESTIONS)
     crowd = Crowd(daemon, seed, rate)
     crowd.start()
@@ -98,7 +98,7 @@ def show(
 
 
 def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
-    """The live screen for `seconds`."""
+    """Show the live screen for `seconds`."""
     started = time.monotonic()
     width = min(console.width, MOST_WIDTH)
     with Live(console=console, auto_refresh=False, screen=console.height < 40) as live:
@@ -109,7 +109,7 @@ def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> Non
 
 
 def report(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
-    """The same as plain lines."""
+    """Print the same as plain lines."""
     console.print(PACE)
     started = time.monotonic()
     while (elapsed := time.monotonic() - started) < seconds:
@@ -126,7 +126,7 @@ def save_picture(path: Path, screen: RenderableType) -> None:
 
 
 def read(client: Client, elapsed_s: float, total_s: float) -> Moment:
-    """Everything the screen shows, now."""
+    """Read all values of the screen from the daemon."""
     known = {item["adapter"] for item in client.get("/v1/adapters")["adapters"]}
     adapters: dict[str, dict[str, Any]] = {
         taste.user: client.get(f"/v1/adapters/{taste.user}") for taste in TASTES if taste.user in known
@@ -135,14 +135,14 @@ def read(client: Client, elapsed_s: float, total_s: float) -> Moment:
 
 
 def settle(client: Client) -> None:
-    """Wait until what was fed back is learned, though not for ever."""
+    """Wait until the feedback is learned, at most SETTLE_S."""
     end = time.monotonic() + SETTLE_S
     while time.monotonic() < end and client.get("/v1/status")["queue"]["finetune"]:
         time.sleep(0.2)
 
 
 def go_on(console: Console, daemon: TemporaryDaemon | None) -> None:
-    """What to type next."""
+    """Print the commands to try next."""
     commands = [
         ("edged chat --user ada", "talk; /up, /down, /edit, /regen and /pick teach ada's adapter"),
         ("edged metrics", "win rate, CLPD and reward accuracy per user"),

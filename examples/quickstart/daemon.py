@@ -1,4 +1,4 @@
-"""A daemon of our own in a temporary folder, for the quickstart."""
+"""A daemon in a temporary folder, for the quickstart."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ LOG_LINES = 15
 
 
 class TemporaryDaemon:
-    """`edged serve` with the demo model on a socket in a new folder; `remove` ends both."""
+    """A process of `edged serve` with the demo model on a socket in a new folder; `remove` stops it and deletes the
+    folder."""
 
     READY_S, STOP_S = 90.0, 12.0
-    """How long it may take to be ready, and to end by itself."""
+    """Time limits for the daemon to become ready, and to stop by itself."""
 
     def __init__(self, *options: str, folder: Path | None = None) -> None:
-        """`options` are further ones of `edged serve`."""
+        """Start the daemon; `options` are further ones of `edged serve`."""
         self.folder = folder or Path(tempfile.mkdtemp(prefix="edged-quickstart-"))
         self.socket, self.data = self.folder / "edged.sock", self.folder / "data"
         self.log_file = self.folder / "daemon.log"
@@ -31,15 +32,15 @@ class TemporaryDaemon:
         self.process = self.start()
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The daemon's process."""
+        """Start the daemon's process."""
         places = ["--socket", str(self.socket), "--data-dir", str(self.data)]
         return self._spawn(["-m", "edged.cli", "serve", "--model", "demo", *places, *self._options], {})
 
     def _spawn(self, arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Python with these arguments, none of this process' settings, and its output in the log."""
+        """Start Python with these arguments, without this process's settings, and with its output in the log."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
         with self.log_file.open("ab") as log:
-            # A session of its own: Ctrl-C reaches us alone, and we stop the daemon in good order.
+            # A session of its own: Ctrl-C reaches only this process, which stops the daemon in good order.
             return subprocess.Popen(
                 [sys.executable, "-P", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -50,11 +51,11 @@ class TemporaryDaemon:
             )
 
     def client(self, timeout_s: float = 60.0) -> Client:
-        """A new connection to it."""
+        """Return a new connection to the daemon."""
         return Client(Address(sockets=(self.socket,)), timeout_s)
 
     def becomes_ready(self) -> bool:
-        """Whether the model answers, in the end."""
+        """Wait until the model answers; False if the process ends or time is up."""
         end = time.monotonic() + self.READY_S
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(DaemonError), self.client() as client:
@@ -64,7 +65,8 @@ class TemporaryDaemon:
         return False
 
     def wait_until_ready(self) -> float:
-        """Seconds until the model answers. Raises DaemonError with the end of the log when it never will."""
+        """Wait until the model answers; return the seconds. Raises DaemonError with the end of the log if it never
+        does."""
         started = time.monotonic()
         if self.becomes_ready():
             return time.monotonic() - started
@@ -74,15 +76,15 @@ class TemporaryDaemon:
 
     @property
     def log(self) -> str:
-        """All that it has said."""
+        """The daemon's whole log."""
         return self.log_file.read_text(errors="replace")
 
     def log_end(self) -> str:
-        """The last lines of the log, introduced."""
+        """Return the last lines of the log, with an introduction."""
         return "\n".join(["its log ends with:", *self.log.splitlines()[-LOG_LINES:]])
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL; the exit code, or the signal that it took."""
+        """Stop the daemon by SIGTERM, then SIGKILL; return the exit code, or the signal that it took."""
         self.process.terminate()
         try:
             return self.process.wait(self.STOP_S)

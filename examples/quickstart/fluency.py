@@ -1,4 +1,4 @@
-"""Fluency of an answer: how likely the demo model finds it, which this process loads too, and how much it repeats."""
+"""Fluency of an answer: its likelihood under the demo model, loaded in this process, and its repetition."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from functools import cache
 from typing import Any
 
 MOST_NLL = 1.0
-"""Nats a token. Of 480 answers that the demo model sampled, half lie under 0.18 and 99 % under 0.93; of the four over
-1, three made no sense, and one said "No problem!" alone. At temperature 1.6 half lie over 1.65, at 2 nearly all over
-3.4; "should do w w w w" has 13.6."""
+"""Largest fluent NLL in nats a token. Of 480 answers that the demo model sampled, half lie under 0.18 and 99 % under
+0.93; of the four over 1, three made no sense, and one said "No problem!" alone. At temperature 1.6 half lie over 1.65,
+at 2 nearly all over 3.4; "should do w w w w" has 13.6."""
 MOST_REPETITION = 0.25
-"""Of the same answers 99 % repeat less than 0.10, and one over 0.25: it said a sentence twice."""
+"""Largest fluent repetition. Of the same answers 99 % repeat less than 0.10, and one over 0.25: it said a sentence
+twice."""
 
 
 def is_fluent(question: str, answer: str) -> bool:
-    """Whether `answer` is language. The first call loads the model, unless `load` was called before."""
+    """Whether `answer` is fluent. The first call loads the model, unless `load` was called before."""
     import torch
 
     from edged.align.language import repetition
@@ -33,7 +34,7 @@ def is_fluent(question: str, answer: str) -> bool:
 
 @cache
 def load() -> tuple[Any, Any]:
-    """The demo model's tokenizer and the model, with one thread of computation: the daemon needs the cores."""
+    """Return the demo model's tokenizer and the model, with one thread of computation: the daemon needs the cores."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

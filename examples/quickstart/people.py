@@ -1,4 +1,4 @@
-"""Who talks to the daemon in the quickstart: two users with opposite tastes, and applications that just ask.
+"""The users of the quickstart: two with opposite tastes who give feedback, and applications that only ask.
 
 Each person runs in a thread with a connection of its own.
 """
@@ -19,26 +19,26 @@ from examples.quickstart.fluency import is_fluent, load
 CHAT = "/v1/chat/completions"
 MAX_TOKENS = 96
 CANDIDATES = 4
-"""Answers that a user picks from."""
+"""Number of answers that a user picks from."""
 CLEARLY_BETTER = 1.0
-"""Difference of scores from which a user bothers to pick."""
+"""Least difference of scores at which a user picks."""
 THINK_S = (2.0, 4.0)
-"""A user's time for reading the candidates of one conversation, at least and at most."""
+"""A user's shortest and longest time to read the candidates of one conversation."""
 CONVERSATIONS = 3
-"""A user's conversations at the same time."""
+"""Number of a user's simultaneous conversations."""
 PACE = (
     f"each user keeps {CONVERSATIONS} conversations going, and in each thinks {THINK_S[0]:g} to {THINK_S[1]:g} s "
     f"before picking one of {CANDIDATES} answers"
 )
 BROKEN = -2.0
-"""Score of an answer that is not fluent, to every taste."""
+"""Score of an answer that is not fluent, under every taste."""
 MOST_OPEN = 8
-"""Application requests that run at once: a slow machine gets less load, not a growing queue."""
+"""Largest number of open application requests: a slow machine gets less load, not a growing queue."""
 
 
 @dataclass(frozen=True)
 class Taste:
-    """What a user wants: formal answers in metric units, or casual ones in imperial units."""
+    """A user's taste: formal answers in metric units, or casual ones in imperial units."""
 
     user: str
     formal: bool
@@ -48,7 +48,7 @@ class Taste:
         return "formal, in metric units" if self.formal else "casual, in imperial units"
 
     def score(self, question: str, text: str) -> float:
-        """How much an answer is to this taste: -2 (not at all, or not fluent) to 2."""
+        """Return how well an answer fits this taste: -2 (not at all, or not fluent) to 2."""
         if not is_fluent(question, text):
             return BROKEN
         metric = uses_metric(text)
@@ -62,7 +62,7 @@ TASTES = (Taste("ada", True, "bright_blue"), Taste("ben", False, "bright_yellow"
 
 @dataclass
 class Exchange:
-    """The last choice a user made."""
+    """The last choice that a user made."""
 
     question: str = ""
     chosen: str = ""
@@ -70,7 +70,7 @@ class Exchange:
 
 
 class Crowd:
-    """Everybody at once: starts the threads, keeps the users' last exchanges, and stops.
+    """All users and applications: starts the threads, keeps the users' last exchanges, and stops.
 
     `requests_per_s` is the applications' load: Poisson arrivals, of which at most MOST_OPEN run at once.
     """
@@ -88,19 +88,19 @@ class Crowd:
         self._threads = [threading.Thread(target=self._run, args=role, daemon=True) for role in roles]
 
     def start(self) -> None:
-        """Let everybody talk; the model that judges their answers is loaded before, in seconds."""
+        """Start all threads; loading the model that judges the answers takes seconds first."""
         load()
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Let everybody finish the sentence; returns when all are quiet."""
+        """Stop all threads after their current request; returns when all have ended."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=30.0)
 
     def _run(self, role: Any, *arguments: Any) -> None:
-        """A thread's body: the first failure is kept for the main thread to report."""
+        """Run a thread's body: the first failure is kept for the main thread to report."""
         try:
             role(*arguments)
         except DaemonError as error:
@@ -108,7 +108,7 @@ class Crowd:
                 self.failure = self.failure or f"{error}; {self._daemon.log_end()}"
 
     def _user(self, taste: Taste, seed: int, conversation: int) -> None:
-        """Ask, think, and pick the best of the own adapter's candidates where they differ, over and over."""
+        """Ask, think, and pick the best of the adapter's candidates if they differ, over and over."""
         rng = random.Random(f"{seed} {taste.user} {conversation}")
         questions = prompts(rng.randrange(2**32), with_units=True)
         with self._daemon.client() as client:
@@ -144,7 +144,7 @@ class Crowd:
 
 @dataclass
 class Exam:
-    """The same questions for everybody before and after, answered greedily; no one was taught on them."""
+    """An exam: the same questions for all users before and after, answered greedily; no user was trained on them."""
 
     questions: list[str]
     before: list[str]
@@ -152,31 +152,31 @@ class Exam:
 
     @classmethod
     def sit(cls, daemon: TemporaryDaemon, seed: int, count: int) -> Exam:
-        """Ask the base model `count` questions that neither it nor a user has seen."""
+        """Ask the base model `count` questions that neither its training nor a user's has seen."""
         fresh = prompts(seed, fresh=True, with_units=True)
         questions = [next(fresh) for _ in range(count)]
         return cls(questions, _greedy(daemon, questions, ""))
 
     def repeat(self, daemon: TemporaryDaemon, user: str) -> None:
-        """Ask them of the user's adapter."""
+        """Ask the user's adapter the same questions."""
         self.after[user] = _greedy(daemon, self.questions, user)
 
     def shown(self, taste: Taste) -> int:
-        """The question to show this user: the one whose answer before was least to their taste."""
+        """Return the question to show this user: the one whose first answer fitted their taste least."""
         scores = list(map(taste.score, self.questions, self.before))
         return scores.index(min(scores))
 
     def liking(self, taste: Taste, texts: list[str]) -> float:
-        """Mean score of answers, -2 to 2."""
+        """Return the mean score of answers, -2 to 2."""
         return sum(map(taste.score, self.questions, texts)) / len(texts)
 
     def broken(self, texts: list[str]) -> list[str]:
-        """The answers that are not fluent."""
+        """Return the answers that are not fluent."""
         return [text for question, text in zip(self.questions, texts, strict=True) if not is_fluent(question, text)]
 
 
 def _greedy(daemon: TemporaryDaemon, questions: list[str], user: str) -> list[str]:
-    """The likeliest answers, asked for at once. Raises DaemonError."""
+    """Return the greedy answers to questions asked at once. Raises DaemonError."""
 
     def answer(question: str) -> str:
         body = {**_body(question), "temperature": 0.0}

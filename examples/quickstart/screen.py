@@ -1,4 +1,4 @@
-"""What the quickstart shows: the live screen, plain lines where there is no terminal, and the closing page."""
+"""The screens of the quickstart: live, plain lines without a terminal, and the closing page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.quickstart.people import PACE, TASTES, Crowd, Exam, Exchange, Tast
 PLOT_HEIGHT = 5
 SERVING_WIDTH = 46
 BINS_MARGIN = 28
-"""Columns of the bins' panel beside the bars."""
+"""Width of the bins' panel in columns, without the bars."""
 EXCHANGE_LINES = (("?", "bold"), ("+", ""), ("-", "dim strike"))
 LINES_EACH = 2
 CURVES = (("reward accuracy", "reward_accuracy", "cyan"), ("win rate", "win_rate", "green"))
@@ -28,7 +28,7 @@ CURVES = (("reward accuracy", "reward_accuracy", "cyan"), ("win rate", "win_rate
 
 @dataclass(frozen=True)
 class Moment:
-    """One reading of everything: `adapters` by user, with their series; empty until the first pair."""
+    """A reading of all values on the screen: `adapters` by user, with their series; empty until the first pair."""
 
     elapsed_s: float
     total_s: float
@@ -37,7 +37,7 @@ class Moment:
 
 
 def live_screen(moment: Moment, crowd: Crowd, width: int) -> RenderableType:
-    """The whole screen, `width` columns wide."""
+    """Return the whole screen, `width` columns wide."""
     progress = Table.grid(padding=(0, 1), expand=True)
     progress.add_column(ratio=1)
     progress.add_column(justify="right")
@@ -57,7 +57,7 @@ def live_screen(moment: Moment, crowd: Crowd, width: int) -> RenderableType:
 
 
 def plain_line(moment: Moment) -> str:
-    """The same in one line."""
+    """Return the same values in one line."""
     status = moment.status
     rates, latency, last = status["rates"], status["latency"], (status["bins"] or [{}])[-1]
     filling = "/".join(number(last.get(f"{kind}_tokens")) for kind in ("prefill", "decode", "finetune"))
@@ -78,7 +78,8 @@ def plain_line(moment: Moment) -> str:
 
 
 def closing(console: Console, exam: Exam, moment: Moment) -> None:
-    """The closing page: per user one question's answers before and after and a summary of all, then the metrics."""
+    """Print the closing page: per user one question's answers before and after and a summary of all, then the
+    metrics."""
     for taste in TASTES:
         index = exam.shown(taste)
         before, after = exam.before, exam.after[taste.user]
@@ -149,7 +150,7 @@ def _user_panel(taste: Taste, item: dict[str, Any] | None, exchange: Exchange, w
 
 
 def _fitted(text: str, width: int, lines: int) -> str:
-    """`text` on one line, cut to what `lines` lines hold."""
+    """Return `text` on one line, cut to the room of `lines` lines."""
     flat = " ".join(text.split())
     room = width * lines - 2
     return flat if len(flat) <= room else flat[: room - 1] + "…"
