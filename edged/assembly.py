@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from edged.align.feedback.pair import Record, VersionPublished
-from edged.align.journal import Journal
-from edged.align.log_events import LogEvents
+from edged.align.journal import Journal, LogEvents
 from edged.api.admission import TenantQueue, UserLimits, queue_sizes
 from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter

@@ -129,9 +129,8 @@ class GuardState:
     """Number of steps that had ended at that restoration."""
     best: TestScore | None = None
     """The score that later versions are compared with."""
-    direct_since_best: int = 0
-    other_since_best: int = 0
-    """Pairs trained on since `best`: direct ones, and others."""
+    foreign_since_best: int = 0
+    """By how many the pairs that are not direct outnumber the direct ones, of those trained on since `best`."""
     last_good: CopiedVersion | None = None
     """The newest version that passed its test, with the optimizer's moments."""
     step_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""The journal: takes the learning loop's records from the engine thread to the database."""
+"""The learning loop's records on their way from the engine thread to the database, and to the log."""
 
 import logging
 import sqlite3
@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import datetime
 from itertools import count
 from operator import itemgetter
+from typing import Any
 
 from sqlite_utils import Database
 
@@ -23,13 +24,21 @@ from edged.align.feedback.pair import (
     VersionSaved,
     VersionTested,
 )
+from edged.runtime import logs
 from edged.store import Store, adapters, feedback, quarantine, utc_now, utc_text
-from edged.store.rows import insert_row
+from edged.store.rows import field_values, insert_row
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("edged.align")
 
 FLUSH_SAMPLES = 50
 """Samples that are written together, so that serving alone costs one disk write every few seconds."""
+_VERSION_BURST, _VERSION_EVERY_S = 3, 60.0
+"""Rate limit, by adapter, of lines on trained versions: a user who keeps giving feedback makes one every second."""
+
+_PUBLISHED = ("adapter", "version", "parent", "reason", "pairs", "loss")
+"""Fields of a version that are logged."""
+_TAKEN_BACK = ("rollback", "guard")
+"""Prefixes of the reasons of restored versions; others are trained, imported, rebuilt or introduced."""
 
 
 class Journal:
@@ -53,12 +62,8 @@ class Journal:
         None: nothing was ever appended.
         """
         now = utc_now()
-        durable: list[Record] = []
-        for record in records:
-            if not isinstance(record, IterationSample):
-                durable.append(record)
-            else:
-                self._samples.append((utc_text(now), record))
+        durable = [record for record in records if not isinstance(record, IterationSample)]
+        self._samples.extend((utc_text(now), record) for record in records if isinstance(record, IterationSample))
         with self._lock:
             if durable or self._unwritten or len(self._samples) >= FLUSH_SAMPLES:
                 self._write(durable, now)
@@ -75,7 +80,7 @@ class Journal:
         if self._unwritten:
             self.flush()
 
-    def _write(self, records: list[Record], now: datetime) -> None:
+    def _write(self, records: Sequence[Record], now: datetime) -> None:
         waiting, self._samples = self._samples, []
         own = [(next(self._numbers), record) for record in records]
         carried = list(own)
@@ -173,3 +178,46 @@ def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> OutlierH
     # A clock that went backwards makes no alarm longer than it was.
     gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
     return OutlierHistory(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter), contrary)
+
+
+class LogEvents:
+    """The logger of one engine's records."""
+
+    def __init__(self) -> None:
+        self._trained = logs.Sparing(_VERSION_BURST, _VERSION_EVERY_S)
+
+    def tell(self, records: Sequence[Record]) -> None:
+        """Log the records that are worth a line; may be called on any thread."""
+        for record in records:
+            match record:
+                case VersionPublished():
+                    self._published(record)
+                case StepSkipped():
+                    logs.event(
+                        log,
+                        logging.WARNING,
+                        "step_skipped",
+                        f"{len(record.pair_ids)} pairs of {record.adapter} were not learned: {record.reason}",
+                        **{**field_values(record), "pair_ids": list(record.pair_ids)},
+                    )
+                case VersionSaved(adapter, version):
+                    message = f"version {version} of {adapter} is on disk"
+                    logs.event(log, logging.DEBUG, "saved", message, adapter=adapter, version=version)
+
+    def _published(self, record: VersionPublished) -> None:
+        level, name, left_out = logging.INFO, "version", 0
+        if record.reason == "trained":
+            missed = self._trained.left_out(record.adapter)
+            if missed is None:
+                return
+            left_out = missed
+        elif record.reason.startswith(_TAKEN_BACK):
+            level, name = logging.WARNING, "rollback"
+        elif record.reason.startswith("trained: "):
+            level, name = logging.WARNING, "preferences_changed"
+        message = f"{record.adapter} is served by version {record.version}: {record.reason}"
+        fields: dict[str, Any] = {field: getattr(record, field) for field in _PUBLISHED}
+        fields["step_s"] = round(record.step_s, 3)
+        if left_out:
+            message, fields["left_out"] = f"{message} ({left_out} versions before it are not told)", left_out
+        logs.event(log, level, name, message, **fields)

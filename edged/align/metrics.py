@@ -52,7 +52,7 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     """
 
     def row(sql: str) -> dict[str, Any]:
-        return _row(db, sql, {"adapter": adapter})
+        return next(iter(db.query(sql, {"adapter": adapter})))
 
     means = ", ".join(f"{mean} AS {key}" for key, mean in _MEANS.items())
     recent = ", ".join(f"{mean} AS {key}_recent" for key, mean in _MEANS.items())
@@ -123,8 +123,7 @@ def latest_test(db: Database, adapter: str) -> dict[str, Any]:
 
     Keys: those of `summary` that begin with `held_out_`, and neutral_nll_change.
     """
-    return _row(
-        db,
+    tested = db.query(
         """SELECT avg(win) AS held_out_win_rate, avg(logp_difference) AS held_out_clpd,
                avg(reward_correct) AS held_out_reward_accuracy, avg(kl_nats) AS held_out_kl_nats,
                max(version) AS held_out_version,
@@ -135,6 +134,7 @@ def latest_test(db: Database, adapter: str) -> dict[str, Any]:
                SELECT max(version) FROM alignment_metrics WHERE adapter = :adapter AND split = 'held_out')""",
         {"adapter": adapter},
     )
+    return next(iter(tested))
 
 
 def series(db: Database, adapter: str, limit: int = 500) -> list[dict[str, Any]]:
@@ -181,10 +181,6 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
     return [{**row, "on_disk": bool(row["on_disk"])} for row in rows]
 
 
-def _row(db: Database, sql: str, parameters: dict[str, str]) -> dict[str, Any]:
-    return next(iter(db.query(sql, parameters)))
-
-
 OTHER = "other"
 """Name under which the remaining adapters are summed; an adapter of that name is one of them."""
 _READ_MEANS = "SELECT avg(win), avg(logp_difference), avg(reward_correct)"
@@ -214,7 +210,10 @@ def recent_adapters(db: Database, known: Collection[str], pairs_pending: int, mo
     shown = [_reading(db, name) for name in _latest(db, known)[:most]]
     if len(shown) < len(set(known)):
         waiting = pairs_pending - sum(reading.pairs_pending for reading in shown)
-        means = _means_of_others(db, [reading.adapter for reading in shown])
+        marks = ", ".join("?" * len(shown))
+        rows = "SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?"
+        others = f"{_READ_MEANS} FROM ({rows}) WHERE split = 'prequential' AND adapter NOT IN ({marks})"
+        means = db.execute(others, [_ROWS, *(reading.adapter for reading in shown)]).fetchone()
         # The difference may be negative: the store records a step's end a moment after the trainer.
         shown.append(AdapterReading(OTHER, max(0, waiting), *means))
     return shown
@@ -239,10 +238,3 @@ def _reading(db: Database, name: str) -> AdapterReading:
     win_rate, clpd, accuracy = db.execute(f"{_READ_MEANS} FROM ({rows} LIMIT ?)", [name, RECENT_PAIRS]).fetchone()
     test = latest_test(db, name)
     return AdapterReading(name, pending, win_rate, clpd, accuracy, test["held_out_kl_nats"], test["neutral_nll_change"])
-
-
-def _means_of_others(db: Database, shown: list[str]) -> tuple[float | None, ...]:
-    marks = ", ".join("?" * len(shown))
-    rows = "SELECT * FROM alignment_metrics ORDER BY id DESC LIMIT ?"
-    others = f"split = 'prequential' AND adapter NOT IN ({marks})"
-    return tuple(db.execute(f"{_READ_MEANS} FROM ({rows}) WHERE {others}", [_ROWS, *shown]).fetchone())

@@ -222,9 +222,7 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        direct = sum(outcome.pair.direct for outcome in member.outcomes)
-        guard.direct_since_best += direct
-        guard.other_since_best += len(member.outcomes) - direct
+        guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
         reason = f"trained: {change.summary}" if change is not None and verdict == "change" else "trained"
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}

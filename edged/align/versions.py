@@ -124,8 +124,7 @@ class Versions:
         """
         guard = queue.guard
         broken = broken_language(score, settings)
-        foreign = guard.other_since_best > guard.direct_since_best
-        problem = broken or (lost_accuracy(score, guard.best, settings) if foreign else "")
+        problem = broken or (lost_accuracy(score, guard.best, settings) if guard.foreign_since_best > 0 else "")
         if problem:
             guard.passed_in_a_row = 0
             if broken and queue.steps > guard.restored_at_step:
@@ -143,7 +142,7 @@ class Versions:
             self._bring(copies)
         self._adapter_cache.files.spare(queue.name, score.version, guard.version_before_change)
         if guard.fully_tested == score.version and score.better_than(guard.best, settings):
-            guard.best, guard.other_since_best, guard.direct_since_best = score, 0, 0
+            guard.best, guard.foreign_since_best = score, 0
         return ""
 
     def keep_before_change(self, queue: AdapterQueue) -> None:
@@ -180,7 +179,7 @@ class Versions:
             guard.withdrawn.add(guard.restored_version)
         guard.restored_at_step = queue.steps
         guard.change = guard.best = None
-        guard.direct_since_best = guard.other_since_best = 0
+        guard.foreign_since_best = 0
         # Pairs of the versions taken back are queued again, or quarantined: they must not return by replay.
         queue.replay.clear()
         good = guard.last_good

@@ -344,7 +344,7 @@ class FinetuneJobs:
         """Bring a task's view of its step up to date."""
         task, step = job.task, job.step
         streams = step.group.streams
-        task.tokens, task.next_unit = step.tokens_left, 0
+        task.tokens, task.next_unit = step.group.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
         task.loss = self._trainer.loss(step)
         task.context = sum(stream.done for stream in streams)
@@ -359,7 +359,7 @@ class FinetuneJobs:
         if job is None:
             return False
         job.step.restart()
-        self._scheduler.restart(job.task, job.step.tokens_left, now)
+        self._scheduler.restart(job.task, job.step.group.tokens_left, now)
         job.task.underway = job.step.groups_done > 0
         self._sync(job)
         self._scheduler.update(job.task)

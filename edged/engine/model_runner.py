@@ -273,7 +273,7 @@ class ModelRunner:
         while ran < units:
             # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
             begun = work.units or work.finetuned
-            if job.step.finished or job.step.tokens_left or (begun and interrupted()):
+            if job.step.finished or job.step.group.tokens_left or (begun and interrupted()):
                 break
             try:
                 unit = Unit(*job.step.run_unit())

@@ -292,7 +292,7 @@ class Prober:
         """Run the step's next chunk of forward, or all units that are known; return the output and the chunk's
         tokens."""
         task = job.task
-        left, most = job.step.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
+        left, most = job.step.group.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
         if not left:
             units = len(job.step.units_left())
             return self._run((), Grant(task, 0, units), jobs={task.task_id: job}), 0

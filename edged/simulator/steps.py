@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from edged.align.dpo.step_plan import StepPlan
 from edged.align.dpo.step_plan import Work as UnitWork
 from edged.align.feedback.pair import TokenPair
-from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, StepBatch
+from edged.align.pair_queues import FIRST_LOSS, AdapterQueue
 from edged.bench.recorder import SentPair
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Task, Unit
@@ -38,27 +38,7 @@ class SimulatedStream:
 class SimulatedStep(StepPlan):
     """The work of a `DpoStep` of one adapter: the same tokens and units in the same order."""
 
-    def __init__(
-        self,
-        draw: StepBatch,
-        version: int,
-        align: AlignSettings,
-        layers: int,
-        vocab_size: int,
-        most_tokens: int,
-        keep_graph: bool,
-    ) -> None:
-        """Parameters as those of `DpoStep`; `version` 0 needs no reference, for it answers as the base."""
-        self.draw, self.finished = draw, False
-        super().__init__(
-            [*draw.fresh, *draw.replay],
-            lambda pair: pair.ref_chosen_logp is None and version > 0,
-            align,
-            layers,
-            vocab_size,
-            most_tokens,
-            keep_graph,
-        )
+    finished = False
 
     def restart(self) -> None:
         """Begin the group's forward, or begin it again after its pages were taken away."""
@@ -155,8 +135,15 @@ class SimulatedFinetuning:
             return
         draw = self._queue.draw(self._align)
         self._queue.begin(draw)
-        graph, version = self._align.keep_graph and self._may_keep_graph(), self.state.version
-        step = SimulatedStep(draw, version, self._align, self._layers, self._vocab_size, self._most_tokens, graph)
+        step = SimulatedStep(
+            [*draw.fresh, *draw.replay],
+            lambda pair: pair.ref_chosen_logp is None,
+            self._align,
+            self._layers,
+            self._vocab_size,
+            self._most_tokens,
+            self._align.keep_graph and self._may_keep_graph(),
+        )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
         self.jobs[task.task_id] = job = SimulatedJob(step, task, [])
         self._sync(job)
@@ -176,17 +163,14 @@ class SimulatedFinetuning:
         job = self.jobs.get(task_id)
         if job is None:
             return False
-        self._free(job)
+        self._release(job.pages)
+        job.pages = []
         job.step.restart()
         self._scheduler.restart(job.task, job.step.tokens_left, now)
         job.task.underway = job.step.groups_done > 0
         self._sync(job)
         self._scheduler.update(job.task)
         return True
-
-    def _free(self, job: SimulatedJob) -> None:
-        self._release(job.pages)
-        job.pages = []
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Do nothing: memory does not run out in a simulation."""
@@ -209,14 +193,15 @@ class SimulatedFinetuning:
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:
                 del self.jobs[task_id]
-                self._close(job.step.draw, now)
+                self._close(now)
             else:
                 self._sync(job)
                 self._scheduler.update(job.task)
 
-    def _close(self, draw: StepBatch, now: float) -> None:
+    def _close(self, now: float) -> None:
+        pairs = self._queue.taken
         self._queue.end()
-        for pair in draw.fresh:
+        for pair in pairs:
             known = replace(pair, epochs_done=pair.epochs_done + 1, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
             sent = self.pairs[pair.pair_id]
             sent.learnt_s = sent.learnt_s or now

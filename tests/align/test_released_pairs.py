@@ -68,6 +68,15 @@ def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(queue: 
     assert [waits.pair_id for waits in queue.queue] == [1, 7, 9]
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_burst_of_the_users_own_signals_alone_is_trained_on_and_watched(queue: AdapterQueue, others: int) -> None:
+    own = [pair(number, direct=True) for number in range(8 - others)]
+    member = stepped(queue, *own, *(pair(9 + number) for number in range(others)), gradient=0.01)
+    assert member.turned == (not others), "of mixed ones the others are held"
+    assert bool(member.burst) == bool(others)
+    assert member.state.version == (0 if others else 1)
+
+
 def test_a_released_pair_that_is_quarantined_again_waits_for_another_decision(tmp_path: Path) -> None:
     store = Store(tmp_path / "edged.db")
     (number,) = queue_pairs(store, 1)

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from edged.align.feedback.pair import StepSkipped, VersionPublished
-from edged.align.log_events import LogEvents
+from edged.align.journal import LogEvents
 from edged.api.tokens import token_hash
 from edged.runtime import logs
 from edged.settings.load import LogSettings, Settings, load_settings

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import TokenPair
-from edged.align.pair_queues import StepBatch
 from edged.bench.replay import ReplayPlan, replay
 from edged.bench.traces import read_trace
 from edged.cli.main import cli
@@ -301,7 +300,7 @@ class Told(DpoStep):
     def run_unit(self) -> tuple[str, int]:
         left = self.units_left()
         ran = super().run_unit()
-        type(self).told.append((left, ran, self.tokens_left, self.finished))
+        type(self).told.append((left, ran, self.group.tokens_left, self.finished))
         return ran
 
 
@@ -319,7 +318,10 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     model = tiny_model()
     exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, keep_graph=keep_graph)
     align = AlignSettings(window_tokens=window)
-    step = SimulatedStep(StepBatch(pairs, []), 1, align, 3, model.config.vocab_size, 10_000, keep_graph)
+    unknown = [pair.pair_id for pair in pairs if pair.ref_chosen_logp is None]
+    step = SimulatedStep(
+        pairs, lambda pair: pair.pair_id in unknown, align, 3, model.config.vocab_size, 10_000, keep_graph
+    )
     told = []
     while not step.finished:
         for stream in step.streams:

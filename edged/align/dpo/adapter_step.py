@@ -136,9 +136,11 @@ class AdapterStep:
         `error`, `burst`, `doubted` and `strange` tell why it was not taken.
         """
         judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
-        burst = self._detector.burst([(outcome.pair, outcome.verdict) for outcome in judged])
-        self.turned, self.burst = burst.direct, "" if burst.direct else burst.why
-        self.doubted = self._untested and bool(burst.why or any(outcome.verdict.why for outcome in judged))
+        burst = self._detector.burst([outcome.verdict for outcome in judged])
+        # A change of preferences begins as a burst of the user's own signals.
+        self.turned = bool(burst) and all(outcome.pair.direct for outcome in judged)
+        self.burst = "" if self.turned else burst
+        self.doubted = self._untested and bool(burst or any(outcome.verdict.why for outcome in judged))
         losses = [outcome.loss for outcome in self._taken if not outcome.verdict.why]
         if self.doubted or self.burst or not losses:
             return

@@ -126,7 +126,7 @@ class RecomputeBackward:
             self._upstream[start:stop] = next(gradients)
         for branch, stream in zip(branches, owners, strict=True):
             if branch.earlier is not None:
-                self._add_earlier(stream, branch, next(gradients), next(gradients))
+                self._add_earlier(stream.row, next(gradients), next(gradients))
         add_gradients(rows, names, gradients)
 
     def _own_gradients(
@@ -141,16 +141,13 @@ class RecomputeBackward:
                     into[:, branch.first : branch.last] = total[:, rows]
         return both
 
-    def _add_earlier(self, stream: PairForward, branch: Branches, *gradients: torch.Tensor) -> None:
+    def _add_earlier(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add a window's gradients of its pair's earlier KV to the accumulators (fp32, one layer at a time)."""
-        for part, value in enumerate(gradients):
-            if stream.row not in self._earlier:
-                shape = (value.shape[0], branch.start, value.shape[2])
-                self._earlier[stream.row] = (
-                    value.new_zeros(shape, dtype=torch.float32),
-                    value.new_zeros(shape, dtype=torch.float32),
-                )
-            self._earlier[stream.row][part][:, : branch.start] += value
+        if row not in self._earlier:
+            self._earlier[row] = keys.to(torch.float32, copy=True), values.to(torch.float32, copy=True)
+            return
+        for total, gradient in zip(self._earlier[row], (keys, values), strict=True):
+            total[:, : gradient.shape[1]] += gradient
 
 
 class FullGraphBackward:
@@ -161,12 +158,7 @@ class FullGraphBackward:
     of its adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
     """
 
-    def __init__(
-        self,
-        group: MicroBatch,
-        decoder: Decoder,
-        leaves: Mapping[str, LoraParameters],
-    ) -> None:
+    def __init__(self, group: MicroBatch, decoder: Decoder, leaves: Mapping[str, LoraParameters]) -> None:
         self._group, self._decoder = group, decoder
         self._branches, streams, _ = branches_of(group, decoder, 0, 0, group.kept_rows)
         self._rows = lora_rows(self._branches, streams, leaves)
@@ -181,7 +173,8 @@ class FullGraphBackward:
         self._hidden, self._calls = decoder.begin(ids, places)
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Input and output of each layer, with the graph between them."""
-        self._upstream: torch.Tensor | None = None
+        self.upstream: torch.Tensor | None = None
+        """The gradient [kept rows, hidden] at the output of the next layer to go back through; set it to begin."""
 
     def forward_unit(self) -> None:
         """Compute the next layer."""
@@ -197,19 +190,15 @@ class FullGraphBackward:
                     rows = slice(stream.kept, stream.kept + stream.layout.tokens)
                     self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
 
-    def start_backward(self, upstream: torch.Tensor) -> None:
-        """Start the backward pass from the gradient [kept rows, hidden] at the last layer's output."""
-        self._upstream = upstream
-
     def run_unit(self) -> None:
         """Back-propagate through one layer, and free its graph."""
         hidden, out = self._layers.pop()
         layer = len(self._layers)
         names = self._decoder.layer_linears(layer)
         inputs = [*([hidden] if layer else []), *matrices(self._rows, names)]
-        gradients = map(present, torch.autograd.grad([out], inputs, [self._upstream], allow_unused=True))
+        gradients = map(present, torch.autograd.grad([out], inputs, [self.upstream], allow_unused=True))
         if layer:
-            self._upstream = next(gradients)
+            self.upstream = next(gradients)
         add_gradients(self._rows, names, gradients)
 
 

@@ -52,18 +52,12 @@ class HeldOutEvaluation:
     def _reset(self) -> None:
         size = head_window_size(self.align.window_tokens, self.decoder.vocab_size)
         device = self.decoder.device
-        reference = head_windows(self.group, True, size, device)
-        policy = head_windows(self.group, False, size, device)
+        reference, policy = head_windows(self.group, True, size), head_windows(self.group, False, size)
         known: list[HeadWindow | None] = [*reference] or [None] * len(policy)
         self._heads = list(zip(known, policy, strict=True))
         self._next = 0
         self._sums = torch.zeros(2 * len(self.group.streams), device=device)
         self._kl = torch.zeros((), device=device)
-
-    @property
-    def tokens_left(self) -> int:
-        """Forward tokens of the current pair that are still to compute."""
-        return self.group.tokens_left
 
     def restart(self) -> None:
         """Start the current pair again, after its pages were taken away."""

@@ -41,10 +41,8 @@ def preference_loss(
     "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.
     The reward margin is beta times the difference of the summed log-ratios for both, as TRL reports it.
     """
-    chosen_ratio, rejected_ratio = (
-        logps.chosen_logp - logps.ref_chosen_logp,
-        logps.rejected_logp - logps.ref_rejected_logp,
-    )
+    chosen_ratio = logps.chosen_logp - logps.ref_chosen_logp
+    rejected_ratio = logps.rejected_logp - logps.ref_rejected_logp
     margin = beta * (chosen_ratio - rejected_ratio)
     chosen_n, rejected_n = max(logps.chosen_tokens, 1), max(logps.rejected_tokens, 1)
     sft_grad = -sft_weight / chosen_n
@@ -71,13 +69,12 @@ def pair_score(
     kl_nats: float | None = None,
 ) -> PairScored:
     """The record of a pair's score by a version of its adapter."""
-    margin = loss.reward_margin
     return PairScored(
         pair.pair_id,
         pair.adapter,
         version,
         split,
-        reward_margin=margin,
+        reward_margin=loss.reward_margin,
         loss=loss.loss,
         kl_nats=kl_nats,
         **asdict(logps),

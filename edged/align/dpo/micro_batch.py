@@ -180,7 +180,7 @@ class HeadWindow:
     """d (sum of its log-probabilities) / d (last hidden state), per row."""
 
 
-def head_windows(group: MicroBatch, reference: bool, size: int, device: torch.device) -> list[HeadWindow]:
+def head_windows(group: MicroBatch, reference: bool, size: int) -> list[HeadWindow]:
     """Cut the scored predictions of the reference's or the policy's streams into windows of at most `size`."""
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
@@ -193,7 +193,6 @@ def head_windows(group: MicroBatch, reference: bool, size: int, device: torch.de
             owners += [np.full(len(part), 2 * index + answer) for answer, part in enumerate(scored)]
     if not rows:
         return []
-    row, target, owner = (
-        table.split(size) for table in upload([*map(np.concatenate, (rows, targets, owners))], device)
-    )
+    tables = upload([*map(np.concatenate, (rows, targets, owners))], group.last.device)
+    row, target, owner = (table.split(size) for table in tables)
     return [HeadWindow(*part, reference=reference) for part in zip(row, target, owner, strict=True)]

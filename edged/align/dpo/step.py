@@ -18,7 +18,7 @@ from edged.settings.load import AlignSettings
 class DpoStep:
     """An optimizer step of each member adapter over its pairs, one micro-batch of them after the other.
 
-    Its life cycle: while `tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
+    Its life cycle: while `group.tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
     `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
     Members share the units, which read the base weights once for all; every row uses its own adapter. Each member's
     gradient is exactly that of a step of its own on whole sequences, and so is all that follows from it.
@@ -62,10 +62,10 @@ class DpoStep:
         self._reset_group()
 
     def _reset_group(self) -> None:
-        size, device = self._plan.head_size, self.decoder.device
-        self._heads = [head for kind in (True, False) for head in head_windows(self.group, kind, size, device)]
+        size = self._plan.head_size
+        self._heads = [head for kind in (True, False) for head in head_windows(self.group, kind, size)]
         self._heads_left = iter(self._heads)
-        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=device)
+        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=self.decoder.device)
         self._backward: RecomputeBackward | FullGraphBackward | None = None
         self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._plan.graphed else None
 
@@ -75,11 +75,6 @@ class DpoStep:
         return self._plan.groups_done
 
     # -- the forward -------------------------------------------------------------------------------------------------
-
-    @property
-    def tokens_left(self) -> int:
-        """Forward tokens of the current micro-batch that are still to compute."""
-        return self.group.tokens_left
 
     def restart(self) -> None:
         """Start the current micro-batch again from nothing, after its pages were taken away."""
@@ -161,7 +156,7 @@ class DpoStep:
             upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)
             self._backward = self._graph
             if self._graph is not None:
-                self._graph.start_backward(upstream)
+                self._graph.upstream = upstream
             else:
                 self._backward = RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
 

@@ -56,27 +56,24 @@ class StepPlan:
 
     def restart(self) -> None:
         """Start the current group again: plan all its units."""
-        self.units: list[Work] = [("graph", self._rows)] * (self._layers if self.graphed else 0)
-        """Units of the group that are left after its forward, as far as they are known before the losses."""
+        forward: list[Work] = [("graph", self._rows)] * (self._layers if self.graphed else 0)
         for kind, pairs in (("score", filter(self.needs_reference, self.pairs)), ("head", self.pairs)):
             # Without a prompt an answer's first token has no predictor.
             scored = sum(len(pair.chosen) + len(pair.rejected) - (0 if pair.prompt else 2) for pair in pairs)
-            self.units += [(kind, min(self.head_size, scored - at)) for at in range(0, scored, self.head_size)]
-        self._add_backward([(0, self._rows)])
-
-    def _add_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        # A kept graph is one window: the backward of a layer covers all its rows at once.
-        windows = [(0, self._rows)] * bool(active) if self.graphed else windows_of(active, self._window)
-        kind = "grad" if self.graphed else "layer"
-        self.units += [(kind, stop - start) for start, stop in windows] * self._layers
-        if not self._groups:
-            self.units.append(("step", self._adapters))
-        return windows
+            forward += [(kind, min(self.head_size, scored - at)) for at in range(0, scored, self.head_size)]
+        self.begin_backward([(0, self._rows)])
+        self.units[:0] = forward
 
     def begin_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Plan the backward over the rows `active`, which the losses leave; returns its windows."""
-        self.units = []
-        return self._add_backward(active)
+        # A kept graph is one window: the backward of a layer covers all its rows at once.
+        windows = [(0, self._rows)] * bool(active) if self.graphed else windows_of(active, self._window)
+        kind = "grad" if self.graphed else "layer"
+        self.units: list[Work] = [(kind, stop - start) for start, stop in windows] * self._layers
+        """Units of the group that are left after its forward, as far as they are known before the losses."""
+        if not self._groups:
+            self.units.append(("step", self._adapters))
+        return windows
 
     @property
     def scored(self) -> bool:

@@ -48,17 +48,6 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Burst:
-    """A burst of suspicious pairs, or none where `why` is "".
-
-    `direct`: the latest are all the user's own signals, as at the beginning of a change of preferences.
-    """
-
-    why: str = ""
-    direct: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class OutlierHistory:
     """The history of an adapter that a restart restores.
 
@@ -132,17 +121,17 @@ class OutlierDetector:
         middle, spread = self._usual(self._norms)
         return math.exp(min(700.0, middle + _NORM_DEVIATIONS * spread)) if math.isfinite(middle) else math.inf
 
-    def burst(self, judged: Sequence[tuple[TokenPair, Verdict]]) -> Burst:
-        """The burst, if any, that these new pairs, oldest first, make together with those before them."""
-        suspicious = [*self._flags, *(verdict.suspicious for _, verdict in judged)]
-        contrary = [*self._contrary, *(verdict.contrary for _, verdict in judged)]
-        if not self._on or not any(verdict.suspicious or verdict.contrary for _, verdict in judged):
-            return Burst()
+    def burst(self, judged: Sequence[Verdict]) -> str:
+        """The reason why new pairs, oldest first, are a burst together with those before them, or ""."""
+        suspicious = [*self._flags, *(verdict.suspicious for verdict in judged)]
+        contrary = [*self._contrary, *(verdict.contrary for verdict in judged)]
+        if not self._on or not any(verdict.suspicious or verdict.contrary for verdict in judged):
+            return ""
         why = self._too_many(suspicious, _LATEST, "were outlying or contradictory")
         for latest in (_LATEST, _CONTRARY):
             if not why and len(contrary) >= latest + _LEAST:
                 why = self._too_many(contrary, latest, "contradict what was learned")
-        return Burst(why, bool(why) and all(pair.direct for pair, _ in judged))
+        return why
 
     def _too_many(self, flags: Sequence[bool], latest: int, what: str) -> str:
         """The reason why the `latest` flags, oldest first, are a burst, or "": too many are set to be chance.
@@ -199,10 +188,9 @@ class OutlierDetector:
 
     def calm(self) -> None:
         """End the alarm, if there is one; the usual range is estimated anew."""
-        if self._alarm_until_s == -math.inf:
-            return
-        self._alarm_until_s = -math.inf
-        self.begin_anew()
+        if self._alarm_until_s > -math.inf:
+            self._alarm_until_s = -math.inf
+            self.begin_anew()
 
     @staticmethod
     def _usual(values: deque[float]) -> tuple[float, float]:

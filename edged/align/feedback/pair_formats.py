@@ -94,15 +94,14 @@ def to_hh(pair: Pair) -> Pair:
     """An exported chat as HH-RLHF's two dialogues. Raises FormatError for one that would be read back differently."""
     if "messages" not in pair:
         raise FormatError("it is not a chat")
-    messages = [_plain(message) for message in pair["messages"]]
+    messages = [{**plain, "content": plain["content"].strip()} for plain in map(_plain, pair["messages"])]
+    answers = {side: pair[side].strip() for side in ("chosen", "rejected")}
     names = {role: name for name, role in _ROLES.items()}
     if strange := [message["role"] for message in messages if message["role"] not in names]:
         raise FormatError(f'the format has no role "{strange[0]}"')
-    before = "".join(f"\n\n{names[message['role']]}: {message['content'].strip()}" for message in messages)
-    row = {side: f"{before}\n\nAssistant: {pair[side].strip()}" for side in ("chosen", "rejected")}
-    wanted = [{**message, "content": message["content"].strip()} for message in messages]
-    read = _parse_hh(row)
-    if read != {"messages": wanted, **{side: pair[side].strip() for side in ("chosen", "rejected")}}:
+    before = "".join(f"\n\n{names[message['role']]}: {message['content']}" for message in messages)
+    row = {side: f"{before}\n\nAssistant: {answer}" for side, answer in answers.items()}
+    if _parse_hh(row) != {"messages": messages, **answers}:
         raise FormatError("its turns do not alternate, or a text holds what begins a turn")
     return row
 
@@ -183,9 +182,8 @@ def _parse_trl(row: Pair) -> Pair:
     if all(isinstance(side, str) for side in sides) and isinstance(prompt, str | None):
         chosen, rejected = cast(tuple[str, str], sides)
         if prompt is None:
-            prompt = chosen[: _common(chosen, rejected)]
             # A space between prompt and answers belongs to the answers, as in trl.extract_prompt.
-            prompt = prompt.removesuffix(" ")
+            prompt = chosen[: _common(chosen, rejected)].removesuffix(" ")
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _pair("prompt", prompt, chosen, rejected)
     if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):

@@ -97,10 +97,16 @@ def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
 
 
 def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
-    """The prompt's stored tokens when the model still has the tokenizer that made them, else fresh ones."""
+    """The prompt's stored tokens when the model still has the tokenizer that made them, else fresh ones.
+
+    Raises UnusablePrompt for a prompt of tokens alone that another model's tokenizer made.
+    """
     bare = row.messages is None and row.prompt is None
     if row.prompt_ids is not None and bare:
-        _check_bare(codec, row, same_tokens)
+        answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
+        beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids)
+        if beyond or (answered and not same_tokens):
+            raise UnusablePrompt("its prompt came as tokens of another model's tokenizer")
     if row.prompt_ids is not None and (same_tokens or bare):
         return list(row.prompt_ids)
     if row.messages is not None:
@@ -108,21 +114,7 @@ def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
     return codec.encode_prompt(row.prompt or "")
 
 
-def _check_bare(codec: PairCodec, row: PairRow, same_tokens: bool) -> None:
-    """Raise UnusablePrompt for a prompt of tokens alone that another model's tokenizer made."""
-    answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
-    beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids or ())
-    if beyond or (answered and not same_tokens):
-        raise UnusablePrompt("its prompt came as tokens of another model's tokenizer")
-
-
 def _share(room: int, one: int, other: int) -> tuple[int, int]:
     """Split `room` between `one` and `other` tokens: the shorter stays whole where it takes no more than half."""
-    if one + other <= room:
-        return one, other
-    half = room // 2
-    if one <= half:
-        return one, room - one
-    if other <= half:
-        return room - other, other
-    return half, room - half
+    kept = min(one, max(room // 2, room - other))
+    return kept, min(other, room - kept)

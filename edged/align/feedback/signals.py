@@ -268,23 +268,9 @@ def _insert(
     weight: float,
 ) -> int:
     """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id."""
-    messages, prompt, prompt_ids = asked
-    row = PairRow(
-        id=0,
-        created_at=signal.created_at,
-        adapter=signal.user,
-        signal_id=signal.id,
-        source=source,
-        weight=weight,
-        messages=messages,
-        prompt=prompt,
-        prompt_ids=prompt_ids,
-        chosen=chosen,
-        rejected=rejected,
-        state="queued",
-        account=account,
-    )
-    return feedback.insert_pair(db, row, prompt_key(messages, prompt, prompt_ids or ()))
+    about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
+    row = PairRow(0, *about, chosen, rejected, state="queued", account=account)
+    return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
 
 
 def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:

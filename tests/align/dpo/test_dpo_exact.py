@@ -117,8 +117,8 @@ def take_step(
         capture_gradients(state, captured)
     ran = 0
     while not step.finished:
-        if step.tokens_left:
-            n = min(chunk, step.tokens_left)
+        if step.group.tokens_left:
+            n = min(chunk, step.group.tokens_left)
             taken = step.group.take(n)
             segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
             with torch.inference_mode():
@@ -364,7 +364,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         state = trained_adapter(model, align)
         pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
         step = DpoStep([AdapterStep(state, [pair], [])], decoder, align, lambda pages: None, 10_000)
-        taken = step.group.take(step.tokens_left)
+        taken = step.group.take(step.group.tokens_left)
         free = iter(range(1, 80))
         segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
         with torch.inference_mode():
@@ -373,7 +373,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
             with attention_pass(PagedAttention(batch, kv)):
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])
-        step.group.advance(step.tokens_left)
+        step.group.advance(step.group.tokens_left)
         state.step = lambda gradients, n, *more: 0.0  # type: ignore[method-assign]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             while not step.finished:
