@@ -20,8 +20,7 @@ from aiohttp import web
 
 from edged.api.errors import ApiError
 from edged.api.sockets import over_tcp
-from edged.api.tokens import token_hash
-from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role
+from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
@@ -71,17 +70,10 @@ def _account(uid: int) -> tuple[str, frozenset[int]]:
     return "", frozenset()
 
 
-def uid_of(name: str) -> int | None:
-    """The uid of an account; None when there is none."""
+def id_of(kind: str, name: str) -> int | None:
+    """The uid of an account (kind "user") or the gid of a group (kind "group"); None when this box has none."""
     with contextlib.suppress(KeyError):
-        return pwd.getpwnam(name).pw_uid
-    return None
-
-
-def gid_of(name: str) -> int | None:
-    """The gid of a group; None when there is none."""
-    with contextlib.suppress(KeyError):
-        return grp.getgrnam(name).gr_gid
+        return pwd.getpwnam(name).pw_uid if kind == "user" else grp.getgrnam(name).gr_gid
     return None
 
 
@@ -171,7 +163,7 @@ class Access:
         if admin_token:
             self._operator = [(token_hash(admin_token), _holder(API_TOKEN, ["admin"], (), f"{API_TOKEN} is admin"))]
         self._accounts = Accounts()
-        self._admin_gid = gid_of(ADMIN_GROUP)
+        self._admin_gid = id_of("group", ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
         self.configure(settings)
 
@@ -247,7 +239,7 @@ class _Rule:
         self._uids, self._gids = set[int](), set[int]()
         for peer in rule.peers:
             kind, _, name = peer.partition(":")
-            found = int(name) if kind in ("uid", "gid") else (uid_of if kind == "user" else gid_of)(name)
+            found = int(name) if kind in ("uid", "gid") else id_of(kind, name)
             if found is None:
                 raise AccessError(
                     f'{self.where}.peers names "{peer}", and this box has no such {kind}: create it, correct the name, '

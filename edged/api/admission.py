@@ -21,7 +21,8 @@ _MOST_WAIT_S = 60.0
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
 """Settings; 0 is no limit."""
 _MOST_USERS = 10_000
-"""Users who are remembered. The one who was away longest goes first: in a minute a bucket is full again anyhow."""
+"""Users who are remembered. Beyond it the one who was away longest and has nothing open is forgotten: in a minute a
+bucket is full again anyhow."""
 
 
 class QueueFull(EngineBusy):
@@ -74,7 +75,7 @@ class TenantQueue:
             self.waiting += choices
         waiting = _Waiting(tenant, choices, begun, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(waiting)
-        while not fits and self._crowded and self._turn_away():
+        while not fits and self._inside + self.waiting > sum(self._sizes()) and self._turn_away():
             pass
         self._go_on()
         try:
@@ -98,10 +99,6 @@ class TenantQueue:
         self._inside -= 1
         self._ends.append(self._clock())
         self._go_on()
-
-    @property
-    def _crowded(self) -> bool:
-        return self._inside + self.waiting > sum(self._sizes())
 
     def retry_after_s(self) -> float:
         """How long the queue takes to become empty at the rate of late; a second where nothing is known of that."""
@@ -233,16 +230,12 @@ class UserLimits:
     def _user(self, name: str) -> _User:
         if name not in self._users:
             if len(self._users) >= _MOST_USERS:
-                self._forget_one()
+                idle = next((known for known, user in self._users.items() if not user.open_choices), None)
+                if idle is not None:
+                    del self._users[idle]
             self._users[name] = _User(name, self._full_buckets())
         self._users.move_to_end(name)
         return self._users[name]
 
     def _full_buckets(self) -> dict[str, TokenBucket]:
         return {setting: TokenBucket(getattr(self._settings, setting), 60.0) for setting in _BUCKETS}
-
-    def _forget_one(self) -> None:
-        """Forget whoever was away longest and has nothing open."""
-        idle = next((name for name, user in self._users.items() if not user.open_choices), None)
-        if idle is not None:
-            del self._users[idle]

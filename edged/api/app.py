@@ -22,9 +22,6 @@ from edged.settings.load import Settings
 # A request's caller has a plain name, which aiohttp would rather have as an object.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
-_ELSEWHERE = ("cross-site", "same-site")
-_PAGE = "/"
-
 
 def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
     """The application; it answers from the start, with 503 until `lifecycle` is ready."""
@@ -96,14 +93,14 @@ def _refuse_other_sites(request: web.Request, own_name: str, has_tokens: bool) -
         raise ApiError(403, message, code="forbidden_host")
     if origin is not None and origin.lower() != f"http://{host.lower()}":
         raise ApiError(403, f'web pages of "{origin[:200]}" may not use edged{way_out}', code="forbidden_origin")
-    if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
+    if request.headers.get("Sec-Fetch-Site", "").lower() in ("cross-site", "same-site") and not _follows_link(request):
         raise ApiError(403, f"web pages of other sites may not use edged{way_out}", code="forbidden_site")
 
 
 def _follows_link(request: web.Request) -> bool:
     """Whether a browser goes to the page, in a tab of its own."""
     mode, target = (request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
-    return request.method == "GET" and request.path == _PAGE and (mode, target) == ("navigate", "document")
+    return request.method == "GET" and request.path == "/" and (mode, target) == ("navigate", "document")
 
 
 def _name_in(host: str) -> str:

@@ -172,7 +172,7 @@ async def _stream(request: web.Request, generation: Generation, headers: dict[st
                 await response.write(data)
         if with_usage:
             await response.write(openai_format.server_event(openai_format.usage_chunk(generation)))
-        await response.write(openai_format.STREAM_END)
+        await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         generation.abandon()
     except Exception as error:

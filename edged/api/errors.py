@@ -22,8 +22,6 @@ log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_SHOWN_CHARS = 200
-"""Of a URL that is not there."""
 MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
     401: "TCP without a token that is known.",
@@ -117,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
     """What to say of what aiohttp refuses: above all a URL or method that no route has."""
-    asked = f"{request.method} {request.path[:_SHOWN_CHARS]}"
+    asked = f"{request.method} {request.path[:200]}"
     match error:
         case web.HTTPMethodNotAllowed():
             takes = ", ".join(sorted(error.allowed_methods))

@@ -19,10 +19,9 @@ class EventRouter:
         """Requests whose end has not come yet."""
         return len(self._queues)
 
-    def expect(self, request_ids: Iterable[str], queue: asyncio.Queue[Event]) -> None:
-        """All events of these requests shall go to `queue`. Call it before they are submitted."""
-        for request_id in request_ids:
-            self._queues[request_id] = queue
+    def expect(self, request_id: str, queue: asyncio.Queue[Event]) -> None:
+        """Put all events of a request into `queue`. To be called before the request is submitted."""
+        self._queues[request_id] = queue
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more."""

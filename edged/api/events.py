@@ -23,7 +23,10 @@ _RETRY = b"retry: 2000\n\n"
 
 
 async def events(request: web.Request) -> web.StreamResponse:
-    """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
+    """What happens, as server-sent events.
+
+    The stream runs until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS.
+    """
     feed, caller = services_of(request).feed, caller_of(request)
     wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MOST_BACKLOG)
     _demand_room(feed, caller)

@@ -36,27 +36,25 @@ class FeedbackIntake:
     codec: Tokenizer
     engine: Engine
     settings: Live[Settings]
+    ref_model: str
+    """The base model's fingerprint: what was learned on another model waits until that one is served again."""
     tell: Callable[[Sequence[Record]], None] = lambda records: None
     """Hears of pairs that cannot be learned, when that is on disk."""
 
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
         """Pairs that came while learning was switched off."""
-        self._ref_model = ""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
-    def resume(self, ref_model: str) -> int:
+    def resume(self) -> int:
         """Queue again what was open when the daemon last ended; returns how many pairs wait. To be called first.
 
         They reach the engine behind the caller, before anything that comes after them.
-
-        `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
         """
-        self._ref_model = ref_model
         on_disk = self.engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, ref_model, self.settings.now.store.new_base == "learn")
+            changed = serve_base(db, self.ref_model, self.settings.now.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 
@@ -116,7 +114,7 @@ class FeedbackIntake:
     def _learn(self, pair_ids: Sequence[int]) -> None:
         for first in range(0, len(pair_ids), _PAIRS_AT_ONCE):
             part = pair_ids[first : first + _PAIRS_AT_ONCE]
-            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
+            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self.ref_model)))
 
     def _submit(self, rows: Sequence[PairRow]) -> None:
         if not self.settings.now.align.enabled:

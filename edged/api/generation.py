@@ -153,7 +153,7 @@ class Generation:
         ]
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         """Events, and the error of a choice that was not let in."""
-        self._unfinished: dict[str, ChoiceText] = {}
+        self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._entering: asyncio.Task[None] | None = None
         self._inside: set[str] = set()
         """Requests that the engine has."""
@@ -176,7 +176,6 @@ class Generation:
 
         Their prompt is computed once. Raises EngineBusy, RequestRefused.
         """
-        self._unfinished = {answer.request_id: answer for answer in self.answers}
         asked_s = time.monotonic()
         await self.services.admission.enter(self.tenant, len(self.answers))
         self._outside = len(self.answers) - 1
@@ -210,7 +209,7 @@ class Generation:
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
         )
-        services.event_router.expect([request.request_id], self._queue)
+        services.event_router.expect(request.request_id, self._queue)
         self._inside.add(answer.request_id)
         try:
             services.engine.submit(request, asked_s)

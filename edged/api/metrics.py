@@ -25,7 +25,10 @@ OBSERVER = web.AppKey("observer", Observer)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics, of all users; while the model is loading, only that it is."""
+    """All metrics for Prometheus.
+
+    Those of all users; while the model is loading, `edged_ready` = 0 alone.
+    """
     lifecycle, observer = request.app[LIFECYCLE], request.app[OBSERVER]
     encode, content_type = choose_encoder(request.headers.get("Accept", ""))
     body = await asyncio.to_thread(lambda: encode(read(lifecycle, observer)))

@@ -45,9 +45,6 @@ def server_event(value: Json) -> bytes:
     return f"data: {dumps(value)}\n\n".encode()
 
 
-STREAM_END = b"data: [DONE]\n\n"
-
-
 def usage(generation: Generation) -> Json:
     """Token counts over all choices; the prompt counts once."""
     prompt = len(generation.completion.prompt_ids)

@@ -38,7 +38,7 @@ class Route:
     """One method of one path: how it is called, by which role, what it takes and answers.
 
     `handler` returns a response, or a model or JSON object that becomes one with the status `status`. It checks for
-    which users the caller may speak.
+    which users the caller may speak. The first line of its docstring is the summary in the OpenAPI document.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -46,8 +46,6 @@ class Route:
     handler: Callable[[web.Request], Awaitable[web.StreamResponse | BaseModel | dict[str, Any]]]
     _: KW_ONLY
     role: Role | Literal["anybody"] = "admin"
-    summary: str = ""
-    """What the document says of it; "" is the first line of the handler's docstring."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """The schemas of the query's fields."""
     body: tuple[type[BaseModel], ...] = ()
@@ -110,7 +108,7 @@ def document(routes: Sequence[Route]) -> _Schema:
 
 
 def _operation(route: Route, references: Mapping[Any, _Schema]) -> _Schema:
-    summary = route.summary or (route.handler.__doc__ or "").split("\n")[0].removesuffix(".")
+    summary = (route.handler.__doc__ or "").split("\n")[0].removesuffix(".")
     content: _Schema = {_JSON: {"schema": references[route.answer]}} if route.answer is not None else {}
     content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
     responses: _Schema = {str(route.status): {"description": summary, "content": content}}

@@ -48,7 +48,7 @@ class VersionAnswers:
                 return
             prompt = (await asyncio.to_thread(tokenize_pair, self._codec, row, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
-            self._event_router.expect([request_id], queue)
+            self._event_router.expect(request_id, queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
         except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
             self._event_router.drop([request_id])

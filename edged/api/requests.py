@@ -33,10 +33,9 @@ _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 
 USER_PATTERN = f"^{USER_NAME.pattern}$"
 """`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
-TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
 _FAIL_FAST = Field(fail_fast=True)
 """Of lists: they are checked up to the first fault, since a body has room for hundreds of thousands."""
-TokenIds = Annotated[list[TokenId], _FAIL_FAST]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]], _FAIL_FAST]
 T = TypeVar("T")
 
 

@@ -15,7 +15,10 @@ from edged.store.quarantine import count_quarantined
 
 
 async def status(request: web.Request) -> Json:
-    """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
+    """What the daemon does.
+
+    Queues, bins, pages, fine-tuning, device. A caller sees the names of those adapters alone that it may speak for.
+    """
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
     return visible(body, caller_of(request))
 
@@ -67,7 +70,10 @@ def visible(body: Json, caller: Caller) -> Json:
 
 
 async def healthz(request: web.Request) -> Health:
-    """200 as long as the process should be left alone: loading, serving, draining."""
+    """Whether the process should be left alone.
+
+    200 while it is loading, serving or draining.
+    """
     lifecycle = request.app[LIFECYCLE]
     problem = lifecycle.problem()
     if problem and problem.code not in ("loading", "draining"):
@@ -76,7 +82,10 @@ async def healthz(request: web.Request) -> Health:
 
 
 async def readyz(request: web.Request) -> Ready:
-    """200 when completions are served, 503 while the model is loading and from SIGTERM on."""
+    """Whether completions are served.
+
+    200 when they are, 503 while the model is loading and from SIGTERM on.
+    """
     if problem := request.app[LIFECYCLE].problem():
         raise problem
     return Ready(status="ready")

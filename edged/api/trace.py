@@ -19,7 +19,10 @@ _ITERATIONS_A_PIECE = 16
 
 
 async def get_trace(request: web.Request) -> web.StreamResponse:
-    """A trace event document, one event a line."""
+    """What the engine did, in Chrome's trace event format.
+
+    The document has one event a line.
+    """
     services, seconds = services_of(request), _seconds(request)
     since_s = time.monotonic() - seconds
     engine = services.engine
