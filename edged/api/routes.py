@@ -83,4 +83,4 @@ ROUTES = (
     Route("GET", "/page/{name}", page.file, role="anybody", always=True, media=_PAGE_FILES, errors=(404,)),
     Route("GET", "/openapi.json", get_document, role="anybody", answer=responses.Document),
 )  # fmt: skip
-"""One row for each method of each path; a row without a role is for admins."""
+"""One row for each method of each path; the default role is admin."""
