@@ -281,7 +281,7 @@ class Generation:
         taught, loop = self._may_teach(), asyncio.get_running_loop()
 
         def settle(written: Future[FeedbackResult | None]) -> None:
-            """Take the count back where no signal came of it, unless the loop is closed."""
+            """Undo the count where the write yields no feedback, unless the loop is closed."""
             if written.cancelled() or written.exception() or written.result() is None:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self.services.limits.no_feedback, self.tenant)
