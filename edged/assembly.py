@@ -84,7 +84,7 @@ def assemble(
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, codec, engine, event_router)
-    feedback_intake = FeedbackIntake(store, codec, engine, live, feed.tell_outcomes)
+    feedback_intake = FeedbackIntake(store, codec, engine, live, facts["fingerprint"], feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)
     monitor.subscribe(governors.hear)
@@ -108,7 +108,7 @@ def assemble(
         started_at_s=time.time(),
         reload=reload,
     )
-    if resumed := feedback_intake.resume(facts["fingerprint"]):
+    if resumed := feedback_intake.resume():
         log.info("%d pairs were queued and go on", resumed)
     return services, journal
 

@@ -14,9 +14,8 @@ import pytest
 from edged.align.feedback.pair import PairRetired, VersionPublished
 from edged.api.access import Access
 from edged.api.errors import ApiError
-from edged.api.tokens import token_hash
 from edged.reload import RELOADABLE, adopted, compare
-from edged.settings.access import AccessSettings, AccessToken
+from edged.settings.access import AccessSettings, AccessToken, token_hash
 from edged.settings.load import Settings, load_settings
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import edged

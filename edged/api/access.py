@@ -1,4 +1,4 @@
-"""Who calls, by the kernel's word or by token, and what they may do, as `[access]` says."""
+"""Authentication and authorization: a request's caller, by socket credentials or token, and its `[access]` rule."""
 
 import asyncio
 import contextlib
@@ -20,21 +20,21 @@ from aiohttp import web
 
 from edged.api.errors import ApiError
 from edged.api.sockets import over_tcp
-from edged.api.tokens import token_hash
-from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role
+from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
 _UCRED = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 _KEPT_S = 30.0
-"""For how long names and groups of a uid are believed."""
+"""Seconds for which the names and groups of a uid are cached."""
 _MOST_KEPT = 1024
+"""Uids in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A process of this box. `name` is its account, "" where its uid has none; `gids` are the account's groups."""
+    """A local process that connects. `name` is its account, "" where its uid has none; `gids` are its groups."""
 
     uid: int
     name: str
@@ -45,18 +45,18 @@ class Peer:
 
 
 class Accounts:
-    """Names and groups by uid, from the user database, remembered for a short time."""
+    """A cache of names and groups by uid, filled from the user database; entries expire after `_KEPT_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[int, tuple[float, str, frozenset[int]]] = {}
 
     async def peer(self, uid: int, gid: int | None = None) -> Peer:
-        """The account of a uid; `gid` is the process' own group, where the kernel told it."""
+        """The account of a uid; `gid` is the process' own group, where the kernel reports it."""
         now = self._clock()
         known = self._known.get(uid)
         if known is None or now - known[0] >= _KEPT_S:
-            # The user database may be a server elsewhere.
+            # In a thread, since the user database may be a remote server.
             account = await asyncio.to_thread(_account, uid)
             if len(self._known) >= _MOST_KEPT:
                 self._known.clear()
@@ -71,31 +71,24 @@ def _account(uid: int) -> tuple[str, frozenset[int]]:
     return "", frozenset()
 
 
-def uid_of(name: str) -> int | None:
-    """The uid of an account; None when there is none."""
+def id_of(kind: str, name: str) -> int | None:
+    """The uid of an account (kind "user") or the gid of a group (kind "group"); None when this box has none."""
     with contextlib.suppress(KeyError):
-        return pwd.getpwnam(name).pw_uid
-    return None
-
-
-def gid_of(name: str) -> int | None:
-    """The gid of a group; None when there is none."""
-    with contextlib.suppress(KeyError):
-        return grp.getgrnam(name).gr_gid
+        return pwd.getpwnam(name).pw_uid if kind == "user" else grp.getgrnam(name).gr_gid
     return None
 
 
 def unix_peer(connection: socket.socket) -> tuple[int, int]:
-    """(uid, gid) that the process at the other end of a Unix socket had when it connected."""
+    """The (uid, gid) that the process at the other end of a Unix socket had when it connected."""
     _, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return uid, gid
 
 
 def loopback_uid(client: tuple[str, int], server: tuple[str, int], proc: Path = Path("/proc/net")) -> int | None:
-    """The uid that owns the client's end of a TCP connection within this box; None when nobody can tell.
+    """The uid that owns the client's end of a TCP connection within this box; None when it cannot be found.
 
     `client` and `server` are the (address, port) of both ends as the server sees them. A socket that its process has
-    closed belongs to nobody any more, and proc(5) shows it with uid 0 and inode 0: it is never taken for root's.
+    closed has no owner any more, and proc(5) shows it with uid 0 and inode 0: it is never taken for root's.
     """
     for table in ("tcp", "tcp6"):
         wanted = _hexadecimal(client, table), _hexadecimal(server, table)
@@ -111,7 +104,7 @@ def loopback_uid(client: tuple[str, int], server: tuple[str, int], proc: Path = 
 
 
 def _hexadecimal(end: tuple[str, int], table: str) -> str:
-    """ADDRESS:PORT as proc(5) writes it: 32-bit words in the machine's byte order."""
+    """An (address, port) as proc(5) writes it, ADDRESS:PORT in 32-bit words of the machine's byte order."""
     address = ipaddress.ip_address(end[0])
     packed = address.packed
     if isinstance(address, ipaddress.IPv4Address) and table == "tcp6":
@@ -121,19 +114,23 @@ def _hexadecimal(end: tuple[str, int], table: str) -> str:
 
 
 class AccessError(ValueError):
-    """A rule names an account or a group that this box does not have."""
+    """Raised for a rule that names an account or a group that this box does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. `users` are names, beginnings of names with "*", or "*"; `rule` says where that stands."""
+    """The sender of a request and its rights.
+
+    `users` are the users that it may act for: names, prefixes of names with "*", or "*"; `rule` names the setting that
+    grants it.
+    """
 
     label: str
-    """As messages name the caller: `peer "ann" (uid 1000)`."""
+    """The caller's name in messages: `peer "ann" (uid 1000)`."""
     name: str
     """The account, or the token's name; "" for an account without one."""
     tenant: str
-    """Whose share a request is that names no user: the account itself where that is a user, else nobody's name."""
+    """Tenant of requests without a user: the account's name (`uid:NUMBER` if it is no valid user) or `token:NAME`."""
     roles: frozenset[Role]
     users: tuple[str, ...]
     rule: str
@@ -143,18 +140,18 @@ class Caller:
         return role in self.roles or "admin" in self.roles
 
     def speaks_for(self, user: str) -> bool:
-        """Whether the caller may act as a user, and read what belongs to that one."""
+        """Whether the caller may act as a user and read that user's data."""
         return any(user.startswith(known[:-1]) if known.endswith("*") else user == known for known in self.users)
 
     def demand_role(self, role: Role) -> None:
-        """Raises ApiError (403) unless the caller has the role."""
+        """Raise ApiError (403) unless the caller has the role."""
         if not self.may(role):
             has = ", ".join(sorted(self.roles)) or "no role"
             message = f'this needs the role "{role}", and {self.label} has {has} ({self.rule})'
             raise ApiError(403, message, code="forbidden_role")
 
     def demand_user(self, *users: str | None) -> None:
-        """Raises ApiError (403) for the first user that the caller may not speak for, whether it exists or not."""
+        """Raise ApiError (403) for the first user that the caller may not speak for, whether it exists or not."""
         for user in users:
             if user is not None and not self.speaks_for(user):
                 known = ", ".join(self.users) or "nobody"
@@ -163,7 +160,7 @@ class Caller:
 
 
 class Access:
-    """Finds the caller of a request; the settings are resolved to uids, gids and hashes once."""
+    """The `[access]` settings, resolved to uids, gids and hashes; finds the caller of each request."""
 
     def __init__(self, settings: AccessSettings, admin_token: str = "") -> None:
         """`admin_token` is api.token. Raises AccessError for a rule whose account or group does not exist."""
@@ -171,14 +168,14 @@ class Access:
         if admin_token:
             self._operator = [(token_hash(admin_token), _holder(API_TOKEN, ["admin"], (), f"{API_TOKEN} is admin"))]
         self._accounts = Accounts()
-        self._admin_gid = gid_of(ADMIN_GROUP)
+        self._admin_gid = id_of("group", ADMIN_GROUP)
         self._tcp_uids: WeakKeyDictionary[asyncio.BaseTransport, int | None] = WeakKeyDictionary()
         self.configure(settings)
 
     def configure(self, settings: AccessSettings) -> None:
-        """Go by other rules and tokens from the next request on. Raises AccessError, and nothing has changed then.
+        """Replace the rules and tokens from the next request on. Raises AccessError and then changes nothing.
 
-        api.token is not among those that can change.
+        api.token cannot change at run time.
         """
         self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
         self._tokens = [
@@ -188,11 +185,11 @@ class Access:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether TCP callers are known by tokens."""
+        """Whether TCP callers are identified by tokens."""
         return bool(self._tokens or self._operator)
 
     async def caller(self, request: web.Request) -> Caller:
-        """Who sent a request. Raises ApiError (401) when nobody can tell."""
+        """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
@@ -211,7 +208,7 @@ class Access:
         return self.of_peer(await self._accounts.peer(owner))
 
     def of_peer(self, peer: Peer) -> Caller:
-        """What an account of this box may do."""
+        """Return the caller that a local account is, by the first rule that fits it."""
         own = peer.name if USER_NAME.fullmatch(peer.name) else ""
         account = partial(Caller, str(peer), peer.name, own or f"uid:{peer.uid}")
         if peer.uid in (0, os.geteuid()):
@@ -226,10 +223,10 @@ class Access:
         return account(frozenset({"use", "train"}), (own,) if own else (), _NO_RULE)
 
     def of_token(self, shown: str) -> Caller:
-        """What the holder of a token may do; `shown` is the Authorization header. Raises ApiError (401)."""
+        """Return the caller that holds a token; `shown` is the Authorization header. Raises ApiError (401)."""
         kind, _, secret = shown.partition(" ")
         digest = token_hash(secret.strip()) if kind.lower() == "bearer" else ""
-        # All are looked at, and each in constant time: how long it takes says nothing about any of them.
+        # Every token is compared, each in constant time, so that timing reveals nothing about any of them.
         known = [who for sha256, who in (*self._operator, *self._tokens) if hmac.compare_digest(sha256, digest)]
         if not known:
             message = 'send "Authorization: Bearer TOKEN" with a token that [access] knows (`edged token new`)'
@@ -238,7 +235,7 @@ class Access:
 
 
 class _Rule:
-    """One of `access.rules`, in numbers."""
+    """One of `access.rules`, its accounts and groups resolved to uids and gids."""
 
     def __init__(self, rule: AccessRule, number: int) -> None:
         self.where = f"access.rules[{number}]"
@@ -247,7 +244,7 @@ class _Rule:
         self._uids, self._gids = set[int](), set[int]()
         for peer in rule.peers:
             kind, _, name = peer.partition(":")
-            found = int(name) if kind in ("uid", "gid") else (uid_of if kind == "user" else gid_of)(name)
+            found = int(name) if kind in ("uid", "gid") else id_of(kind, name)
             if found is None:
                 raise AccessError(
                     f'{self.where}.peers names "{peer}", and this box has no such {kind}: create it, correct the name, '
@@ -260,23 +257,23 @@ class _Rule:
 
 
 def _holder(name: str, roles: Sequence[Role], users: Sequence[str], rule: str) -> Caller:
-    """The holder of a token."""
+    """The caller that holds a token."""
     spoken_for = ("*",) if "admin" in roles else tuple(users)
     return Caller(f'token "{name}"', name, f"token:{name}", frozenset(roles), spoken_for, rule)
 
 
 CALLER: str = "caller"
-"""Where a request keeps its Caller."""
+"""The key under which a request keeps its Caller."""
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Who sent a request."""
+    """The caller of a request that passed authentication."""
     caller: Caller = request[CALLER]
     return caller
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host's name is this box's own."""
+    """Whether a host name is localhost or a loopback address."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""`/v1/adapters`: what was learned for each user, going back, taking out and in, forgetting."""
+"""`/v1/adapters`: list, inspect, roll back, test, export, import and forget the users' adapters."""
 
 import asyncio
 import shutil
@@ -33,15 +33,15 @@ MOST_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
 _MOST_MEMBERS = 256
 _SLOWEST = 256 << 10
-"""Bytes a second: an upload that is slower on the whole is given up."""
+"""Bytes a second: an upload that is slower on average is aborted."""
 REASONS = ("imported", "rebuilt")
-"""What a version that came this way may be called; `edged align rebuild` says the second."""
+"""Reasons that an imported version may record; `edged align rebuild` sends the second."""
 
 
 async def list_adapters(request: web.Request) -> dict[str, Any]:
     """Every adapter with its means.
 
-    Of those that the caller may speak for, each with its size on disk and when it was taught or answered last.
+    Only those that the caller may speak for, each with its size on disk and when it was last trained or used.
     """
     services, caller = services_of(request), caller_of(request)
 
@@ -81,7 +81,7 @@ async def get_adapter(request: web.Request) -> dict[str, Any]:
 async def rollback(request: web.Request) -> RolledBack:
     """Serve an earlier version again.
 
-    It becomes a new one.
+    Its weights are published as a new version.
     """
     services, name = services_of(request), _name(request)
     body = await read_body(request, RollbackRequest.checked)
@@ -97,7 +97,7 @@ async def rollback(request: web.Request) -> RolledBack:
 async def mend(request: web.Request) -> Examined:
     """Test the version that is served; a good one takes the place of a broken one.
 
-    Broken is its language; the newest version that passes takes its place.
+    "Broken" means that its language degenerated; the newest version that passes the test is published in its place.
     """
     services, name = services_of(request), _name(request)
     version = services.engine.version(name)
@@ -110,7 +110,7 @@ async def mend(request: web.Request) -> Examined:
 async def export(request: web.Request) -> web.StreamResponse:
     """The newest version on disk as a tar of a PEFT folder.
 
-    It is the tar that the import takes; `X-Edged-Version` is the version's number.
+    The import takes the same tar; `X-Edged-Version` is the version's number.
     """
     services, name = services_of(request), _name(request)
     versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
@@ -123,7 +123,7 @@ async def export(request: web.Request) -> web.StreamResponse:
         chunks = _archive(Path(saved["path"]))
         pieces = chain([await asyncio.to_thread(next, chunks, b"")], chunks)
     except FileNotFoundError:
-        # None was saved, or a newer one took its place meanwhile.
+        # No version was saved, or a newer one replaced it meanwhile.
         message = f'adapter "{name}" has no version on disk yet: ask again in a moment'
         raise ApiError(409, message, code="not_saved_yet") from None
     headers = {"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
@@ -131,7 +131,7 @@ async def export(request: web.Request) -> web.StreamResponse:
 
 
 def _archive(folder: Path) -> Iterator[bytes]:
-    """A version's files that peft reads; they stay open, and so readable, if the version is removed meanwhile."""
+    """Yield a tar of a version's files that PEFT reads; being open, they stay readable if the version is removed."""
     with (folder / CONFIG).open("rb") as config, (folder / WEIGHTS).open("rb") as weights:
         yield from archive((config, weights))
 
@@ -139,7 +139,7 @@ def _archive(folder: Path) -> Iterator[bytes]:
 async def import_adapter(request: web.Request) -> Imported:
     """Take a tar of a PEFT folder as a user's newest version.
 
-    It is a new version, which can be rolled back.
+    It becomes a new version, which can be rolled back.
     """
     services, name = services_of(request), request.match_info["name"]
     if not USER_NAME.fullmatch(name):
@@ -162,7 +162,7 @@ async def import_adapter(request: web.Request) -> Imported:
 
 
 async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """The weights that a request brings. Raises ApiError."""
+    """Return the weights that a request uploads. Raises ApiError."""
     most = most_bytes(spec) + _TAR_OVERHEAD
     prefix = f"{SCRATCH}import-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:
@@ -182,7 +182,7 @@ async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) ->
 
 
 async def _receive(request: web.Request, target: Path, most: int) -> None:
-    """Write the body to a file. Raises ApiError for more than `most` bytes."""
+    """Write the request body to a file. Raises ApiError (413) for more than `most` bytes."""
     size = 0
     with target.open("wb") as file:
         while piece := await request.content.read(1 << 18):
@@ -194,29 +194,29 @@ async def _receive(request: web.Request, target: Path, most: int) -> None:
 
 
 def _unpack(archive: Path, folder: Path, most: int) -> None:
-    """Take the two files of an adapter out of an archive, and nothing else. Raises ImportRefused."""
+    """Extract the two files of an adapter from an archive, and nothing else. Raises ImportRefused."""
     folder.mkdir()
     try:
-        # "r:" and not "r": nothing is decompressed, so nothing can become larger than it was.
+        # "r:" and not "r": nothing is decompressed, so the contents cannot exceed the upload.
         with tarfile.open(archive, "r:") as tar:
             for number, member in enumerate(tar, 1):
                 if number > _MOST_MEMBERS:
                     raise ImportRefused(f"the archive has more than {_MOST_MEMBERS} members: an adapter has two files")
                 _check_member(member, most)
-                # Members may lie one over the other: it is what they say together that is written.
+                # Members may overlap in the archive, so the sum of their stated sizes is what is limited.
                 most -= member.size
                 name = PurePosixPath(member.name).name
                 if name in (CONFIG, WEIGHTS):
                     _extract(tar, member, folder / name)
                 elif name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
-                    # Its name alone is kept, so that the refusal can tell it; of its bytes nothing is.
+                    # An empty file in its place, so that the refusal can name the format; its bytes are not read.
                     (folder / "adapter_model.bin").touch()
     except tarfile.TarError as error:
         raise ImportRefused(f"the upload is not a tar archive ({error}): send one that is not compressed") from None
 
 
 def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    """Write a member to a file that is not there yet. Raises ImportRefused."""
+    """Write a member to a new file. Raises ImportRefused where the file exists."""
     source = tar.extractfile(member)
     assert source is not None
     try:
@@ -227,10 +227,11 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
 
 
 def _check_member(member: tarfile.TarInfo, most: int) -> None:
+    """Raise ImportRefused for a member that leaves the folder, is no plain file, or is larger than `most` bytes."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         raise ImportRefused(f'"{member.name[:200]}" in the archive leads out of it')
-    # A sparse file is a few bytes here and any number where it is unpacked.
+    # A sparse file has a few bytes in the archive and any number when it is unpacked.
     if member.issparse() or not (member.isfile() or member.isdir()):
         raise ImportRefused(f'"{member.name[:200]}" in the archive is neither a file nor a folder')
     if member.size > most:
@@ -241,10 +242,10 @@ def _check_member(member: tarfile.TarInfo, most: int) -> None:
 async def forget(request: web.Request) -> Forgotten:
     """Forget an adapter and everything that came from its user.
 
-    That is its versions on every base, and all completions, signals and pairs of its user.
+    Deletes its versions on every base model, and all completions, signals and pairs of its user.
     """
     services, name = services_of(request), _name(request)
-    # Whether the client still listens makes no difference: half of it would be learned again at the next start.
+    # Shielded from the client's disconnect: what is half forgotten would be learned again at the next start.
     forgetting = asyncio.create_task(asyncio.to_thread(forget_user, services, name))
     services.forgetting.add(forgetting)
     forgetting.add_done_callback(services.forgetting.discard)
@@ -255,13 +256,13 @@ async def forget(request: web.Request) -> Forgotten:
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
-    """The version that is served now: the store hears of a new one a moment later."""
+    """Return `summary` with the version that is served now, which the store records a moment later."""
     version = services.engine.version(summary["adapter"])
     return summary if version is None else {**summary, "version": version}
 
 
 def _name(request: web.Request) -> str:
-    """The adapter that a URL names. Raises ApiError when it cannot be one, or is not the caller's."""
+    """The adapter that a URL names. Raises ApiError for an invalid name (404) or another user's (403)."""
     name = request.match_info["name"]
     if not USER_NAME.fullmatch(name):
         raise _unknown(name)

@@ -1,7 +1,7 @@
-"""What one user may take in a minute and at once, and whose request goes next to the engine: round robin over tenants.
+"""Admission: the queue before the engine, round robin over tenants, and the rate limits of each user.
 
-The engine orders what it has by deadlines, whoever asked. So it never gets more than it can soon begin, and a tenant
-who sends a thousand requests at once delays the others by one turn of each, not by a thousand.
+The engine orders its requests by deadline, whichever tenant sent them. So it never gets more than it can soon begin,
+and a tenant who sends a thousand requests at once delays the others by one turn of each, not by a thousand.
 """
 
 import asyncio
@@ -16,16 +16,17 @@ from edged.runtime.token_bucket import TokenBucket
 from edged.settings.load import LimitSettings, ServingSettings
 
 _ENDS = 64
-"""Latest ends from which the rate is told."""
+"""Latest ends of choices from which the rate is estimated."""
 _MOST_WAIT_S = 60.0
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
-"""Settings; 0 is no limit."""
+"""Settings of `[limits]` that have a token bucket for each user; 0 means no limit."""
 _MOST_USERS = 10_000
-"""Users who are remembered. The one who was away longest goes first: in a minute a bucket is full again anyhow."""
+"""Users in memory. Beyond it the one who was away longest and has nothing open is forgotten: in a minute a
+bucket is full again anyhow."""
 
 
 class QueueFull(EngineBusy):
-    """No more may wait; `retry_after_s` says when the queue will be shorter by one."""
+    """Raised for a request that the full queue refuses; `retry_after_s` estimates when to try again, in seconds."""
 
     def __init__(self, most: int, retry_after_s: float) -> None:
         super().__init__(f"{most} requests are waiting (serving.max_queue)")
@@ -33,48 +34,58 @@ class QueueFull(EngineBusy):
 
 
 def queue_sizes(serving: ServingSettings) -> tuple[int, int]:
-    """The engine gets what it can run and as much again to choose from; the rest of `max_queue` waits."""
+    """Return (choices that the engine holds at once, choices that may wait here).
+
+    The engine gets what it can run and as much again to choose from; the rest of `max_queue` waits.
+    """
     chosen_from = min(serving.max_sequences, serving.max_queue)
     return serving.max_sequences + chosen_from, serving.max_queue - chosen_from
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    """A choice in the queue; `turn` resolves when it may enter the engine."""
+
     tenant: str
     choices: int
-    """Of its request, where it is the first of them."""
+    """All choices of its request, where it is the first of them."""
     begun: bool
+    """Whether another choice of its request has entered before it."""
     turn: asyncio.Future[None]
 
 
 class TenantQueue:
-    """Used on the event loop alone: `enter` before a choice of a request is submitted, `leave` when it is over."""
+    """A queue of choices before the engine, round robin over tenants; used on the event loop alone.
+
+    `enter` before a choice of a request is submitted, `leave` when it is over.
+    """
 
     def __init__(self, sizes: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`sizes` says how many choices the engine gets at once, and how many may wait here: see `queue_sizes`."""
+        """`sizes` returns how many choices the engine gets at once, and how many may wait here: see `queue_sizes`."""
         self._sizes, self._clock = sizes, clock
         self._inside = 0
         self.waiting = 0
-        """Choices that are held back; any thread may read this and the next."""
+        """Choices that wait; any thread may read this and `refused`."""
         self.refused = 0
-        """Choices that were turned away since start."""
+        """Choices that were refused since start."""
         self._queues: OrderedDict[str, deque[_Waiting]] = OrderedDict()
-        """By tenant, whoever's turn is next first."""
+        """Waiting choices by tenant, the tenant whose turn is next first."""
         self._ends: deque[float] = deque(maxlen=_ENDS)
 
     async def enter(self, tenant: str, choices: int = 1, begun: bool = False) -> None:
         """Wait until the engine may have one more choice. Raises QueueFull.
 
-        A request's first choice enters with the number of all its `choices`, the others when it has `begun`; those that
-        will not enter are withdrawn. Where too many wait, the latest request of the tenant who has most waiting goes,
-        whether that is this one or not; but none that has begun, and one that is alone may have more than all room.
+        The first choice of a request enters with the number of all its `choices`, the others with `begun`; choices that
+        will not enter are withdrawn. When too many wait, the latest request of the tenant with the most waiting choices
+        is refused, which may be this one. A request that has begun is never refused, and a request that is alone is
+        let in even if it has more choices than there is room for.
         """
         fits = begun or not (self._inside or self.waiting)
         if not begun:
             self.waiting += choices
         waiting = _Waiting(tenant, choices, begun, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(waiting)
-        while not fits and self._crowded and self._turn_away():
+        while not fits and self._inside + self.waiting > sum(self._sizes()) and self._turn_away():
             pass
         self._go_on()
         try:
@@ -90,21 +101,17 @@ class TenantQueue:
             raise
 
     def withdraw(self, choices: int) -> None:
-        """So many choices of a request will not enter."""
+        """Subtract choices of a request that will not enter."""
         self.waiting -= choices
 
     def leave(self) -> None:
-        """A choice is over: whose turn it is goes on."""
+        """Count a choice as over, and let the next in."""
         self._inside -= 1
         self._ends.append(self._clock())
         self._go_on()
 
-    @property
-    def _crowded(self) -> bool:
-        return self._inside + self.waiting > sum(self._sizes())
-
     def retry_after_s(self) -> float:
-        """How long the queue takes to become empty at the rate of late; a second where nothing is known of that."""
+        """Seconds until the queue is empty at the recent rate; one second where no rate is known."""
         if len(self._ends) < 2:
             return 1.0
         span = max(self._clock() - self._ends[0], 1e-3)
@@ -117,14 +124,14 @@ class TenantQueue:
             del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
-            # One whose client has left in this very moment will not go.
+            # A choice whose client has just left is skipped.
             if not waiting.turn.cancelled():
                 self._inside += 1
                 self.waiting -= 1
                 waiting.turn.set_result(None)
 
     def _turn_away(self) -> bool:
-        """Refuse the latest of the tenant who has most waiting; False where all that wait have begun."""
+        """Refuse the latest request of the tenant with the most waiting choices; False where all have begun."""
         new = [[waiting for waiting in queue if not waiting.begun] for queue in self._queues.values()]
         most = max(new, key=lambda queue: sum(waiting.choices for waiting in queue), default=[])
         if not most:
@@ -146,7 +153,7 @@ class TenantQueue:
 
 
 class LimitReached(Exception):
-    """A user has taken what the settings allow; `retry_after_s` says when there is more."""
+    """Raised for a user who has used up a limit; `retry_after_s` says when there is more, in seconds."""
 
     def __init__(self, user: str, setting: str, limit: float, retry_after_s: float) -> None:
         super().__init__(f'user "{user}" has reached limits.{setting} = {limit}: come again in {retry_after_s:.0f} s')
@@ -155,39 +162,41 @@ class LimitReached(Exception):
 
 @dataclass(slots=True)
 class _User:
+    """A user's token buckets and open choices."""
+
     name: str
     buckets: dict[str, TokenBucket]
-    """By setting."""
+    """Token buckets by setting."""
     open_choices: int = 0
 
     def demand(self, setting: str, now: float) -> None:
-        """Raises LimitReached when there is nothing in a bucket."""
+        """Raise LimitReached when a bucket is empty."""
         if wait_s := self.buckets[setting].wait_s(now):
             raise LimitReached(self.name, setting, self.buckets[setting].most, wait_s)
 
 
 class UserLimits:
-    """Counts of all users. `begin` a request, `end` it in any case; `feedback` counts one signal or pair."""
+    """The rate limits of all users. `begin` a request, `end` it in any case; `feedback` counts one signal or pair."""
 
     def __init__(self, settings: LimitSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock
         self._users: OrderedDict[str, _User] = OrderedDict()
 
     def configure(self, settings: LimitSettings) -> None:
-        """Count by other limits; everybody begins with full buckets again, and what is open stays counted."""
+        """Apply other limits; all users begin with full buckets again, and their open requests stay counted."""
         self._settings = settings
         for user in self._users.values():
             user.buckets = self._full_buckets()
 
     def __len__(self) -> int:
-        """Users who are remembered."""
+        """Return the number of users in memory."""
         return len(self._users)
 
     def begin(self, user: str, choices: int, tokens: int) -> None:
-        """Count a request of `choices` answers and at most `tokens` tokens. Raises LimitReached, and counts nothing.
+        """Count a request of `choices` answers and at most `tokens` tokens, or raise LimitReached and count nothing.
 
-        The tokens of the longest answers are taken at once, and `end` puts back what was not used: whoever has any left
-        may ask for more than a minute holds, but not for several such at once.
+        The tokens of the longest answers are taken at once, and `end` puts back what was not used: a user with any
+        tokens left may ask for more than a minute's worth, but not for several such requests at once.
         """
         self.demand(user, choices)
         known, now = self._user(user), self._clock()
@@ -196,7 +205,7 @@ class UserLimits:
         known.buckets["tokens_per_minute"].take(now, tokens)
 
     def demand(self, user: str, choices: int) -> None:
-        """What `begin` would refuse now, before the work of finding out how many tokens it has. Raises LimitReached."""
+        """Raise LimitReached if `begin` would refuse now; to be called before the prompt is tokenized."""
         known, now, most = self._user(user), self._clock(), self._settings.concurrent_requests
         if most and known.open_choices and known.open_choices + choices > most:
             raise LimitReached(user, "concurrent_requests", most, 1.0)
@@ -204,7 +213,7 @@ class UserLimits:
         known.demand("tokens_per_minute", now)
 
     def end(self, user: str, choices: int, unused_tokens: int) -> None:
-        """A request is over; `unused_tokens` of those that `begin` took were never made."""
+        """End a request; `unused_tokens` of those that `begin` took were not generated and are put back."""
         known = self._user(user)
         known.open_choices = max(0, known.open_choices - choices)
         known.buckets["tokens_per_minute"].take(self._clock(), -unused_tokens)
@@ -216,11 +225,11 @@ class UserLimits:
         known.buckets["feedback_per_minute"].take(now)
 
     def no_feedback(self, user: str) -> None:
-        """What `feedback` counted did not come about."""
+        """Take back one count of `feedback`, for a signal that did not come about."""
         self._user(user).buckets["feedback_per_minute"].take(self._clock(), -1.0)
 
     def headers(self, user: str) -> dict[str, str]:
-        """What is left of requests and tokens, where they are limited, in OpenAI's headers."""
+        """Return OpenAI's rate-limit headers: what is left of requests and tokens, where they are limited."""
         now, headers = self._clock(), dict[str, str]()
         for name in ("requests", "tokens"):
             bucket = self._user(user).buckets[f"{name}_per_minute"]
@@ -233,16 +242,12 @@ class UserLimits:
     def _user(self, name: str) -> _User:
         if name not in self._users:
             if len(self._users) >= _MOST_USERS:
-                self._forget_one()
+                idle = next((known for known, user in self._users.items() if not user.open_choices), None)
+                if idle is not None:
+                    del self._users[idle]
             self._users[name] = _User(name, self._full_buckets())
         self._users.move_to_end(name)
         return self._users[name]
 
     def _full_buckets(self) -> dict[str, TokenBucket]:
         return {setting: TokenBucket(getattr(self._settings, setting), 60.0) for setting in _BUCKETS}
-
-    def _forget_one(self) -> None:
-        """Forget whoever was away longest and has nothing open."""
-        idle = next((name for name, user in self._users.items() if not user.open_choices), None)
-        if idle is not None:
-            del self._users[idle]

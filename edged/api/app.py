@@ -1,4 +1,4 @@
-"""The aiohttp application: the table of routes, and the checks before every one of them."""
+"""The aiohttp application: the routes of the table, and the checks that every request passes before its handler."""
 
 import asyncio
 import ipaddress
@@ -19,31 +19,29 @@ from edged.api.sockets import over_tcp
 from edged.observe.observer import Observer
 from edged.settings.load import Settings
 
-# A request's caller has a plain name, which aiohttp would rather have as an object.
+# A request keeps its caller under a plain string key, about which aiohttp warns.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
-
-_ELSEWHERE = ("cross-site", "same-site")
-_PAGE = "/"
 
 
 def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
-    """The application; it answers from the start, with 503 until `lifecycle` is ready."""
+    """Build the application; it answers from the start, with 503 until `lifecycle` is ready."""
     access = access or Access(settings.access, settings.api.token)
     own_name = _name_in(settings.api.listen)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """What is asked of every request before its handler has it."""
+        """Check the origin, the caller's role, the daemon's phase and the body of every request."""
         _refuse_other_sites(request, own_name, access.has_tokens)
         if isinstance(request.protocol, Connection):
             request.protocol.header_came()
-        row = _row(request)
-        # A route outside the table is for admins; a URL without a route is for anybody, and the answer is 404.
+        owner = getattr(request.match_info.handler, "__self__", None)
+        row = owner if isinstance(owner, Route) else None
+        # A route outside the table is for admins; a URL without a route needs no role and gets 404.
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
             caller = request[CALLER] = await access.caller(request)
             caller.demand_role(role)
-        # While the model is loading, and from SIGTERM on, nothing new is begun.
+        # While the model is loading, and from SIGTERM on, no new work is begun.
         problem = lifecycle.problem()
         if problem and not (row and row.always):
             raise problem
@@ -61,14 +59,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
     return app
 
 
-def _row(request: web.Request) -> Route | None:
-    """The row of the table that a request is for."""
-    owner = getattr(request.match_info.handler, "__self__", None)
-    return owner if isinstance(owner, Route) else None
-
-
 async def _body_in_time(request: web.Request, body_s: float) -> None:
-    """Read a request's body. Raises ApiError (408) when it is slow."""
+    """Read a request's body into memory. Raises ApiError (408) after `body_s` seconds."""
     try:
         async with asyncio.timeout(body_s):
             await request.read()
@@ -78,13 +70,13 @@ async def _body_in_time(request: web.Request, body_s: float) -> None:
 
 
 def _refuse_other_sites(request: web.Request, own_name: str, has_tokens: bool) -> None:
-    """Web pages of other sites must not reach a listener that asks for no token: TCP without one, and the Unix socket,
-    which people forward to their browsers by ssh.
+    """Refuse web pages of other sites on a listener that asks for no token. Raises ApiError (403).
 
-    Another site's page says so in `Origin`; one whose name was pointed to this box (DNS rebinding) says so in `Host`,
-    which must be loopback's or `own_name`, that in `listen`; over the Unix socket, where programs invent one, any that
-    is no name of the Internet. What a page embeds or links to has no `Origin`: there browsers say in `Sec-Fetch-Site`
-    where it comes from, and only a link to the page itself is followed. Raises ApiError (403).
+    Those listeners are TCP without tokens, and the Unix socket, which people forward to their browsers by ssh. Browsers
+    send a page's site in `Origin`. For a site whose name was pointed to this box (DNS rebinding) `Host` has that name:
+    it must be loopback's or `own_name`, the host in `api.listen`; over the Unix socket, where programs make one up, any
+    that is not an Internet name. Requests for what a page embeds or links to have no `Origin`: there browsers send
+    `Sec-Fetch-Site`, and only a link to the page itself is followed.
     """
     tcp = over_tcp(request)
     if (tcp and has_tokens) or request.path in PROBES:
@@ -96,18 +88,18 @@ def _refuse_other_sites(request: web.Request, own_name: str, has_tokens: bool) -
         raise ApiError(403, message, code="forbidden_host")
     if origin is not None and origin.lower() != f"http://{host.lower()}":
         raise ApiError(403, f'web pages of "{origin[:200]}" may not use edged{way_out}', code="forbidden_origin")
-    if request.headers.get("Sec-Fetch-Site", "").lower() in _ELSEWHERE and not _follows_link(request):
+    if request.headers.get("Sec-Fetch-Site", "").lower() in ("cross-site", "same-site") and not _follows_link(request):
         raise ApiError(403, f"web pages of other sites may not use edged{way_out}", code="forbidden_site")
 
 
 def _follows_link(request: web.Request) -> bool:
-    """Whether a browser goes to the page, in a tab of its own."""
+    """Whether a browser navigates to edged's page in a top-level tab."""
     mode, target = (request.headers.get(f"Sec-Fetch-{name}", "") for name in ("Mode", "Dest"))
-    return request.method == "GET" and request.path == _PAGE and (mode, target) == ("navigate", "document")
+    return request.method == "GET" and request.path == "/" and (mode, target) == ("navigate", "document")
 
 
 def _name_in(host: str) -> str:
-    """The name in NAME or NAME:PORT; "" where there is none."""
+    """The host name in NAME or NAME:PORT; "" where there is none."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -115,7 +107,7 @@ def _name_in(host: str) -> str:
 
 
 def _is_invented(host: str) -> bool:
-    """Whether no name of the Internet can be this: one without a dot, or an address."""
+    """Whether a host cannot be an Internet name: it has no dot, or is an address."""
     try:
         return "." not in host or bool(ipaddress.ip_address(host))
     except ValueError:

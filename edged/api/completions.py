@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`: prompt, sampling parameters, answer or stream."""
 
 import asyncio
 import contextlib
@@ -19,16 +19,16 @@ from edged.engine.sampling.params import Sampling
 from edged.store.completions import Completion
 
 _THREAD_CHARS = 20_000
-"""Texts from this size on are tokenized beside the event loop, so that they do not hold up other clients' tokens."""
+"""Texts from this size on are tokenized in a thread, so that they do not hold up other clients' tokens."""
 _MESSAGE_CHARS = 64
-"""What a message costs beside its text, in the template around it."""
+"""Characters that the chat template adds around a message, for that size."""
 
 
 _SAMPLED = {
     *("temperature", "top_p", "min_p", "seed", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 }
-"""Fields that a request and `Sampling` share; what is not given is as `Sampling` has it, which is OpenAI's default."""
+"""Fields that a request and `Sampling` share; `Sampling`'s defaults for those not given are OpenAI's."""
 Body = ChatRequest | CompletionRequest
 
 
@@ -47,7 +47,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     limits, (model, adapter) = services.limits, split_model(services, body.model)
     caller.demand_user(body.user, adapter)
     tenant = body.user or adapter or caller.tenant
-    # What can be refused before the work of tokenizing.
+    # Refuse before the work of tokenizing what can be refused there.
     limits.demand(tenant, body.choices)
     completion = await _record(services, body, model, adapter or body.user)
     sampling = _sampling(services, body, len(completion.prompt_ids))
@@ -68,7 +68,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
             pass
         await generation.store()
     except BaseException:
-        # The client vanished (the handler is cancelled), or it will get an error.
+        # The client disconnected (the handler is cancelled), or it will get an error.
         generation.abandon()
         raise
     finally:
@@ -82,7 +82,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
 
 
 async def _record(services: Services, body: Body, model: str, adapter: str | None) -> Completion:
-    """The record of a request before it has answers: its prompt is tokenized. Raises ApiError."""
+    """Return the record of a request, its prompt tokenized, without answers yet. Raises ApiError."""
     messages, prompt = None, None
     if isinstance(body, ChatRequest):
         messages = tuple(message.plain() for message in body.messages)
@@ -115,7 +115,7 @@ async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
 
 
 def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
-    """Sampling parameters with OpenAI's defaults; an answer that would not fit the context is cut short by it."""
+    """Return sampling parameters with OpenAI's defaults; the context bounds `max_tokens`. Raises ApiError."""
     context, longest = services.engine.max_context_tokens, services.settings.api.max_stop_chars
     if prompt_tokens >= context:
         raise bad_request(
@@ -155,7 +155,7 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
 
 
 async def _stream(request: web.Request, generation: Generation, headers: dict[str, str]) -> web.StreamResponse:
-    """The answer in server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
+    """Send the answer as server-sent events. A failure after the first byte becomes an error event, as OpenAI's is."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
     options = generation.body.stream_options
@@ -164,7 +164,7 @@ async def _stream(request: web.Request, generation: Generation, headers: dict[st
     try:
         async for touched in generation.updates():
             if all(answer.finish for answer in generation.answers):
-                # Whoever reads the last chunk may give feedback on it at once.
+                # A client that reads the last chunk may give feedback on it at once.
                 await generation.store()
             chunks = [item for answer in touched for item in openai_format.chunks(generation, answer)]
             data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks)
@@ -172,7 +172,7 @@ async def _stream(request: web.Request, generation: Generation, headers: dict[st
                 await response.write(data)
         if with_usage:
             await response.write(openai_format.server_event(openai_format.usage_chunk(generation)))
-        await response.write(openai_format.STREAM_END)
+        await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         generation.abandon()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Connections of slow clients: how long a header may take to come, and a full buffer to be read; and what is no HTTP.
+"""HTTP connections with time limits: for a header to arrive and for a full send buffer to be read.
 
-The body's time is the application's matter.
+The application limits the time of a body.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ log = logging.getLogger("edged.api")
 
 
 class Connection(web.RequestHandler):
-    """aiohttp's connection, which is dropped when its first header or the reading of an answer takes too long.
+    """An aiohttp connection that is dropped when its first header or the reading of an answer takes too long.
 
-    What a client does not read is kept up to the transport's high-water mark (64 KiB); beyond it the handler waits.
+    Unread bytes are buffered up to the transport's high-water mark (64 KiB); beyond it the handler waits.
     """
 
     __slots__ = ("_header_timer", "_limits", "_stall_timer")
@@ -45,7 +45,7 @@ class Connection(web.RequestHandler):
             self._stall_timer.cancel()
 
     def header_came(self) -> None:
-        """The first request is known; later ones have until the connection has been idle for too long."""
+        """Stop the header's timer: the first request is known; for later ones `limits.idle_s` holds."""
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
@@ -67,10 +67,10 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what aiohttp could not read as its application answers mistakes, without a traceback in the log."""
+        """Answer a request that aiohttp could not parse with an ApiError, and log no traceback."""
         if status >= 500 or exc is None or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        # Not what was sent: a header may hold a token.
+        # The bytes are not logged: a header may hold a token.
         log.info("a request could not be read: %s", type(exc).__name__)
         long = "the address or a header is longer than 8190 bytes"
         problem = long if isinstance(exc, LineTooLong) else "it is no HTTP"

@@ -1,4 +1,4 @@
-"""Forgetting a user: rows, what the engine learned, files, and then the search that shows that nothing is left."""
+"""Erasure of a user: rows, adapter and files are deleted, and a search verifies that nothing is left."""
 
 import logging
 import time
@@ -20,10 +20,10 @@ log = logging.getLogger("edged.api")
 
 
 def forget_user(services: Services, name: str) -> dict[str, Any] | None:
-    """Erase everything of a user; what was done and what a search found. None when nothing was known of them.
+    """Erase everything of a user; return a report, or None when nothing of the user was stored.
 
-    Keys: rows_deleted (by table), searched (see `edged.store.erasure.search`, with `files`), verified, vacuumed. It
-    blocks for minutes: not for the event loop.
+    The report's keys: rows_deleted (by table), searched (see `edged.store.erasure.search`, with `files`),
+    verified, vacuumed. It blocks for minutes: not for the event loop.
     """
     store, began_s, stages = services.store, time.monotonic(), services.forgetting_stages
     folder, now, learned = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), True
@@ -35,7 +35,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     try:
         stage("deleting its rows")
         erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
-        # Pairs that were read before would make the adapter anew.
+        # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")
         try:
@@ -44,7 +44,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
             learned, gone = False, True
         gone &= _deleted(name, lambda: forget_files(folder, name, store.read(served_base)))
         services.engine.hold_back(name, not gone)
-        # And what the engine had to say of it meanwhile.
+        # And what the engine recorded of it meanwhile.
         store.write(lambda db: forget_learning(db, name)).result()
         if not learned and gone and not any(erased.rows.values()):
             store.write(lambda db: erasure.end_forgetting(db, name)).result()
@@ -60,9 +60,9 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
 
 
 def finish_forgetting(store: Store, adapters: Path) -> list[str]:
-    """End what a crash, or files that could not be deleted, left undone, before any adapter is read.
+    """Finish erasures that a crash, or files that could not be deleted, left undone; before any adapter is read.
 
-    `adapters` is their folder. Returns the users of whom files are still there, which must not be served.
+    `adapters` is the adapters' folder. Returns the users whose files are still there, which must not be served.
     """
     stay = []
     for name, since in store.read(erasure.unfinished):
@@ -78,7 +78,7 @@ def finish_forgetting(store: Store, adapters: Path) -> list[str]:
 
 
 def _deleted(name: str, delete: Callable[[], object]) -> bool:
-    """Whether files could be deleted; why not is in the log."""
+    """Call `delete`, and return whether the files could be deleted; if not, the log has the reason."""
     try:
         delete()
     except OSError as error:
@@ -93,7 +93,7 @@ def _deleted(name: str, delete: Callable[[], object]) -> bool:
 
 
 def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
-    """What is left of a user (see `edged.store.erasure.search`, with `files`); the log has the result."""
+    """Search for what is left of a user (see `edged.store.erasure.search`, with `files`), and log the result."""
     searched = store.read(lambda db: erasure.search(db, name, texts, since))
     searched["files"] = erasure.search_files(adapters, name)
     if searched["found"] or searched["files"]:
@@ -104,10 +104,10 @@ def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], sin
 
 
 def _vacuum(store: Store, name: str, gone: bool) -> bool:
-    """Erase the bytes, then, where the files are `gone`, the tombstone and its bytes; whether room was given back too.
+    """Erase deleted bytes from the database file, then, where the files are `gone`, the tombstone and its bytes.
 
-    Without room for a second copy of the file (or while another program reads) what was deleted is overwritten all the
-    same; only its room, or the log, stays until next time.
+    Returns whether the file also shrank. Without disk space for a second copy of it (or while another program reads)
+    deleted bytes are overwritten all the same; only their space, or the log, stays until next time.
     """
 
     def alone(work: Callable[[Database], None]) -> bool:

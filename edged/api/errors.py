@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with the right status."""
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}` with an HTTP status."""
 
 import asyncio
 import logging
@@ -22,8 +22,6 @@ log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_SHOWN_CHARS = 200
-"""Of a URL that is not there."""
 MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
     401: "TCP without a token that is known.",
@@ -36,12 +34,12 @@ MEANINGS = {
     500: "edged's own failure; its log has the details.",
     503: "Not now: loading, draining, stopped, or the disk cannot be written.",
 }
-"""What a status of an error says, for the OpenAPI document."""
+"""The description of each error status in the OpenAPI document."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field at fault, `code` is for programs, `user` is for the log."""
+    """An error response. `param` names the field at fault, `code` is for programs, `user` is for the log."""
 
     status: int
     message: str
@@ -49,34 +47,34 @@ class ApiError(Exception):
     code: str | None = None
     _: KW_ONLY
     retry_after_s: float = 1.0
-    """Of those that may be asked again."""
+    """Seconds in `Retry-After`, for statuses 429 and 503."""
     user: str | None = None
     allowed: str = ""
-    """The methods that a URL takes, where it is asked with another one."""
+    """The `Allow` header of a 405: the methods that the URL takes."""
 
     def __str__(self) -> str:
         return self.message
 
     def body(self) -> dict[str, Any]:
-        """The JSON object."""
+        """The JSON body."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return Error(error=ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)).model_dump()
 
     def response(self) -> web.Response:
-        """The whole answer."""
+        """The HTTP response, with its headers."""
         response = web.json_response(self.body(), status=self.status)
         if self.allowed:
             response.headers["Allow"] = self.allowed
         if self.status in (429, 503):
             response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         if self.status == 408:
-            # The rest of the body may come at any time.
+            # The rest of the body may still arrive, and must not be read as the next request.
             response.force_close()
         return response
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request says something that cannot be done."""
+    """An ApiError with status 400."""
     return ApiError(400, message, param, code)
 
 
@@ -94,7 +92,7 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of any exception; what nobody foresaw is logged here and not told."""
+    """Return the error response for an exception; an unforeseen one is logged, and the client gets no details."""
     for kind, (status, code) in _ANSWERS.items():
         if isinstance(error, kind):
             if isinstance(error, StoreError):
@@ -107,7 +105,7 @@ def as_api_error(error: Exception) -> ApiError:
         case FeedbackError():
             return ApiError(404 if error.kind == "unknown_completion" else 400, str(error), code=error.kind)
         case ConnectionResetError():
-            # Nobody will read this.
+            # The client is gone and will not read this.
             log.debug("a client left before its answer began")
             return ApiError(503, "the client left", code="client_left")
         case _:
@@ -116,8 +114,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
-    """What to say of what aiohttp refuses: above all a URL or method that no route has."""
-    asked = f"{request.method} {request.path[:_SHOWN_CHARS]}"
+    """Return the error response for a request that aiohttp refuses: mostly a URL or method that no route has."""
+    asked = f"{request.method} {request.path[:200]}"
     match error:
         case web.HTTPMethodNotAllowed():
             takes = ", ".join(sorted(error.allowed_methods))
@@ -134,10 +132,10 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
 async def send_pieces(
     request: web.Request, what: str, headers: Mapping[str, str], next_piece: Callable[[], bytes | None]
 ) -> web.StreamResponse:
-    """Answer with pieces of `what` (such as "an export"), each made on a worker's thread, until there is None.
+    """Stream pieces of `what` (such as "an export"), each made in a worker thread, until `next_piece` returns None.
 
-    No error leaves, for the status is sent already: the log has a line for a client that left; any other error is
-    logged with its traceback, and closes the connection.
+    No exception is raised, since the status is sent already: a client that left is logged in one line; any other error
+    is logged with its traceback and closes the connection.
     """
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
@@ -147,7 +145,7 @@ async def send_pieces(
     except ConnectionResetError:
         log.info("a client left in the middle of %s", what)
     except Exception:
-        # Only its missing end can tell the client.
+        # The client notices by the missing end.
         log.exception("%s broke off", what)
         if request.transport is not None:
             request.transport.close()

@@ -1,4 +1,4 @@
-"""Where the engine's events find the request that waits for them."""
+"""The event router: it passes the engine's events to the asyncio queues of the requests that wait for them."""
 
 import asyncio
 from collections.abc import Iterable
@@ -16,22 +16,21 @@ class EventRouter:
 
     @property
     def open_requests(self) -> int:
-        """Requests whose end has not come yet."""
+        """The number of requests that have not finished."""
         return len(self._queues)
 
-    def expect(self, request_ids: Iterable[str], queue: asyncio.Queue[Event]) -> None:
-        """All events of these requests shall go to `queue`. Call it before they are submitted."""
-        for request_id in request_ids:
-            self._queues[request_id] = queue
+    def expect(self, request_id: str, queue: asyncio.Queue[Event]) -> None:
+        """Put all events of a request into `queue`. To be called before the request is submitted."""
+        self._queues[request_id] = queue
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more."""
+        """Discard further events of these requests."""
         for request_id in request_ids:
             self._queues.pop(request_id, None)
 
     def deliver(self, events: list[Event]) -> None:
-        """Hand over one iteration's events; to be called on any thread, returns at once."""
-        # Where the loop is closed the daemon is at its end, and so is everybody who could have listened.
+        """Pass on the events of one iteration; returns at once, and any thread may call it."""
+        # A closed loop raises RuntimeError: the daemon is at its end, and no request waits any more.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._dispatch, events)
 

@@ -1,6 +1,6 @@
-"""Who watches the daemon, and what they are told: iterations, status, versions, scored pairs, outcomes.
+"""The event feed and its readers: iterations, status, versions, scored pairs and outcomes as they happen.
 
-Everything runs on the event loop's thread, but for `Feed.tell`, which any thread may call.
+Everything runs on the event loop's thread, except `Feed.tell` and `Feed.tell_outcomes`, which any thread may call.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ POLL_S = 0.2
 _STATUS_EVERY = 5
 """Polls between two status events."""
 MOST_BACKLOG = 2000
-"""Iterations that a stream can begin with."""
+"""The most iterations that a stream can begin with."""
 _WAITING = 64
-"""Events that may wait for a reader: ten seconds' worth. One that is further behind is dropped."""
+"""Events that may wait for a reader: ten seconds' worth. A reader that is further behind is dropped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """Something to tell; `adapter` is whose it is, None everybody's. `id` is where a stream can be resumed."""
+    """An event of the feed. `adapter` names the adapter it is about, None for all; a stream can be resumed at `id`."""
 
     name: EventName
     data: dict[str, Any]
@@ -39,18 +39,18 @@ class Event:
 
 
 class Reader:
-    """One open stream: which events it takes, and those that wait to be sent."""
+    """An open stream: the names of the events that it takes, and the queue of those that wait to be sent."""
 
     def __init__(
         self, wants: Collection[str], sees: Callable[[str], bool], drop: Callable[[], None], owner: str
     ) -> None:
-        """`sees` tells whether it may hear of an adapter; `drop` cuts its connection; `owner` is whose stream it is."""
+        """`sees` says whether it may see an adapter, `drop` aborts its connection, `owner` is the reading tenant."""
         self.wants, self.sees, self.owner, self._drop = wants, sees, owner, drop
         self.waiting: asyncio.Queue[Event | None] = asyncio.Queue(_WAITING)
         """Events to be sent; None ends the stream."""
 
     def offer(self, event: Event | None) -> None:
-        """Have an event sent, if it is for this reader; None ends the stream behind what waits."""
+        """Queue an event, if it is for this reader; None ends the stream after what waits."""
         if event and (event.name not in self.wants or (event.adapter is not None and not self.sees(event.adapter))):
             return
         try:
@@ -60,7 +60,7 @@ class Reader:
 
 
 class Feed:
-    """All streams of a daemon. While there are any, one task polls the engine; otherwise nothing runs."""
+    """All event streams of a daemon. While any is open, one task polls the engine; otherwise nothing runs."""
 
     def __init__(
         self,
@@ -68,20 +68,20 @@ class Feed:
         iterations: Callable[[int], Sequence[Iteration]],
         status: Callable[[], dict[str, Any]],
     ) -> None:
-        """`iterations` gives the records after a number and returns at once; `status` the body of the status route."""
+        """`iterations` returns the records after a number, without blocking; `status` the body of the status route."""
         self._loop, self._iterations, self._status = loop, iterations, status
         self._life = int(time.time() * 1e3)
-        """Tells this daemon's iterations from those of the one before it, whose numbers began at 1 as well."""
+        """The start time (ms), in event ids: the iterations of an earlier daemon had the same numbers."""
         self.readers: set[Reader] = set()
         """Open streams."""
         self._told = 0
-        """The last iteration that the readers have."""
+        """Number of the last iteration that was published."""
         self._poller: asyncio.Task[None] | None = None
 
     async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
-        """Tell a reader the status at once, and everything from now on, until it is taken out of `readers`.
+        """Send a reader the status at once, and all events from now on, until it is removed from `readers`.
 
-        It begins with the iterations after the event `resume_id`, if that is of this daemon's life, else with the
+        The stream begins with the iterations after the event `resume_id`, if this daemon sent that, else with the
         latest `backlog` ones; never with more than MOST_BACKLOG.
         """
         self._catch_up()
@@ -101,11 +101,11 @@ class Feed:
             reader.offer(None)
 
     def tell(self, records: Sequence[Record]) -> None:
-        """Pass on what the learning loop leaves behind; returns at once."""
+        """Publish versions and scores among records of the learning loop; returns at once."""
         self._tell(_learning_events(records) if self.readers else [])
 
     def tell_outcomes(self, records: Sequence[Record]) -> None:
-        """Pass on what became of pairs, once that is on disk; returns at once."""
+        """Publish the outcomes of pairs, once they are on disk; returns at once."""
         pairs: dict[str, list[dict[str, Any]]] = {}
         for record in records if self.readers else ():
             if isinstance(record, PairRetired):
@@ -134,7 +134,7 @@ class Feed:
             self._poller = None
 
     def _catch_up(self) -> None:
-        """Tell all readers what the engine has done since it was told last."""
+        """Publish the iterations since the last published one."""
         if records := self._iterations(self._told):
             self._told = records[-1].number
             self._publish([self._iterations_event(records)] if self.readers else [])
@@ -149,14 +149,14 @@ class Feed:
         return Event("iterations", data, id=f"{self._life}-{records[-1].number}")
 
     def _number_of(self, resume_id: str) -> int | None:
-        """The iteration that an event's id names; None where it is not of this life."""
+        """The iteration that an event's id names; None for an id that this daemon did not make."""
         life, _, number = resume_id.partition("-")
         known = life == str(self._life) and number.isascii() and number.isdigit() and len(number) < 16
         return int(number) if known else None
 
 
 def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
-    """A record as the stream shows it; `unix_s` is the Unix time at which the monotonic clock began."""
+    """The JSON object of an iteration; `unix_s` is the Unix time at which the monotonic clock was 0."""
     parts = {f"{part}_ms": getattr(record, f"{part}_s") * 1e3 for part in ("decision", "prefill", "decode", "finetune")}
     values = {**record.report(), **parts, "predicted_ms": record.predicted_s * 1e3}
     return {
@@ -169,7 +169,7 @@ def _iteration(record: Iteration, unix_s: float) -> dict[str, Any]:
 
 
 def _learning_events(records: Sequence[Record]) -> list[Event]:
-    """New versions, and the first scores of pairs."""
+    """Return events for new versions and for the first scores of pairs."""
     events = []
     for record in records:
         match record:
@@ -184,5 +184,5 @@ def _learning_events(records: Sequence[Record]) -> list[Event]:
 
 
 def _event(name: EventName, adapter: str, **data: Any) -> Event:
-    """Something that has just happened to an adapter."""
+    """Make an event about an adapter, with the present time."""
     return Event(name, {"adapter": adapter, **data, "at_s": time.time()}, adapter)

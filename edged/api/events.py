@@ -1,4 +1,4 @@
-"""`GET /v1/events`: what the daemon does, as server-sent events."""
+"""`GET /v1/events`: iterations, status and learning of the daemon as server-sent events."""
 
 import asyncio
 from functools import lru_cache
@@ -17,13 +17,16 @@ _HEARTBEAT_S = 15.0
 _HEARTBEAT = b": still here\n\n"
 _MOST_READERS = 64
 _MOST_OF_ONE = 8
-"""Streams that one account or token may hold open: a few pages, and nobody has them all."""
+"""Streams that one account or token may hold open: enough for a few pages, and no caller takes all."""
 _RETRY = b"retry: 2000\n\n"
-"""Milliseconds after which a browser that lost the stream comes back."""
+"""Milliseconds after which a browser that lost the stream reconnects."""
 
 
 async def events(request: web.Request) -> web.StreamResponse:
-    """Tell what happens until the client leaves or the daemon stops; `?events=` names what it wants of EVENTS."""
+    """What happens, as server-sent events.
+
+    The stream runs until the client leaves or the daemon stops; `?events=` selects some of EVENTS.
+    """
     feed, caller = services_of(request).feed, caller_of(request)
     wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MOST_BACKLOG)
     _demand_room(feed, caller)
@@ -36,7 +39,7 @@ async def events(request: web.Request) -> web.StreamResponse:
         while data := await _next(reader, caller):
             await response.write(data)
     except ConnectionResetError:
-        # The client left, or read so slowly that it was cut off.
+        # The client left, or read so slowly that its connection was aborted.
         pass
     finally:
         feed.readers.discard(reader)
@@ -44,7 +47,7 @@ async def events(request: web.Request) -> web.StreamResponse:
 
 
 def _demand_room(feed: Feed, caller: Caller) -> None:
-    """Raises ApiError (429) when all streams are taken, or the caller's share of them."""
+    """Raise ApiError (429) when all streams are taken, or the caller's share of them."""
     if sum(reader.owner == caller.tenant for reader in feed.readers) >= _MOST_OF_ONE:
         full = f"{caller.label} reads {_MOST_OF_ONE} streams of events already: close one"
     elif len(feed.readers) >= _MOST_READERS:
@@ -55,14 +58,14 @@ def _demand_room(feed: Feed, caller: Caller) -> None:
 
 
 async def close_streams(app: web.Application) -> None:
-    """End all streams: the daemon stops."""
+    """End all streams (an `on_shutdown` handler of aiohttp)."""
     services = app[LIFECYCLE].services
     if services is not None:
         services.feed.close()
 
 
 async def _next(reader: Reader, caller: Caller) -> bytes:
-    """The next bytes to send to a caller; empty when the stream ends."""
+    """Wait for the next bytes to send to a caller; b"" ends the stream."""
     try:
         event = await asyncio.wait_for(reader.waiting.get(), _HEARTBEAT_S)
     except TimeoutError:
@@ -76,18 +79,19 @@ async def _next(reader: Reader, caller: Caller) -> bytes:
 
 @lru_cache(maxsize=4)
 def _encoded(event: Event) -> bytes:
-    """An event's bytes: the same for all its readers, who take it at about the same time."""
+    """Encode an event; cached, because all its readers take the same bytes at about the same time."""
     head = f"id: {event.id}\n" if event.id else ""
     return f"{head}event: {event.name}\ndata: {openai_format.dumps(event.data)}\n\n".encode()
 
 
 def _cut(request: web.Request) -> None:
-    """What waits in the connection is lost: a reader that stands still would never take it."""
+    """Abort a connection with what it has buffered, which a reader that has stopped would never take."""
     if request.transport is not None:
         request.transport.abort()
 
 
 def _wants(request: web.Request) -> frozenset[str]:
+    """The event names in `?events=`; without it all. Raises ApiError."""
     named = request.query.get("events")
     wants = frozenset(EVENTS if named is None else named.split(","))
     if unknown := sorted(wants.difference(EVENTS)):

@@ -1,4 +1,4 @@
-"""`POST /v1/feedback`, `GET /v1/feedback`, and `GET /v1/feedback/{id}`: what became of a feedback's pairs."""
+"""`/v1/feedback`: take feedback, export the pairs, and report the progress of a feedback's pairs."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of
 
 _EXPORT_ROWS = 256
-"""Pairs that are read and sent at a time."""
+"""Pairs that an export reads and sends at a time."""
 _LONGEST_ID = 64
 
 
@@ -38,7 +38,7 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
     written = services.store.write(lambda db: _record(db, body, caller, services))
     written.add_done_callback(services.feedback_intake.learn_from)
-    # Whether the client still listens makes no difference to what it reported.
+    # Shielded from the client's disconnect: feedback that was sent is stored.
     result = await asyncio.shield(asyncio.wrap_future(written))
     return FeedbackTaken(
         id=result.feedback_id,
@@ -50,11 +50,11 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
 
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
-    """Store it, if it is the caller's to report and there is room for it. Raises FeedbackError or StorageFull."""
+    """Store feedback, if the caller may report it and there is room. Raises FeedbackError or StorageFull."""
     footprint, settings = services.footprint, services.settings.feedback
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
     if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
-        # Nor does it say that there is such a one.
+        # The same error as for an unknown one, so that it does not reveal that the completion exists.
         raise unknown_completion(body.completion_id)
     for user in users:
         footprint.demand_room(db, user)
@@ -74,7 +74,7 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
 async def get_feedback(request: web.Request) -> web.StreamResponse:
     """All pairs, or those of one user, as JSON lines.
 
-    They are of those whom the caller may speak for (or of `?user=NAME`, from `?since=` on), and have the shape that
+    Only pairs of users that the caller may speak for (or of `?user=NAME`, from `?since=` on), in the shape that
     `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
     """
     services, caller = services_of(request), caller_of(request)
@@ -93,7 +93,7 @@ def _export(services: Services, pair_ids: Sequence[int]) -> bytes:
 
 
 def _since(text: str) -> str:
-    """A moment as the database writes it; "" for none. Raises ApiError."""
+    """Parse `?since=` into the time format of the database; "" for none. Raises ApiError."""
     if not text:
         return ""
     try:
@@ -112,14 +112,14 @@ async def get_feedback_progress(request: web.Request) -> FeedbackProgress:
 
 
 def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress:
-    """The answer's body. Raises ApiError for a feedback that is not there, or is none of the caller's."""
+    """Build the answer. Raises ApiError (404) for a feedback that is unknown or another user's."""
 
     def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
         signal = get_signal(db, feedback_id)
         return (signal, progress_of(db, signal.pair_ids)) if signal and caller.speaks_for(signal.user) else None
 
     if not feedback_id.isascii() or len(feedback_id) > _LONGEST_ID or (found := services.store.read(read)) is None:
-        # Whether another user's feedback is there is not for everybody to know.
+        # The same error for both, so that it does not reveal that another user's feedback exists.
         message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
         raise ApiError(404, message, "id", "unknown_feedback")
     signal, rows = found
@@ -141,7 +141,7 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
 
 
 def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
-    """One pair with a sentence that says the same. `reasons` are what stands between any queued pair and its step."""
+    """Build one pair's progress, also as a sentence. `reasons` are why queued pairs wait for their step."""
     name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
     waits_for = None
     if row["state"] == "queued":
@@ -168,7 +168,7 @@ def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
 
 
 def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:
-    """(why no pair is learned just now, or ""; whether it stays so until somebody changes it)."""
+    """Return (why no pair is trained now, or ""; whether that lasts until an operator changes it)."""
     if not services.settings.align.enabled:
         return "learning is switched off (align.enabled = false)", True
     if not tuning["enabled"]:

@@ -1,4 +1,4 @@
-"""Stored pairs on their way into the engine: tokenized, handed over, and picked up again after a restart."""
+"""The feedback intake: it tokenizes stored pairs, submits them to the engine, and resumes them after a restart."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -30,33 +30,31 @@ _PAIRS_AT_ONCE = 32
 
 @dataclass(eq=False)
 class FeedbackIntake:
-    """Gives pairs to the engine. Where learning is switched off they stay queued in the store."""
+    """Submits stored pairs to the engine, on a thread. While learning is off they stay queued in the store."""
 
     store: Store
     codec: Tokenizer
     engine: Engine
     settings: Live[Settings]
+    ref_model: str
+    """The base model's fingerprint: what was learned on another model waits until that one is served again."""
     tell: Callable[[Sequence[Record]], None] = lambda records: None
-    """Hears of pairs that cannot be learned, when that is on disk."""
+    """Called with the records of pairs that cannot be learned, once they are on disk."""
 
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
-        """Pairs that came while learning was switched off."""
-        self._ref_model = ""
+        """Ids of pairs that came while learning was off."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
-    def resume(self, ref_model: str) -> int:
-        """Queue again what was open when the daemon last ended; returns how many pairs wait. To be called first.
+    def resume(self) -> int:
+        """Queue again the pairs that were open when the daemon last ended; returns how many. To be called first.
 
-        They reach the engine behind the caller, before anything that comes after them.
-
-        `ref_model` is the base model's fingerprint: what was learned on another one waits until that is served again.
+        They reach the engine asynchronously, before all pairs that are passed later.
         """
-        self._ref_model = ref_model
         on_disk = self.engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, ref_model, self.settings.now.store.new_base == "learn")
+            changed = serve_base(db, self.ref_model, self.settings.now.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 
@@ -73,12 +71,12 @@ class FeedbackIntake:
         return sum(state == "queued" for state in found.values())
 
     def learn_soon(self, pair_ids: Sequence[int]) -> None:
-        """Learn stored pairs behind the caller, in the order of the calls."""
+        """Submit stored pairs asynchronously, in the order of the calls."""
         if pair_ids:
             self._thread.submit(self._learn, tuple(pair_ids)).add_done_callback(_report)
 
     def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:
-        """Learn what a version taken back had learned, once it is `recorded` which that was."""
+        """Submit again the pairs that a version taken back had learned, once the store has them (`recorded`)."""
 
         def relearn() -> None:
             if recorded is not None:
@@ -88,14 +86,14 @@ class FeedbackIntake:
         self._thread.submit(relearn).add_done_callback(_report)
 
     def learn_from(self, written: Future[FeedbackResult] | Future[FeedbackResult | None]) -> None:
-        """Learn the pairs that a write came to; nothing when it failed, or when they are being learned already."""
+        """Submit the pairs that a write stored; none when it failed, or when they are duplicates."""
         if not written.cancelled() and not written.exception():
             result = written.result()
             if result is not None and not result.duplicate:
                 self.learn_soon(result.pair_ids)
 
     def release(self) -> None:
-        """Hand over what came while learning was switched off, as it is in the store by now, if it is on again."""
+        """Submit the pairs that came while learning was off, as the store has them now, if it is on again."""
 
         def hand_over() -> None:
             withheld, self._withheld = self._withheld, set()
@@ -106,17 +104,17 @@ class FeedbackIntake:
             self._thread.submit(hand_over).add_done_callback(_report)
 
     def settled(self) -> Future[None]:
-        """Resolves when everything that was to be learned until now has reached the engine."""
+        """Return a future that resolves when all pairs passed until now have reached the engine."""
         return self._thread.submit(lambda: None)
 
     def close(self) -> None:
-        """Stop; pairs that were not handed over yet are in the store, and the next start resumes them."""
+        """Stop the thread; pairs that were not submitted yet are in the store, and the next start resumes them."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _learn(self, pair_ids: Sequence[int]) -> None:
         for first in range(0, len(pair_ids), _PAIRS_AT_ONCE):
             part = pair_ids[first : first + _PAIRS_AT_ONCE]
-            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self._ref_model)))
+            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self.ref_model)))
 
     def _submit(self, rows: Sequence[PairRow]) -> None:
         if not self.settings.now.align.enabled:
@@ -136,7 +134,7 @@ class FeedbackIntake:
         self.engine.submit_pairs(pairs)
 
     def _skip(self, row: PairRow, reason: str) -> None:
-        """Retire a pair that has no tokens."""
+        """Record a pair that could not be tokenized as skipped."""
         skipped = PairRetired(row.id, row.adapter, "skipped", 0, row.epochs_done, reason)
         written = self.store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
         written.add_done_callback(lambda _: self.tell([skipped]))

@@ -1,4 +1,4 @@
-"""One completion being generated: its engine requests, the text that grows from their tokens, its record."""
+"""A completion being generated: its engine requests, the text of each choice, and its record in the store."""
 
 import asyncio
 import contextlib
@@ -30,18 +30,18 @@ _TEACHES_NOTHING = "completion %s teaches nothing about the answer before: %s"
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability with its best alternatives, and where its text begins in the answer (characters)."""
+    """A token's log-probability with its top alternatives; its text begins at `offset` in the answer (characters)."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
     offset: int
     end: int = 0
-    """Characters of the answer when this token was in."""
+    """Characters of the answer up to and including this token."""
 
 
 class ChoiceText:
-    """One choice's text as it grows; `take_text` and `take_logprobs` give out what is new and certain."""
+    """The text of one choice as it grows; `take_text` and `take_logprobs` return what is new and final."""
 
     def __init__(self, index: int, request_id: str, codec: Tokenizer, sampling: Sampling, stops: Sequence[str]) -> None:
         self.index, self.request_id = index, request_id
@@ -49,15 +49,16 @@ class ChoiceText:
         self.text = ""
         self.finish: FinishEvent | None = None
         self.version = 0
-        """The adapter's version that answered last."""
+        """The adapter's version that sampled the latest token."""
         self._codec, self._sampling = codec, sampling
         self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(stops)
         self._taken = 0
-        """Characters that `take_text` gave out."""
+        """Characters that `take_text` has returned."""
         self._seen = 0
+        """Characters of all tokens, with those that a stop string may still remove."""
         self._logprobs: list[TokenLogprob] = []
         self.announced = False
-        """Whether a stream has shown this choice yet."""
+        """Whether a stream has sent a chunk of this choice."""
 
     @property
     def stopped(self) -> bool:
@@ -66,13 +67,13 @@ class ChoiceText:
 
     @property
     def reason(self) -> str:
-        """Why it ended, in OpenAI's words."""
+        """The finish reason in OpenAI's words; "" while the choice runs."""
         return "stop" if self.stopped else self.finish.reason if self.finish else ""
 
     def push(self, event: TokenEvent) -> bool:
-        """Take one sampled token in; whether it completes a stop string.
+        """Append one sampled token; return whether it completes a stop string.
 
-        Tokens after a stop string are nobody's; one that ends the answer has no text.
+        Tokens after a stop string are ignored; an end token has no text.
         """
         if self.stopped:
             return False
@@ -88,7 +89,7 @@ class ChoiceText:
         return self.stopped
 
     def end(self, event: FinishEvent) -> None:
-        """Take the end in: what was held back is certain now."""
+        """Record the end: text that was held back for a stop string or an unfinished character is final now."""
         self.finish = event
         if self.stopped:
             return
@@ -97,12 +98,12 @@ class ChoiceText:
             self.text += self._stops.finish()
 
     def take_text(self) -> str:
-        """Text that became certain since the last call."""
+        """Return the text that became final since the last call."""
         fresh, self._taken = self.text[self._taken :], len(self.text)
         return fresh
 
     def take_logprobs(self) -> list[TokenLogprob]:
-        """Log-probabilities of the tokens whose text is out."""
+        """Return the log-probabilities of further tokens whose text is final."""
         count = len(self._logprobs)
         if self.finish is None or self.stopped:
             count = next((i for i, entry in enumerate(self._logprobs) if entry.end > len(self.text)), count)
@@ -110,7 +111,7 @@ class ChoiceText:
         return out
 
     def record(self) -> Choice:
-        """As the store keeps it."""
+        """Return the choice as the store keeps it."""
         finish = self.finish or FinishEvent(self.request_id, "cancelled")
         return Choice(
             choice=self.index,
@@ -127,7 +128,7 @@ class ChoiceText:
 
     def _add(self, piece: str) -> None:
         self._seen += len(piece)
-        # As with end tokens, an answer does not stop before it has `min_tokens`.
+        # As with end tokens, stop strings have no effect before `min_tokens`.
         self.text += piece if len(self.token_ids) <= self._sampling.min_tokens else self._stops.push(piece)
 
 
@@ -138,12 +139,12 @@ class Generation:
     services: Services
     body: ChatRequest | CompletionRequest
     completion: Completion
-    """The record of it without answers."""
+    """The completion's record without answers."""
     sampling: Sampling
     tenant: str
-    """Whose share it counts as: the user, else the adapter, else the caller."""
+    """The tenant that the completion counts for: the user, else the adapter, else the caller."""
     teaches: bool
-    """Whether the next turn may count against the answer before it: the caller may train."""
+    """Whether this turn may count as feedback against the answer before it: the caller may train."""
 
     def __post_init__(self) -> None:
         self.created_s = int(time.time())
@@ -152,31 +153,30 @@ class Generation:
             for index in range(self.body.choices)
         ]
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        """Events, and the error of a choice that was not let in."""
-        self._unfinished: dict[str, ChoiceText] = {}
+        """Engine events, and the error of a choice that was not admitted."""
+        self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._entering: asyncio.Task[None] | None = None
         self._inside: set[str] = set()
-        """Requests that the engine has."""
+        """Ids of the requests that the engine has."""
         self._outside = 0
-        """Choices that have not entered, once the first has."""
+        """Choices that still wait for admission, once the first has entered."""
         self._written: Future[FeedbackResult | None] | None = None
 
     @property
     def is_chat(self) -> bool:
-        """Whether it answers a conversation; else it continues a text."""
+        """Whether this is a chat completion; else a text completion."""
         return self.completion.messages is not None
 
     @property
     def version(self) -> int:
-        """The adapter's version that answered; 0 is the base model."""
+        """The newest of the adapter's versions that sampled a token; 0 is the base model."""
         return max(answer.version for answer in self.answers)
 
     async def start(self) -> None:
-        """Submit the first choice when it is the tenant's turn, and the others one by one behind the caller.
+        """Submit the first choice when it is the tenant's turn, and the others one by one in a task.
 
-        Their prompt is computed once. Raises EngineBusy, RequestRefused.
+        Their prompt is computed once. Raises EngineBusy and RequestRefused.
         """
-        self._unfinished = {answer.request_id: answer for answer in self.answers}
         asked_s = time.monotonic()
         await self.services.admission.enter(self.tenant, len(self.answers))
         self._outside = len(self.answers) - 1
@@ -192,11 +192,11 @@ class Generation:
                 self._outside -= 1
                 self._submit(answer, asked_s)
         except Exception as error:
-            # Whoever iterates `updates` hears of it.
+            # `updates` raises it.
             self._queue.put_nowait(error)
 
     def _submit(self, answer: ChoiceText, asked_s: float) -> None:
-        """Hand a choice that has entered to the engine."""
+        """Submit an admitted choice to the engine."""
         services, known, sampling = self.services, self.completion, self.sampling
         if sampling.seed is not None:
             # A seed must not make all choices equal.
@@ -210,7 +210,7 @@ class Generation:
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
         )
-        services.event_router.expect([request.request_id], self._queue)
+        services.event_router.expect(request.request_id, self._queue)
         self._inside.add(answer.request_id)
         try:
             services.engine.submit(request, asked_s)
@@ -220,13 +220,13 @@ class Generation:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt and of all answers until now."""
+        """The number of tokens of the prompt and of all answers so far."""
         return len(self.completion.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 
     async def updates(self) -> AsyncIterator[list[ChoiceText]]:
-        """Choices that something happened to, until all have ended. Raises ApiError when the engine gave one up."""
+        """Yield the choices that have new events, until all have ended. Raises ApiError when the engine fails one."""
         while self._unfinished:
-            # All that are there, so that a slow reader catches up in one go.
+            # All events that are queued, so that a slow reader catches up in one go.
             events = [await self._queue.get()]
             while not self._queue.empty():
                 events.append(self._queue.get_nowait())
@@ -241,9 +241,9 @@ class Generation:
                 yield list(touched.values())
 
     async def store(self) -> None:
-        """Make the completion known under its id. A store that fails is logged: the answer is good without it.
+        """Store the completion under its id. A store that fails is only logged, since the answer is good without it.
 
-        One that belongs to nobody is not kept: no feedback on it is possible, and nobody could have it erased.
+        A completion without a user or adapter is not kept: no feedback on it is possible, and no user could erase it.
         """
         if self.completion.adapter is None:
             return
@@ -253,7 +253,7 @@ class Generation:
             log.error("completion %s was not stored, feedback cannot name it: %s", self.completion.id, error)
 
     def abandon(self) -> None:
-        """The client is gone or will get an error: free the engine at once, keep what the client has seen."""
+        """Cancel all choices and store what the client has seen; for a client that left or will get an error."""
         self._cancel()
         known = self.completion.adapter is not None
         if known and self._written is None and any(answer.text for answer in self.answers):
@@ -263,7 +263,7 @@ class Generation:
                 log.warning("an abandoned completion was not stored: %s", error)
 
     def facts(self) -> dict[str, Any]:
-        """What the log tells of it: counts and times, no text."""
+        """Return the fields of the log line: counts and times (ms), no text."""
         ended = [answer.finish for answer in self.answers if answer.finish is not None]
         facts: dict[str, Any] = {
             "version": self.version,
@@ -277,11 +277,11 @@ class Generation:
         return facts
 
     def _write(self) -> Future[FeedbackResult | None]:
-        """Queue the record; what follows from it is learned even if nobody waits for this any more."""
+        """Queue the write; the pairs that follow from it are learned even if the caller stops waiting."""
         taught, loop = self._may_teach(), asyncio.get_running_loop()
 
         def settle(written: Future[FeedbackResult | None]) -> None:
-            """Only a signal counts as feedback. Where the loop has ended, nobody counts any more."""
+            """Undo the count where the write yields no feedback, unless the loop is closed."""
             if written.cancelled() or written.exception() or written.result() is None:
                 with contextlib.suppress(RuntimeError):
                     loop.call_soon_threadsafe(self.services.limits.no_feedback, self.tenant)
@@ -293,7 +293,7 @@ class Generation:
         return self._written
 
     def _may_teach(self) -> bool:
-        """Whether this may count against the answer before it; it counts as feedback until it turns out to be none."""
+        """Whether this turn may be feedback on the answer before it; if so, counts it against the limit for now."""
         if not (self.teaches and self.completion.messages):
             return False
         try:
@@ -330,7 +330,7 @@ class Generation:
         self._unfinished.clear()
 
     def _record(self, db: Database, taught: bool) -> FeedbackResult | None:
-        """Write the completion; returns what it says about the answer before it, if it may and there is room."""
+        """Write the completion; return its feedback on the answer before it, if `taught` and there is room."""
         now, footprint = utc_now(), self.services.footprint
         answers = tuple(answer.record() for answer in self.answers)
         completion = replace(self.completion, created_at=utc_text(now), choices=answers, version=self.version)

@@ -1,6 +1,6 @@
-"""`GET /metrics`: Prometheus' text, or OpenMetrics where it is asked for.
+"""`GET /metrics`: all metrics in Prometheus' text format, or in OpenMetrics where the client accepts it.
 
-Everything is read on a worker's thread: the event loop only writes the answer.
+Everything is read in a worker thread: the event loop only writes the answer.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ OBSERVER = web.AppKey("observer", Observer)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """All metrics, of all users; while the model is loading, only that it is."""
+    """All metrics for Prometheus.
+
+    Those of all users; while the model is loading, `edged_ready` = 0 alone.
+    """
     lifecycle, observer = request.app[LIFECYCLE], request.app[OBSERVER]
     encode, content_type = choose_encoder(request.headers.get("Accept", ""))
     body = await asyncio.to_thread(lambda: encode(read(lifecycle, observer)))
@@ -33,7 +36,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def observing(app: web.Application) -> AsyncIterator[None]:
-    """While the application runs, no record is overwritten before the histograms have it."""
+    """Drain the engine's records into the histograms, before they are overwritten, while the application runs."""
 
     async def drain() -> None:
         while True:
@@ -49,7 +52,7 @@ async def observing(app: web.Application) -> AsyncIterator[None]:
 
 
 def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
-    """All samples of this moment. It reads files and the database: not for the event loop."""
+    """Return the present samples of all metrics. It reads files and the database: not for the event loop."""
     values: readings.Readings = {"edged_ready": lifecycle.problem() is None}
     services = lifecycle.services
     if services is None:
@@ -77,7 +80,7 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
             "edged_quarantined_pairs": quarantined,
             "edged_degraded": len(status["degraded"]) + (unread and not store_told),
             "edged_adapters": {**values["edged_adapters"], "known": len(versions)},
-            # Behind the reading before, whose errors it counts.
+            # After the other readings, whose errors it counts.
             **readings.store_readings(status["store"], store.errors),
         }
     )

@@ -1,4 +1,4 @@
-"""`GET /v1/models`, `GET /v1/models/{id}`, and what a model's name and its token ids mean.
+"""`GET /v1/models` and `GET /v1/models/{id}`; model names are parsed and token ids checked here.
 
 `BASE` is the served model, `BASE:NAME` the same with that user's adapter.
 """
@@ -15,9 +15,9 @@ from edged.settings.load import USER_NAME
 
 
 def split_model(services: Services, model: str | None) -> tuple[str, str | None]:
-    """(the model's name as the answer shall state it, the adapter that it names). None is the base model.
+    """Return (the model's name as the answer states it, the adapter that it names). None is the base model.
 
-    An adapter that has learned nothing yet may be named: it answers as the base. Raises ApiError.
+    An adapter that has no version yet may be named: the base model answers. Raises ApiError.
     """
     base = services.model
     if not model or model == base:
@@ -29,7 +29,7 @@ def split_model(services: Services, model: str | None) -> tuple[str, str | None]
 
 
 def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
-    """Raises ApiError unless all are token ids of the model; `param` names the field they came in."""
+    """Raise ApiError unless all are token ids of the model; `param` names their field."""
     if (largest := max(ids, default=0)) >= services.vocab_size:
         raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
 
@@ -43,7 +43,7 @@ def _unknown(services: Services, model: str) -> ApiError:
 async def list_models(request: web.Request) -> ModelList:
     """The base model, and one model for each adapter.
 
-    Of the adapters those that the caller may speak for.
+    Only adapters that the caller may speak for.
     """
     services, caller = services_of(request), caller_of(request)
     adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))

@@ -13,11 +13,11 @@ from edged.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 _LONG_LIST = 256
-"""Longer ones are those of tokens, each of which is one piece."""
+"""Entries; the elements of a longer list (of tokens) are encoded in one call each."""
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON; numbers that JSON cannot say (infinite, not a number) become null."""
+    """Encode as compact JSON; numbers that JSON lacks (infinities, NaN) become null."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -25,7 +25,7 @@ def dumps(value: Any) -> str:
 
 
 def dumps_piecewise(value: Any) -> str:
-    """As `dumps`, in many short calls: on a thread of its own it lets the event loop go on."""
+    """Encode as `dumps` does, in many short calls: in a thread it does not block the event loop."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{dumps(key)}:{dumps_piecewise(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -35,17 +35,14 @@ def dumps_piecewise(value: Any) -> str:
 
 
 def json_answer(value: BaseModel | Json, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """A model or a JSON object as a whole answer."""
+    """Make a response of a model or a JSON object."""
     body = value.model_dump() if isinstance(value, BaseModel) else value
     return web.json_response(body, status=status, headers=headers, dumps=dumps)
 
 
 def server_event(value: Json) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return f"data: {dumps(value)}\n\n".encode()
-
-
-STREAM_END = b"data: [DONE]\n\n"
 
 
 def usage(generation: Generation) -> Json:
@@ -61,7 +58,7 @@ def usage(generation: Generation) -> Json:
 
 
 def fingerprint(generation: Generation) -> str:
-    """Which weights answered: `ADAPTER@VERSION`, or `base` where no adapter had learned anything."""
+    """The name of the weights that answered: `ADAPTER@VERSION`, or `base` for no adapter or one without a version."""
     version = generation.version
     return f"{generation.completion.adapter}@{version}" if version else "base"
 
@@ -84,9 +81,9 @@ def full(generation: Generation) -> Json:
 
 
 def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
-    """What is new of one choice, as chunks of a stream.
+    """Return what is new of one choice as chunks of a stream.
 
-    Its end has one of its own, without text: clients stop reading there.
+    The end is a chunk of its own, without text: clients stop reading there.
     """
     text, logprobs = answer.take_text(), answer.take_logprobs()
     first = not answer.announced

@@ -1,6 +1,6 @@
-"""A row of the table of routes, and the OpenAPI 3.1 document that is made of the rows and the models of their bodies.
+"""Routes, and the OpenAPI 3.1 document that is generated from them and the models of their bodies.
 
-`python -m edged.api.openapi` prints the document; `docs/openapi.json` is a copy of that.
+`python -m edged.api.openapi` prints the document; `docs/openapi.json` is a copy of it.
 """
 
 import json
@@ -22,7 +22,7 @@ from edged.settings.access import Role
 EVENTS = "text/event-stream"
 _JSON = "application/json"
 _ANY_ROUTE = (400, 401, 403, 429, 500, 503)
-"""What every route may answer: a wrong query, a caller that may not, too many requests, a failure, not now."""
+"""Error statuses of every route: a wrong query, a forbidden caller, too many requests, a failure, not now."""
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait.", "schema": {"type": "integer"}}}
 _Schema = dict[str, Any]
 _EVENT: _Schema = {
@@ -35,10 +35,10 @@ _EVENT: _Schema = {
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One method of one path: how it is called, by which role, what it takes and answers.
+    """One method of one path: its handler, the role that may call it, what it takes and answers.
 
-    `handler` returns a response, or a model or JSON object that becomes one with the status `status`. It checks for
-    which users the caller may speak.
+    `handler` returns a response, or a model or JSON object that becomes one with the status `status`. It checks which
+    users the caller may speak for. The first line of its docstring is the summary in the OpenAPI document.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -46,43 +46,41 @@ class Route:
     handler: Callable[[web.Request], Awaitable[web.StreamResponse | BaseModel | dict[str, Any]]]
     _: KW_ONLY
     role: Role | Literal["anybody"] = "admin"
-    summary: str = ""
-    """What the document says of it; "" is the first line of the handler's docstring."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """The schemas of the query's fields."""
+    """JSON schemas of the query's fields."""
     body: tuple[type[BaseModel], ...] = ()
-    """The models of a JSON body: alternatives."""
+    """Models of the JSON body: alternatives."""
     answer: type[BaseModel] | None = None
     """The model of a JSON answer."""
     media: tuple[str, ...] = ()
-    """The other media types of an answer without an error."""
+    """Further media types of a successful answer."""
     status: int = 200
     errors: tuple[int, ...] = ()
-    """The statuses beyond those that every route may answer."""
+    """Error statuses beyond `_ANY_ROUTE`."""
     always: bool = False
-    """Whether it answers also while the model is loading and while the daemon stops."""
+    """Whether the route also answers while the model is loading and while the daemon stops."""
     streamed: bool = False
-    """Whether the handler reads the body itself, piece by piece, and bounds its time."""
+    """Whether the handler itself reads the body, piece by piece, and limits its time."""
 
     @property
     def name(self) -> str:
-        """The path without the patterns of its variables, as documents and the log have it."""
+        """The path without the patterns of its variables, as in the document."""
         return re.sub(r":[^}]*", "", self.path)
 
     def add_to(self, router: web.UrlDispatcher) -> None:
-        """Add the route to a router, and HEAD beside a GET; a stream of events has none, for it does not end."""
+        """Add the route to a router, and HEAD beside a GET; not for a stream of events, which does not end."""
         router.add_route(self.method, self.path, self.handle)
         if self.method == "GET" and EVENTS not in self.media:
             router.add_route("HEAD", self.path, self.handle)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request."""
+        """Call the handler, and make a response of its result."""
         answer = await self.handler(request)
         return answer if isinstance(answer, web.StreamResponse) else json_answer(answer, self.status)
 
 
 def document(routes: Sequence[Route]) -> _Schema:
-    """The OpenAPI document of the application's routes. Bodies are what is taken, answers what is given."""
+    """Build the OpenAPI document; bodies have validation schemas, answers serialization schemas."""
     models: list[tuple[Any, JsonSchemaMode]] = [
         *((model, "validation") for model in {model for route in routes for model in route.body}),
         *((model, "serialization") for model in {route.answer for route in routes if route.answer} | {Error}),
@@ -110,7 +108,7 @@ def document(routes: Sequence[Route]) -> _Schema:
 
 
 def _operation(route: Route, references: Mapping[Any, _Schema]) -> _Schema:
-    summary = route.summary or (route.handler.__doc__ or "").split("\n")[0].removesuffix(".")
+    summary = (route.handler.__doc__ or "").split("\n")[0].removesuffix(".")
     content: _Schema = {_JSON: {"schema": references[route.answer]}} if route.answer is not None else {}
     content |= {media: {"schema": _EVENT if media == EVENTS else {"type": "string"}} for media in route.media}
     responses: _Schema = {str(route.status): {"description": summary, "content": content}}

@@ -1,4 +1,4 @@
-"""`/v1/store`, `/v1/backup`, `/v1/settings`, `/v1/reload`: what an operator looks at and asks for."""
+"""`/v1/store`, `/v1/backup`, `/v1/settings`, `/v1/reload`: the routes for operators."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ from edged.store.data_dir import folder_bytes
 async def get_settings(request: web.Request) -> dict[str, Any]:
     """The settings in use.
 
-    They have the data folder's place, and no tokens.
+    `store.data_dir` is the absolute path in use; tokens are left out.
     """
     services = services_of(request)
     settings = without_secrets(services.settings).model_dump(mode="json")
@@ -29,7 +29,7 @@ async def get_settings(request: web.Request) -> dict[str, Any]:
 async def reload(request: web.Request) -> dict[str, Any]:
     """Read the settings again.
 
-    Answers what was applied, and what needs a restart. 400 leaves everything as it was.
+    The answer says what was applied and what needs a restart. A 400 leaves everything as it was.
     """
     return (await services_of(request).reload()).report()
 
@@ -49,7 +49,7 @@ async def prune(request: web.Request) -> dict[str, Any]:
 async def vacuum(request: web.Request) -> Vacuumed:
     """Rewrite the database without free pages.
 
-    What is to be stored meanwhile waits for it.
+    Writes wait until it is done.
     """
     before, after = await asyncio.to_thread(services_of(request).upkeep.vacuum)
     return Vacuumed(bytes_before=before, bytes_after=after)
@@ -58,8 +58,8 @@ async def vacuum(request: web.Request) -> Vacuumed:
 async def backup(request: web.Request) -> web.StreamResponse:
     """Database, adapters, profiles and settings as one tar.
 
-    It is consistent with itself, and has of each adapter the newest version on disk, with `?versions=all` every one.
-    `X-Edged-Bytes` is about its size. Its last member is the manifest: without that it broke off.
+    The backup is consistent, and has the newest version on disk of each adapter, with `?versions=all` every one.
+    `X-Edged-Bytes` is its approximate size. Its last member is the manifest: a tar without it is incomplete.
     """
     services = services_of(request)
     services.claim("backup")
@@ -81,16 +81,16 @@ async def backup(request: web.Request) -> web.StreamResponse:
         headers = {"Content-Type": "application/x-tar", "X-Edged-Bytes": str(total)}
         response = await send_pieces(request, "a backup", headers, next_part)
     finally:
-        # Behind the thread that may still make the next part for a client that left.
+        # `close` waits for the thread that may still make the next part for a client that left.
         closed = asyncio.get_running_loop().run_in_executor(None, close)
         closed.add_done_callback(lambda _: services.busy.discard("backup"))
-        # Whoever has read the whole answer may ask for the next backup.
+        # A client that has read the whole answer may ask for the next backup.
         await asyncio.shield(closed)
     return response
 
 
 def _parts(services: Services, all_versions: bool) -> Generator[Any, None, None]:
-    """A backup's size in bytes, then its chunks. What it holds on the disk goes at its end. Raises BackupError."""
+    """Yield a backup's size in bytes, then its chunks; its staging folder is deleted at the end. Raises BackupError."""
     store, config = services.store, to_toml(without_secrets(services.settings))
     with staged(store.path.parent, config, lambda: store.write(lambda db: None).result(), all_versions) as folder:
         yield folder_bytes(folder)

@@ -1,4 +1,4 @@
-"""`GET /` and `GET /page/{file}`: the page for browsers.
+"""`GET /` and `GET /page/{name}`: the files of the web page.
 
 They hold no data, and need no token.
 """
@@ -20,7 +20,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    # Asked for each time, and sent only when it has changed: an upgrade reaches open browsers at once.
+    # Revalidated each time, and sent only when it has changed: an upgrade reaches open browsers at once.
     "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
 }

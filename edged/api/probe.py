@@ -1,4 +1,4 @@
-"""Versions answer their adapter's first prompt once they passed their test, so that a person can tell them apart."""
+"""Answers of adapter versions: each tested version answers its adapter's first prompt, for people to compare."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ _TOKENS, _PROMPT_TOKENS = 48, 512
 
 
 class VersionAnswers:
-    """Asks one version at a time, as a request of the batch class; versions that come meanwhile are left out."""
+    """Generates one version's answer at a time, in the batch class; versions that are tested meanwhile are skipped."""
 
     def __init__(self, store: Store, codec: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
         self._store, self._codec, self._engine, self._event_router = store, codec, engine, event_router
         self._asking: asyncio.Task[None] | None = None
 
     def tell(self, records: Sequence[Record]) -> None:
-        """Take records in, on any thread."""
+        """Ask the versions among the records that passed their test; any thread may call this."""
         for record in records:
             if isinstance(record, VersionTested) and record.version and not record.problem:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -48,7 +48,7 @@ class VersionAnswers:
                 return
             prompt = (await asyncio.to_thread(tokenize_pair, self._codec, row, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
-            self._event_router.expect([request_id], queue)
+            self._event_router.expect(request_id, queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
         except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
             self._event_router.drop([request_id])

@@ -1,6 +1,6 @@
-"""`GET` and `POST /v1/quarantine`, `POST /v1/quarantine/{pair}`: pairs that look poisoned, and what somebody decides.
+"""`GET` and `POST /v1/quarantine`, `POST /v1/quarantine/{pair}`: list, release and drop pairs that look poisoned.
 
-Who may call them is the application's matter; that a caller decides about no other user's pair is checked here.
+The application checks the caller's role; the handlers check that the pairs are of users the caller may speak for.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from edged.api.services import Services, services_of
 from edged.store import quarantine, utc_now, utc_text
 
 _MOST = 500
-"""Pairs that one answer lists."""
+"""The most pairs that an answer lists."""
 
 
 async def list_quarantined(request: web.Request) -> Quarantine:
     """Pairs that look poisoned and wait for a decision.
 
-    The newest of them (of `?user=NAME`), and how many there are.
+    The newest ones (of `?user=NAME`), and the count of all.
     """
     user, caller = queried_user(request), caller_of(request)
     if not caller.may("admin") and not (user and caller.speaks_for(user)):
@@ -39,14 +39,14 @@ async def list_quarantined(request: web.Request) -> Quarantine:
 async def decide(request: web.Request) -> Decided:
     """Release or drop such a pair.
 
-    A released one is learned from then.
+    A released pair is queued for training.
     """
     services, pair_id = services_of(request), _pair_id(request)
     body = await read_body(request, QuarantineRequest.checked)
     owner = await asyncio.to_thread(services.store.read, lambda db: quarantine.owner_of(db, pair_id))
     caller = caller_of(request)
     if owner is None or not (caller.may("admin") or caller.speaks_for(owner[0])):
-        # Whether another user's pair is there is not for everybody to know.
+        # The same error for both, so that it does not reveal that another user's pair exists.
         raise ApiError(404, f"pair {pair_id} is not in quarantine: see GET /v1/quarantine", "pair", "unknown_pair")
     decision, decided, left = await _decide(services, caller, owner[0], body.action, pair_id)
     if not decided:
@@ -67,10 +67,10 @@ async def decide_all(request: web.Request) -> AllDecided:
 async def _decide(
     services: Services, caller: Caller, adapter: str, action: str, pair_id: int | None = None
 ) -> tuple[quarantine.Decision, list[int], int]:
-    """Decide about a pair, or about all of an adapter's: (what, ids of those that waited, how many of its still wait).
+    """Release or drop a pair, or all of an adapter's; return (decision, ids decided, pairs that still wait).
 
-    Raises ApiError (403) for a release by those who may not, since it is trusted from then on: who may teach an adapter
-    that others use could otherwise poison it and wave it through.
+    Raises ApiError (403) for a release that only an admin or the user's own account may make: released pairs are
+    trusted, so whoever may train a shared adapter could otherwise poison it and release the poison.
     """
     if action == "release" and not caller.may("admin") and caller.tenant != adapter:
         message = (
@@ -95,11 +95,12 @@ async def _decide(
             services.feedback_intake.learn_soon(decided)
         return decision, decided, left
 
-    # Whether the client still listens makes no difference to what it decided.
+    # Shielded from the client's disconnect: a decision that was sent is carried out.
     return await asyncio.shield(decide())
 
 
 def _pair_id(request: web.Request) -> int:
+    """The pair's id in the URL. Raises ApiError (404)."""
     text = request.match_info["pair"]
     if not (text.isascii() and text.isdigit() and len(text) < 18):
         message = f'"{text[:40]}" is not the number of a pair: see GET /v1/quarantine'

@@ -1,4 +1,4 @@
-"""Each request's id, and the one line that the log has of it."""
+"""The request log: an id for each request, and one log line when it ends."""
 
 import asyncio
 import logging
@@ -18,34 +18,34 @@ log = logging.getLogger("edged.api")
 
 HEADER = "X-Request-Id"
 _VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-"""What a client may call its request: it comes back in a header and stands in the log."""
+"""Ids that a client may give its request; they are returned in a header and logged."""
 _ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
-"""Where a request keeps its id, whether that is the client's choice, and what `note` was told."""
+"""Keys of a request for its id, whether the client chose that, and the fields of `note`."""
 PROBES = ("/healthz", "/readyz")
 _FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
-"""Of failed and slow requests of one route and status: a box that is overloaded need not say so a thousand times."""
+"""Lines at once, then seconds between lines, for failed and slow requests of one route, status and problem."""
 _sparing = logs.Sparing(_FAILED_BURST, _FAILED_EVERY_S)
 _SHOWN = ("caller", "peer", "code", "user", "completion_tokens", "ttft_ms", "left_out")
-"""Fields that people want to see at once of a completion or a refusal."""
+"""Fields that the sentence of a line shows."""
 
 
 def name_request(request: web.Request, name: str) -> None:
-    """Call a request `name`, such as its completion's id, unless the client has named it."""
+    """Set a request's id to `name`, such as its completion's id, unless the client chose one."""
     if not request.get(_CHOSEN):
         request[_ID] = name
         logs.request_id.set(name)
 
 
 def note(request: web.Request, **fields: Any) -> None:
-    """Say more of a request in its line: counts and ids, nobody's text."""
+    """Add fields to a request's log line: counts and ids, never a user's text."""
     request[_NOTES] = {**request.get(_NOTES, {}), **fields}
 
 
 @web.middleware
 async def request_lines(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id and, when it ends, its line; 400 for an id that cannot be one.
+    """Give the request its id and, when it ends, its log line; answer 400 for an invalid id.
 
-    Every exception of the handler becomes an answer, unless the answer has begun (streams report their own).
+    Every exception of the handler becomes a response; streaming handlers report errors after the first byte.
     """
     given = request.headers.get(HEADER, "")
     valid = request[_CHOSEN] = bool(_VALID.fullmatch(given))
@@ -72,13 +72,13 @@ async def request_lines(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Every answer names its request (a handler of `on_response_prepare`)."""
+    """Add the request's id to the response headers (a handler of `on_response_prepare`)."""
     if name := request.get(_ID):
         response.headers[HEADER] = name
 
 
 def _write_line(request: web.Request, status: int, seconds: float, error: ApiError | None = None) -> None:
-    """Failed and slow requests are warnings; others only show at level debug."""
+    """Log a request: failed and slow ones as warnings, others at level debug."""
     route = request.match_info.route.resource
     path = route.canonical if route is not None else "unknown"
     fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
@@ -100,7 +100,7 @@ def _write_line(request: web.Request, status: int, seconds: float, error: ApiErr
 
 
 def _refusal(request: web.Request, error: ApiError | None) -> dict[str, Any]:
-    """Of a request that was answered with an error: whose it was, and which error; of nobody known, where from."""
+    """Fields for a request that was answered with an error: its caller (or else its address), and the error's code."""
     if error is None:
         return {}
     caller = request.get(CALLER)
@@ -109,13 +109,13 @@ def _refusal(request: web.Request, error: ApiError | None) -> dict[str, Any]:
 
 
 def _problem(request: web.Request, fields: dict[str, Any]) -> str:
-    """What was wrong; "" for nothing that anybody need hear of."""
+    """Why a request's line is a warning; "" for none."""
     lifecycle, status = request.app[LIFECYCLE], fields["status"]
     if request.path in PROBES:
         return ""
     if error := fields.get("error"):
         return f"failed ({error})"
-    # Before the model is there, and from SIGTERM on, 503 is what there is to say.
+    # While the model is loading, and from SIGTERM on, 503 is the expected answer.
     if status >= 500 and lifecycle.phase == "ready":
         return f"failed ({status})"
     if status in (401, 403, 429):

@@ -1,6 +1,6 @@
-"""What clients may send: the JSON bodies, checked field by field, and fields of the query.
+"""Request bodies as pydantic models, and the fields of the query.
 
-Fields of OpenAI's that change nothing here are ignored (`metadata`, `store`, ...); fields that would
+OpenAI's fields that have no effect here are ignored (`metadata`, `store`, ...); fields that would
 change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
 """
 
@@ -26,27 +26,26 @@ _MOST_TOKENS = 2**31
 _MOST_BIASES = 1024
 _MOST_MESSAGES = 10_000
 _THREAD_BYTES = 1 << 16
-"""Bodies from this size on are read and checked beside the event loop."""
+"""Bodies from this size on are parsed and checked in a thread."""
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
 _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
-"""Values of unsupported fields that ask for nothing."""
+"""Values of unsupported fields that request nothing."""
 
 USER_PATTERN = f"^{USER_NAME.pattern}$"
-"""`USER_NAME` as JSON schema has it. What validators refuse is told to the OpenAPI document beside the fields."""
-TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+"""`USER_NAME` as a JSON schema pattern; the OpenAPI document does not see validators."""
 _FAIL_FAST = Field(fail_fast=True)
-"""Of lists: they are checked up to the first fault, since a body has room for hundreds of thousands."""
-TokenIds = Annotated[list[TokenId], _FAIL_FAST]
+"""For lists: checked up to the first fault, since a body has room for hundreds of thousands."""
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]], _FAIL_FAST]
 T = TypeVar("T")
 
 
 def _refuse(message: str) -> NoReturn:
-    """Fail validation with this very sentence."""
+    """Fail validation with this sentence as the message."""
     raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
 
 
 def _clean(text: str) -> str:
-    """Text that UTF-8 can carry. JSON can say half a surrogate pair, which is no character."""
+    """Refuse text that UTF-8 cannot encode: JSON can escape half a surrogate pair, which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -64,7 +63,7 @@ def _check_user(user: str) -> str:
 
 
 def _at_most(most: int, what: str) -> Callable[[Any], Any]:
-    """A validator that refuses a list or object with more entries."""
+    """Return a validator that refuses a list or object with more than `most` entries."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > most:
@@ -79,11 +78,13 @@ _CLEAN = AfterValidator(_clean)
 
 
 class _Body(BaseModel):
+    """A JSON object that a client sends; unknown fields are ignored."""
+
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     @classmethod
     def checked(cls, body: dict[str, Any]) -> Self:
-        """`body` as this kind. Raises ApiError that names the first field at fault."""
+        """Validate `body` as this model. Raises ApiError that names the first field at fault."""
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -110,7 +111,7 @@ class Message(_Body):
     content: str | Annotated[list[TextPart], _FAIL_FAST]
 
     def plain(self) -> dict[str, str]:
-        """As chat templates and the store know it: `developer` is `system`, parts are joined."""
+        """Return the message for chat templates and the store: `developer` becomes `system`, parts are joined."""
         parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": _clean("\n".join(parts))}
@@ -173,7 +174,7 @@ class ResponseFormat(_Body):
 
 
 class _Generation(_Body):
-    """What both kinds of completion share. vLLM's extensions are from `min_tokens` on."""
+    """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None
     user: UserName | None = None
@@ -207,22 +208,22 @@ class _Generation(_Body):
 
     @property
     def choices(self) -> int:
-        """How many answers are wanted."""
+        """The number of answers."""
         return self.n or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The stop strings, as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def service(self) -> ServiceClass:
-        """OpenAI's "flex" processing is the batch class."""
+        """The scheduler's class: "flex" processing is batch, all else interactive."""
         return ServiceClass.BATCH if self.service_tier == "flex" else ServiceClass.INTERACTIVE
 
     @property
     def answer_tokens(self) -> int | None:
-        """The longest answer that is wanted."""
+        """The most tokens of an answer; None for the default."""
         return self.max_tokens
 
 
@@ -274,13 +275,13 @@ class CompletionRequest(_Generation):
 
 
 class _Own(_Body):
-    """Bodies of edged's own routes: an unknown field is a mistake."""
+    """A body of edged's own routes; unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     @classmethod
     def checked(cls, body: dict[str, Any]) -> Self:
-        """`body` as this kind. Raises ApiError that names the first field at fault."""
+        """Validate `body` as this model. Raises ApiError that names the first field at fault."""
         if unknown := next((name for name in body if name not in cls.model_fields), ""):
             raise bad_request(f'unknown field "{unknown[:80]}"', unknown[:80])
         return super().checked(body)
@@ -334,7 +335,7 @@ class UserQuarantineRequest(QuarantineRequest):
 
 
 def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
-    """Either form of feedback, told apart by its fields. Raises ApiError."""
+    """Validate either form of feedback, distinguished by its fields. Raises ApiError."""
     if "completion_id" in body or "signal" in body:
         return SignalRequest.checked(body)
     if "chosen" in body or "rejected" in body:
@@ -345,7 +346,7 @@ def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
 
 
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:
-    """What `check` makes of a request's JSON object. Raises ApiError."""
+    """Read a request's JSON object and return `check` of it. Raises ApiError."""
     data = await request.read()
     if len(data) < _THREAD_BYTES:
         return check(parse_json(data))
@@ -353,7 +354,7 @@ async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) 
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises ApiError."""
+    """Parse a body that is a JSON object. Raises ApiError."""
 
     def refuse(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -368,7 +369,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """The first field's error as a sentence; of a union's branches, that of the one which went deepest."""
+    """Turn the first field's error into a sentence; for a union, the error of the branch that matched deepest."""
     found: list[Any] = error.errors(include_url=False, include_input=True)
     same_field = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
     first = max(same_field, key=lambda item: len(_fields(item["loc"])))
@@ -383,11 +384,12 @@ def _explain(error: ValidationError) -> ApiError:
 
 
 def _fields(location: tuple[int | str, ...]) -> list[int | str]:
-    """The parts of pydantic's location that name fields and indices, without those that name a union's branches."""
+    """Return the fields and indices in pydantic's location, without the parts that name a union's branches."""
     return [part for part in location if isinstance(part, int) or not ("[" in part or part in ("str", "int"))]
 
 
 def _short(value: Any) -> str:
+    """Encode a value as JSON, cut to 60 characters."""
     try:
         text = json.dumps(value)
     except ValueError:
@@ -396,7 +398,7 @@ def _short(value: Any) -> str:
 
 
 def queried_user(request: web.Request) -> str | None:
-    """`?user=`, which must be a name. Raises ApiError."""
+    """The user name in `?user=`; None without it. Raises ApiError."""
     user = request.query.get("user")
     if user is not None and not USER_NAME.fullmatch(user):
         raise bad_request(f'"{user[:80]}" cannot name a user', "user")
@@ -404,7 +406,7 @@ def queried_user(request: web.Request) -> str | None:
 
 
 def queried_integer(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    """A field of the query, a whole number between two others. Raises ApiError."""
+    """A field of the query, a whole number from `least` to `most`. Raises ApiError."""
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
         raise bad_request(f'{name} = "{text[:40]}" is not a number from {least} to {most}', name)

@@ -1,7 +1,7 @@
-"""What the routes answer: the JSON bodies as models, from which the OpenAPI document is made.
+"""Response bodies as pydantic models, from which the OpenAPI document is generated.
 
 Handlers build them. Completions, whose log-probabilities may be thousands of objects, and the reports of other parts
-are plain dicts: `tests/api/test_openapi.py` holds these to their models.
+are plain dicts: `tests/api/test_openapi.py` checks them against their models.
 """
 
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class _Answer(BaseModel):
-    """An answer may say more than is written here, never less."""
+    """A JSON object that edged answers; it may have more fields than its model, never fewer."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -1,4 +1,4 @@
-"""What the routes work with, and in which phase of its life the daemon is."""
+"""The daemon's running parts, which the routes use, and its lifecycle: loading, ready, draining."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ _BUSY_RETRY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The running parts. `model` is the base model's name in the API."""
+    """The daemon's running parts. `model` is the base model's name in the API."""
 
     live: Live[Settings]
     """The settings in force, for parts that read them when they decide."""
@@ -49,34 +49,34 @@ class Services:
     governors: Governors
     upkeep: Maintenance
     started_at_s: float
-    """Unix time."""
+    """Unix time of the start."""
     reload: Callable[[], Awaitable[ReloadResult]]
     """Reads the settings again; raises ConfigError."""
     forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Adapters being forgotten: the daemon ends no earlier."""
+    """Tasks that forget adapters: the daemon waits for them before it ends."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)
-    """What is being done just now to forget each of them."""
+    """The present stage of each such task, by adapter."""
     busy: set[str] = field(default_factory=set)
-    """Work that is done for one caller at a time, such as "backup", while it is under way."""
+    """Running work of kinds that only one caller may do at a time, such as "backup"."""
 
     @property
     def settings(self) -> Settings:
-        """Those in force."""
+        """The settings in force."""
         return self.live.now
 
     def configure(self, settings: Settings) -> None:
-        """Have everything that reads `live` go by other settings from now on.
+        """Replace the settings that everything reads from `live`.
 
-        Under other rules or tokens nobody goes on watching by the old ones: streams end, and who still may begins anew.
+        If rules or tokens changed, all event streams end, so that none goes on under old rights; clients reconnect.
         """
         before, self.live.now = self.live.now, adopted(self.live.now, settings)
         if settings.access != before.access:
             self.feed.close()
 
     def claim(self, what: str) -> None:
-        """Begin work that `what` names and `busy` holds until its end. Raises ApiError (429) while another does it.
+        """Add `what` to `busy`, from which the caller removes it at its end. Raises ApiError (429) if it is there.
 
-        The others are turned away, for waiting they would hold a connection.
+        Others are refused and do not wait, since they would hold a connection.
         """
         if what in self.busy:
             message = f"another {what} is being made: try again when it is done"
@@ -86,14 +86,14 @@ class Services:
 
 @dataclass(slots=True)
 class Lifecycle:
-    """The phase, and the services once the model is loaded."""
+    """The daemon's phase, and its services once the model is loaded."""
 
     phase: Phase = "loading"
     services: Services | None = None
     opened_s: float = field(default_factory=time.monotonic)
 
     def problem(self) -> ApiError | None:
-        """Why nothing can be served now; None when it can."""
+        """The error of every request that needs a ready daemon; None when it is ready."""
         if self.services is not None and self.services.engine.error:
             return ApiError(503, self.services.engine.error, code="engine_stopped")
         problems = {"loading": "the model is being loaded", "draining": "the daemon is stopping"}
@@ -104,7 +104,7 @@ LIFECYCLE = web.AppKey("lifecycle", Lifecycle)
 
 
 def services_of(request: web.Request) -> Services:
-    """The services of a request's daemon. Raises ApiError while the model is loading."""
+    """The services, from a request's application. Raises ApiError (503) while the model is loading."""
     lifecycle = request.app[LIFECYCLE]
     if lifecycle.services is None:
         raise lifecycle.problem() or ApiError(503, "the daemon has not started", code="loading")

@@ -1,7 +1,7 @@
-"""Where the daemon listens: the Unix socket's file, the TCP address, or what systemd has opened for it.
+"""Listening sockets: the Unix socket's file, the TCP address, or sockets that systemd opened for the daemon.
 
-While a start is refused, requests on systemd's sockets are answered with 503, so that nobody waits for what does not
-come. Imports nothing slow.
+While a start is refused, requests on systemd's sockets are answered with 503, so that no client waits in vain. Imports
+nothing slow.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ log = logging.getLogger("edged.api")
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 _TELL_AGAIN_S = 60.0
 BACKLOG = 1024
-"""Clients that may wait to be accepted."""
+"""Connections that may wait to be accepted."""
 _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 
 
 _TCP_MESSAGE = "edged could not start: whoever runs this box finds the reason in its log"
 _SILENT = logging.Logger("edged.api.sockets", logging.CRITICAL + 1)
-"""aiohttp would tell of every request that it cannot read, with a traceback."""
+"""A logger that drops aiohttp's tracebacks for requests that it cannot parse."""
 
 
 class ListenError(RuntimeError):
-    """An address cannot be listened on; the message names it and the way out."""
+    """Raised for an address that cannot be listened on; the message names it and the way out."""
 
 
 class UnixListener:
     """A listening Unix socket, and the lock that keeps a second daemon off it.
 
     The lock is a file beside the socket, held until `close` or the end of the process, however it ends; so a socket
-    file whose lock is free and on which nobody answers is a dead daemon's, and is replaced.
+    file whose lock is free and that refuses connections is a dead daemon's, and is replaced.
     """
 
     def __init__(self, path: Path, mode: int = 0o660) -> None:
@@ -64,7 +64,7 @@ class UnixListener:
                 _remove_stale(path)
                 self.socket = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
                 self.socket.bind(os.fspath(path))
-                # Nobody can connect before `listen`, so that there is no moment with wider permissions.
+                # Connections are refused before `listen`, so that there is no moment with wider permissions.
                 os.chmod(path, mode)
                 self.socket.listen(BACKLOG)
                 self._inode = os.stat(path).st_ino
@@ -81,7 +81,7 @@ class UnixListener:
             ) from None
 
     def close(self) -> None:
-        """Remove the socket's file, unless somebody put another one there, and let the path go."""
+        """Close the socket, remove its file unless another one has replaced it, and release the lock."""
         with contextlib.suppress(OSError):
             if os.stat(self.path).st_ino == self._inode:
                 self.path.unlink()
@@ -91,25 +91,25 @@ class UnixListener:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """All sockets that the daemon listens on."""
+    """All listening sockets of the daemon."""
 
     sockets: tuple[socket.socket, ...]
     _held: contextlib.ExitStack
 
     @property
     def names(self) -> list[str]:
-        """Each socket as people write it: a path, or HOST:PORT."""
+        """The address of each socket: a path, or HOST:PORT."""
         return [_name(item) for item in self.sockets]
 
     def close(self) -> None:
-        """Let all of them go. The files of those that systemd opened stay: it listens on."""
+        """Close all of them. The files of those that systemd opened stay, since systemd goes on listening."""
         self._held.close()
 
 
 def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str, str]) -> Listeners:
-    """Listen where systemd says, else where the settings say. Raises ListenError.
+    """Take the sockets that systemd passed, and listen on the settings' addresses for the others. Raises ListenError.
 
-    A Unix socket of systemd's takes the place of `api.socket`, its TCP sockets that of `api.listen`.
+    A Unix socket of systemd's replaces `api.socket`, TCP sockets of systemd's replace `api.listen`.
     """
     with contextlib.ExitStack() as held:
         taken = [held.enter_context(item) for item in inherited_sockets(environ, os.getpid())]
@@ -126,9 +126,9 @@ def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str
 
 
 def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socket]:
-    """The listening sockets that systemd has passed to process `pid` (sd_listen_fds(3)). Raises ListenError.
+    """Return the listening sockets that systemd has passed to process `pid` (sd_listen_fds(3)). Raises ListenError.
 
-    Each call gives duplicates, which may be closed: a start that is then refused goes on answering on the same sockets.
+    Each call returns duplicates, which may be closed: a start that is then refused still answers on the same sockets.
     """
     count = environ.get("LISTEN_FDS", "")
     if environ.get("LISTEN_PID") != str(pid) or not count.isdigit():
@@ -139,7 +139,7 @@ def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socke
         descriptor = _FIRST_INHERITED + number
         name = names[number] if number < len(names) and names[number] else f"number {number}"
         try:
-            # What the daemon starts shall not keep the address.
+            # Child processes of the daemon must not keep the address open.
             os.set_inheritable(descriptor, False)
             item = socket.socket(fileno=os.dup(descriptor))
             listens = item.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
@@ -162,6 +162,7 @@ def _name(item: socket.socket) -> str:
 
 
 def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
+    """Raise ListenError for an address beyond loopback where there are no tokens."""
     if not has_tokens and not ipaddress.ip_address(host).is_loopback:
         raise ListenError(
             f"{what} is reachable from other machines: set api.token or make one (`edged token new`), "
@@ -170,7 +171,7 @@ def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
 
 
 def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
-    """A listening TCP socket on `HOST:PORT`. Raises ListenError, also beyond loopback where there are no tokens."""
+    """Listen on `HOST:PORT` over TCP. Raises ListenError, also for an address beyond loopback without tokens."""
     host, separator, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
@@ -188,9 +189,9 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
-    """One line in the log, at most once a minute, when no file descriptor is free for a client.
+    """Install an exception handler that logs one line, at most once a minute, when no file descriptor is free.
 
-    asyncio tries again every second, and tells of each connection that it could not accept then, with a traceback.
+    asyncio retries every second, and by default logs each connection that it could not accept, with a traceback.
     """
     sparing = logs.Sparing(1, _TELL_AGAIN_S)
 
@@ -205,7 +206,7 @@ def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a socket file on which nobody answers. Raises ListenError for anything else that is there."""
+    """Remove a socket file that refuses connections. Raises ListenError for anything else at the path."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -220,7 +221,7 @@ def _remove_stale(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except TimeoutError:
-            # Somebody listens but is too busy to accept.
+            # A program listens but is too busy to accept.
             pass
     raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
 
@@ -232,7 +233,7 @@ def over_tcp(request: web.BaseRequest) -> bool:
 
 
 async def answer_refusals(message: str, wait_s: float, environ: Mapping[str, str]) -> None:
-    """For `wait_s`, answer on the sockets of systemd's; those who come over TCP are not told `message`.
+    """For `wait_s`, answer 503 with `message` on the sockets of systemd's; over TCP without `message`.
 
     Raises ListenError where systemd's sockets cannot be used, OSError where they cannot be listened on.
     """

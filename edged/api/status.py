@@ -1,4 +1,4 @@
-"""`GET /v1/status`, `/healthz`, `/readyz`."""
+"""`GET /v1/status`, `/healthz`, `/readyz`: the daemon's status, and probes for a supervisor."""
 
 import asyncio
 import time
@@ -15,13 +15,16 @@ from edged.store.quarantine import count_quarantined
 
 
 async def status(request: web.Request) -> Json:
-    """Queues, bins, pages, fine-tuning, device. Adapters are named to those alone who may speak for them."""
+    """What the daemon does.
+
+    Queues, bins, pages, fine-tuning, device. A caller sees the names of those adapters alone that it may speak for.
+    """
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
     return visible(body, caller_of(request))
 
 
 def report(lifecycle: Lifecycle, services: Services) -> Json:
-    """The status, JSON-ready. It reads the database: not for the event loop."""
+    """Build the status as a JSON object. It reads the database: not for the event loop."""
     engine, store, problem = services.engine.status(), services.store, ""
     quarantined: int | None = None
     try:
@@ -47,18 +50,18 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
 
 
 def queue(services: Services) -> dict[str, int]:
-    """Requests by stage, also those that wait to be let in, and pairs that wait to be learned."""
+    """Count requests by stage, with those that wait for admission, and pairs that wait for training."""
     counts = services.engine.queue()
     return {**counts, "waiting": counts["waiting"] + services.admission.waiting}
 
 
 def refused(services: Services) -> int:
-    """Requests since start that found the queue full."""
+    """The number of requests since start that found the queue full."""
     return services.engine.stats.outcomes["refused"] + services.admission.refused
 
 
 def visible(body: Json, caller: Caller) -> Json:
-    """A status as a caller may see it: who that is, and no adapter's name that it may not hear of."""
+    """Return a status with the caller, and without names of adapters that the caller may not speak for."""
     learning, sees = body["finetune"], caller.speaks_for
     named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
     forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
@@ -67,7 +70,10 @@ def visible(body: Json, caller: Caller) -> Json:
 
 
 async def healthz(request: web.Request) -> Health:
-    """200 as long as the process should be left alone: loading, serving, draining."""
+    """Whether the process should be left alone.
+
+    200 while it is loading, serving or draining.
+    """
     lifecycle = request.app[LIFECYCLE]
     problem = lifecycle.problem()
     if problem and problem.code not in ("loading", "draining"):
@@ -76,7 +82,10 @@ async def healthz(request: web.Request) -> Health:
 
 
 async def readyz(request: web.Request) -> Ready:
-    """200 when completions are served, 503 while the model is loading and from SIGTERM on."""
+    """Whether completions are served.
+
+    200 when they are, 503 while the model is loading and from SIGTERM on.
+    """
     if problem := request.app[LIFECYCLE].problem():
         raise problem
     return Ready(status="ready")

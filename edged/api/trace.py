@@ -1,4 +1,4 @@
-"""`GET /v1/trace?seconds=N`: what the engine did in the last N seconds, for ui.perfetto.dev."""
+"""`GET /v1/trace?seconds=N`: a trace of the engine's last N seconds, for ui.perfetto.dev."""
 
 import json
 import time
@@ -15,11 +15,14 @@ from edged.observe.trace import Event, Tracer
 
 MOST_SECONDS = 600
 _ITERATIONS_A_PIECE = 16
-"""Made at once, so that the engine's thread is never kept waiting for long."""
+"""Iterations that are converted at a time, so that the engine's thread never waits long for the interpreter."""
 
 
 async def get_trace(request: web.Request) -> web.StreamResponse:
-    """A trace event document, one event a line."""
+    """What the engine did, in Chrome's trace event format.
+
+    The document has one event a line.
+    """
     services, seconds = services_of(request), _seconds(request)
     since_s = time.monotonic() - seconds
     engine = services.engine
@@ -31,7 +34,7 @@ async def get_trace(request: web.Request) -> web.StreamResponse:
 
 
 def _written(head: str, pieces: Iterator[list[Event]]) -> Iterator[bytes]:
-    """The document in pieces of some iterations' events each; `head` is a JSON object with the fields before them."""
+    """Yield the document in pieces of some iterations each; `head` is a JSON object of the fields before the events."""
     yield f'{head[:-1]}, "traceEvents": [\n'.encode()
     separator = ""
     for some in iter(lambda: list(islice(pieces, _ITERATIONS_A_PIECE)), []):
@@ -42,6 +45,7 @@ def _written(head: str, pieces: Iterator[list[Event]]) -> Iterator[bytes]:
 
 
 def _seconds(request: web.Request) -> float:
+    """The number in `?seconds=`. Raises ApiError."""
     text = request.query.get("seconds", "10")
     with suppress(ValueError):
         if 0.0 < float(text) <= MOST_SECONDS:

@@ -184,7 +184,7 @@ def new(name: str, roles: str, users: str | None) -> Any:
     """
     import secrets
 
-    from edged.api.tokens import token_hash
+    from edged.settings.access import token_hash
     from edged.settings.load import ConfigError, load_settings
     from edged.settings.toml import to_toml_value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from typing import Annotated, Any, Literal
@@ -45,6 +46,14 @@ _TOKEN_NAME = _like(
     rf"(?!{re.escape(API_TOKEN)}$){USER_NAME.pattern}",
     f'cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"',
 )
+
+
+def token_hash(token: str) -> str:
+    """The SHA-256 of a bearer token, in hex digits: the settings keep nothing else of it.
+
+    A token has 256 random bits, so a plain hash suffices: the token cannot be guessed back from it.
+    """
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def setting(default: Any, description: str, **bounds: Any) -> Any:

@@ -79,7 +79,7 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
         self.engine = Engine(self.store)
-        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Live(Settings()))
+        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Live(Settings()), "")
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.feedback_intake.learn_soon(pair.pair_ids)

@@ -10,7 +10,7 @@ import pytest
 
 from edged.api.access import Access, AccessError, Accounts, Peer, loopback_uid, unix_peer
 from edged.api.errors import ApiError
-from edged.api.tokens import token_hash
+from edged.settings.access import token_hash
 from edged.settings.load import AccessSettings
 
 
@@ -98,7 +98,7 @@ def test_without_a_rule_an_account_speaks_for_itself_and_one_without_a_name_for_
 
 
 def test_root_the_daemons_account_and_the_group_edged_are_admins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.api.access.gid_of", lambda name: 777 if name == "edged" else None)
+    monkeypatch.setattr("edged.api.access.id_of", lambda kind, name: 777 if name == "edged" else None)
     rules = [{"peers": ["uid:0", "uid:5001"], "roles": []}]
     found = access(rules=rules)
     for peer in (Peer(0, "root", frozenset()), Peer(os.geteuid(), "me", frozenset()), Peer(9, "x", frozenset({777}))):

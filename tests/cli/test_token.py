@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from edged.api.tokens import token_hash
 from edged.cli.main import cli
+from edged.settings.access import token_hash
 from edged.settings.load import load_settings
 
 

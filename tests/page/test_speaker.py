@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
-from edged.api.tokens import token_hash
+from edged.settings.access import token_hash
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 from tests.page.browser import PATIENT_MS, Person, accessible, chromium, free_port, opened

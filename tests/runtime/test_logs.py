@@ -16,8 +16,8 @@ import pytest
 
 from edged.align.feedback.pair import StepSkipped, VersionPublished
 from edged.align.journal import LogEvents
-from edged.api.tokens import token_hash
 from edged.runtime import logs
+from edged.settings.access import token_hash
 from edged.settings.load import LogSettings, Settings, load_settings
 from edged.settings.toml import to_toml_value
 from tests.api.live import LiveDaemon, running
