@@ -105,7 +105,7 @@ class LocalEngine:
 
     def wait(self, seconds: float = LONGEST_WAIT_S) -> dict[str, ReplayedAnswer]:
         """Wait until all are answered; the answers since the last call. RuntimeError where one is not."""
-        self.recorder.whole_answers(lambda: self.engine.error, seconds)
+        self.recorder.wait_for_whole_answers(lambda: self.engine.error, seconds)
         found, self.recorder.answers = self.recorder.answers, {}
         return found
 
