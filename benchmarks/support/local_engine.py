@@ -106,7 +106,7 @@ class LocalEngine:
     def wait(self, seconds: float = LONGEST_WAIT_S) -> dict[str, ReplayedAnswer]:
         """Wait until all requests are answered; return the answers since the last call. Raises RuntimeError if one is
         not."""
-        self.recorder.whole_answers(lambda: self.engine.error, seconds)
+        self.recorder.wait_for_whole_answers(lambda: self.engine.error, seconds)
         found, self.recorder.answers = self.recorder.answers, {}
         return found
 

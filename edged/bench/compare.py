@@ -130,7 +130,8 @@ def compare(
     known = {row["file"]: row for row in manifest["runs"] if "file" in row}
     manifest["runs"] = list((known | {run.file: {**asdict(run), "file": run.file} for run in runs}).values())
     _write(folder / MANIFEST, manifest)
-    missing = [run for run in runs if not _is_done(folder / run.file)]
+    # An error is not a report: that run is done again.
+    missing = [run for run in runs if not ((path := folder / run.file).is_file() and "report" in read_object(path))]
     ended: list[Run] = []
     started_s = time.monotonic()
 
@@ -156,11 +157,6 @@ def compare(
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(do, missing))
     return manifest
-
-
-def _is_done(path: Path) -> bool:
-    """Whether `path` holds a run's report, not its error. Raises CompareError for a file that is damaged."""
-    return path.is_file() and "report" in read_object(path)
 
 
 def call(command: list[str], seconds: float, progress: Progress) -> dict[str, Any]:

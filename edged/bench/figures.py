@@ -158,9 +158,8 @@ def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
     counted there.
     """
     spans = [after - before for (before, _), (after, _) in pairwise(looks)]
-    work = []
-    for (_, before), (_, after) in pairwise(looks):
-        work.append([after[f"{part}_s"] - before[f"{part}_s"] for part in _PARTS])
+    sums = [[busy[f"{part}_s"] for part in _PARTS] for _, busy in looks]
+    work = [[b - a for a, b in zip(before, after, strict=True)] for before, after in pairwise(sums)]
     for index in range(len(work) - 1, -1, -1):
         total = sum(work[index])
         if total <= spans[index]:

@@ -104,16 +104,14 @@ class ReplayRecorder:
                 self._changed.wait(min(left, 0.5))
         return not self.open_requests
 
-    def whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> list[ReplayedAnswer]:
-        """Wait until every request is answered to its end; return the answers.
+    def wait_for_whole_answers(self, problem: Callable[[], str | None], timeout_s: float) -> None:
+        """Wait until every request is answered to its end.
 
         `problem` returns why the engine no longer runs, or None. Raises RuntimeError with that, on timeout, or when a
         request ended otherwise.
         """
         if not self.wait_until_answered(timeout_s, lambda: not problem()):
             raise RuntimeError(f"the engine: {problem() or 'no answer in time'}")
-        answers = list(self.answers.values())
-        ends = [answer.finish for answer in answers if answer.finish is not None]
+        ends = [answer.finish for answer in self.answers.values() if answer.finish is not None]
         if bad := [end.error or end.reason for end in ends if end.reason not in ("length", "stop")]:
-            raise RuntimeError(f"{len(bad)} of {len(answers)} requests failed, the first with: {bad[0]}")
-        return answers
+            raise RuntimeError(f"{len(bad)} of {len(self.answers)} requests failed, the first with: {bad[0]}")

@@ -19,7 +19,8 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MOONCAKE_BLOCK_TOKENS = 512
 _MOONCAKE_TICK_S = 3.0
 _POISSON_ROWS = 20_000
-_POISSON_PROMPT_TOKENS, _POISSON_OUTPUT_TOKENS = 256, 64
+_POISSON_TOKENS = (256, 64)
+"""Means of a prompt and of an output."""
 _FITTING_PERCENT = 95.0
 """Lengths are scaled so that this share of a trace's requests fits the context; longer ones are cut."""
 
@@ -178,8 +179,7 @@ def _poisson(generator: random.Random) -> RequestTrace:
     """Draw independent arrivals, one a second; lengths are uniform within half of their means."""
     rows, at_s = [], 0.0
     for _ in range(_POISSON_ROWS):
-        prompt = generator.randint(_POISSON_PROMPT_TOKENS // 2, _POISSON_PROMPT_TOKENS * 3 // 2)
-        output = generator.randint(_POISSON_OUTPUT_TOKENS // 2, _POISSON_OUTPUT_TOKENS * 3 // 2)
+        prompt, output = (generator.randint(mean // 2, mean * 3 // 2) for mean in _POISSON_TOKENS)
         rows.append(TraceRow(at_s, prompt, output))
         at_s += generator.expovariate(1.0)
     return RequestTrace(POISSON, tuple(rows))

@@ -11,6 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -310,7 +311,7 @@ def rebuild(
             except NotRunning:
                 version = work.publish(folder)
     if as_json:
-        return print_json({**result.as_dict(), "output": output and str(output), "adopted_version": version})
+        return print_json({**asdict(result), "output": output and str(output), "adopted_version": version})
     if output is not None:
         click.echo(f"the rebuilt adapter is in {output}")
     if version is not None:

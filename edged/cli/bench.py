@@ -42,6 +42,16 @@ class Values(click.ParamType):
         return values if self._count else tuple(dict.fromkeys(values))
 
 
+def _prepare(keep_freed_memory: bool = True) -> None:
+    """Prepare the process before torch is imported, and keep progress bars of libraries off stderr."""
+    from edged.runtime.process import prepare
+
+    prepare(keep_freed_memory)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 @click.group()
 def bench() -> None:
     """Measure this machine with recorded loads, or simulate another."""
@@ -65,16 +75,11 @@ def replay(model: str, pairs: str, config: Path | None, policy: str | None, run:
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
     A share of the requests, --retrain-rate, comes with a preference pair.
     """
-    from edged.runtime.process import prepare
-
-    prepare()
-    from transformers.utils import logging as transformers_logging
-
+    _prepare()
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
     from edged.models.source import find_model
 
-    transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     with explain_os_errors():
         plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, pairs=Path(pairs), **load)
@@ -103,9 +108,7 @@ def memory(
 
     Nothing is loaded or downloaded. Exits with 1 when it does not fit.
     """
-    from edged.runtime.process import prepare
-
-    prepare()
+    _prepare()
     import torch
 
     from edged.bench.memory import plan_memory
@@ -264,9 +267,7 @@ def simulate(quantize: str | None, config: Path | None, policy: str | None, **lo
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
     lengths and no contents, so nothing is said about alignment.
     """
-    from edged.runtime.process import prepare
-
-    prepare()
+    _prepare()
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run
 
@@ -350,16 +351,11 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     few minutes for a model of some hundred million weights on a CPU; nothing else should run meanwhile.
     """
     settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
-    from edged.runtime.process import prepare
-
-    prepare(settings.model.keep_freed_memory)
-    from transformers.utils import logging as transformers_logging
-
+    _prepare(settings.model.keep_freed_memory)
     from edged.models.source import find_model
     from edged.profiler.profile import profile_device
     from edged.store.data_dir import data_folder
 
-    transformers_logging.disable_progress_bar()
     with explain_os_errors():
         model_dir, name = find_model(settings.model)
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"name": name})})

@@ -5,14 +5,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from edged.cli.output import print_json, print_text
 from edged.client.client import Client, DaemonError, find_address
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 _LOADING_S = 600.0
 """Seconds that a command waits for a daemon that loads its model."""
 

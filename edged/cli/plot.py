@@ -9,10 +9,10 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bit of each dot of a braille character, by column (0-1) and row (0-3, from the top)."""
 
 
-def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
-    """Return the last `width` values as bars of height 0..`top` (default: their maximum); those above 0 are visible."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return the last `width` values as bars from 0 to their maximum; those above 0 are visible."""
     shown = list(values)[-width:]
-    scale = max(shown, default=0.0) if top is None else top
+    scale = max(shown, default=0.0)
     if scale <= 0:
         return " " * len(shown)
     steps = len(BLOCKS) - 1
@@ -23,17 +23,16 @@ def line_plot(
     values: Sequence[float],
     width: int,
     height: int,
-    low: float | None = None,
-    high: float | None = None,
+    ends: tuple[float, float] | None = None,
     guide: float | None = None,
 ) -> list[str]:
     """Return `height` strings of `width` characters that plot `values` as a line, with an axis on the left.
 
-    `low` and `high` fix the axis (default: the data's range); `guide` adds a dotted horizontal line at its value.
+    `ends` are the axis' lowest and highest value (default: the data's range); `guide` adds a dotted horizontal line at
+    its value.
     """
     known = [*values, *([] if guide is None else [guide])]
-    bottom = min(known, default=0.0) if low is None else low
-    ceiling = max(known, default=1.0) if high is None else high
+    bottom, ceiling = ends or (min(known, default=0.0), max(known, default=1.0))
     if ceiling - bottom < 1e-9:
         bottom, ceiling = bottom - 0.5, ceiling + 0.5
     digits = 2 if max(abs(bottom), abs(ceiling)) < 10 else 0

@@ -54,14 +54,12 @@ def settings_file(named: Path | None) -> Path | None:
     return INSTALLED_FILE
 
 
-def load_settings(
-    path: str | Path | None = None, environ: dict[str, str] | None = None, overrides: dict[str, Any] | None = None
-) -> Settings:
+def load_settings(path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
     """Call `edged.settings.load.load_settings` with the registered policies. Raises ConfigError."""
     from edged.scheduler.policies.registry import ROWS
     from edged.settings import load
 
-    return load.load_settings(path, environ, overrides, ROWS)
+    return load.load_settings(path, None, overrides, ROWS)
 
 
 def settings_of(named: Path | None, overrides: dict[str, Any] | None = None) -> Settings:

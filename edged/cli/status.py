@@ -21,8 +21,8 @@ BIN_ROWS = (
     ("units", "finetune_units", "magenta", "units"),
     ("latency", "latency_ms", "yellow", "ms"),
 )
-PLOT_WIDTH = 36
-PLOT_HEIGHT = 6
+PLOT_SIZE = (36, 6)
+"""Columns and rows of a plot."""
 FIRST_PAIR = 10
 """First pair of a curve: means over fewer pairs say little."""
 
@@ -75,13 +75,12 @@ def headline(data: dict[str, Any]) -> Renderable:
     from rich.text import Text
 
     model = data["model"]
-    context = number(model["max_context_tokens"])
     return Text.assemble(
         ("edged ", "bold"),
         f"{data['version']}  up {duration(data['uptime_s'])}\n",
         (f"{model['name']}", "bold"),
         f"  {model['architecture']}, {_count(model['parameters'])} parameters, {model['dtype']} on {model['device']}, "
-        f"context {context} tokens",
+        f"context {number(model['max_context_tokens'])} tokens",
     )
 
 
@@ -169,8 +168,7 @@ def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
     table.add_row("for neighbours", held, "for heat, power", share)
     if energy is not None:
         token, pair = (number(energy[f"joules_per_{of}"], 2, "J") for of in ("output_token", "pair"))
-        spent = f"{token} a token, {pair} a pair"
-        table.add_row("energy", spent, "", "")
+        table.add_row("energy", f"{token} a token, {pair} a pair", "", "")
 
 
 def _spilled(prefix: dict[str, Any]) -> str:
@@ -323,7 +321,7 @@ def _metrics_row(item: dict[str, Any]) -> list[str]:
     ]
 
 
-def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PLOT_HEIGHT) -> Renderable | None:
+def metrics_plot(item: dict[str, Any]) -> Renderable | None:
     """Plot an adapter's running reward accuracy, win rate and CLPD over its pairs; None for too few pairs."""
     from rich.columns import Columns
     from rich.panel import Panel
@@ -334,9 +332,9 @@ def metrics_plot(item: dict[str, Any], width: int = PLOT_WIDTH, height: int = PL
         return None
     win, clpd, accuracy = ([point[key] for point in series] for key in ("win_rate", "clpd", "reward_accuracy"))
     plots = (
-        ("reward accuracy", "yellow", line_plot(accuracy, width, height, low=0.0, high=1.0, guide=0.5)),
-        ("win rate", "green", line_plot(win, width, height, low=0.0, high=1.0, guide=0.5)),
-        ("CLPD in nats", "cyan", line_plot(clpd, width, height, guide=0.0)),
+        ("reward accuracy", "yellow", line_plot(accuracy, *PLOT_SIZE, ends=(0.0, 1.0), guide=0.5)),
+        ("win rate", "green", line_plot(win, *PLOT_SIZE, ends=(0.0, 1.0), guide=0.5)),
+        ("CLPD in nats", "cyan", line_plot(clpd, *PLOT_SIZE, guide=0.0)),
     )
     columns = [Text("\n".join([title, *rows]), style=colour, no_wrap=True) for title, colour, rows in plots]
     return Panel(

@@ -36,7 +36,7 @@ def engine_time(parts: Engine, recorder: ReplayRecorder, quick: bool, progress: 
         overhead_s = running.overhead_s()
         return overhead_s, running.rest_s(_QUICK_ROUNDS if quick else _ROUNDS, progress)
     finally:
-        running.engine.stop(0.0)
+        parts.stop(0.0)
 
 
 class _Running:
@@ -45,8 +45,7 @@ class _Running:
     def __init__(self, parts: Engine, recorder: ReplayRecorder) -> None:
         self._parts, self._recorder = parts, recorder
         self._numbers, self._generator = count(), random.Random(0)
-        self.engine = parts
-        self.engine.start()
+        parts.start()
 
     def overhead_s(self) -> float:
         """Return the median seconds between the work of two iterations, while some requests decode."""
@@ -56,7 +55,7 @@ class _Running:
         self._wait()
         gaps = [
             then.started_s - now.started_s - now.forward_s - sum(seconds for _, _, seconds in now.units)
-            for now, then in pairwise(self.engine.iterations())
+            for now, then in pairwise(self._parts.iterations())
         ]
         return statistics.median(gaps) if gaps else 0.0
 
@@ -91,8 +90,8 @@ class _Running:
         prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
         name = f"timed {next(self._numbers)}"
         self._recorder.expect(name, time.monotonic(), tokens)
-        self.engine.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
+        self._parts.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
         return name
 
     def _wait(self) -> None:
-        self._recorder.whole_answers(lambda: self.engine.error, _LONGEST_WAIT_S)
+        self._recorder.wait_for_whole_answers(lambda: self._parts.error, _LONGEST_WAIT_S)

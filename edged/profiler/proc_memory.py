@@ -8,7 +8,6 @@ import torch
 from edged.runtime.process import give_back_memory
 
 _STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def start_peak(device: torch.device) -> None:
@@ -16,7 +15,7 @@ def start_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
-        _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -33,7 +33,6 @@ from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 ONLINE = "online"
-REASON = "rebuilt"
 _PROMPTS, _GREEDY_TOKENS = 16, 32
 """Number of prompts, and tokens of each answer, that greedy agreement compares."""
 
@@ -54,10 +53,6 @@ class Comparison:
     online: dict[str, Score | None]
     rebuilt: dict[str, Score | None]
     agreement: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the comparison for JSON."""
-        return asdict(self)
 
 
 class Rebuild:
@@ -141,7 +136,7 @@ class Rebuild:
                 self._files.check(self.adapter, number)
             except (AdapterError, OSError) as error:
                 raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error
-            made = VersionPublished(self.adapter, number, self.online_version, REASON, len(self.learned))
+            made = VersionPublished(self.adapter, number, self.online_version, "rebuilt", len(self.learned))
             store.write(lambda db: insert_version(db, utc_text(utc_now()), asdict(made))).result()
             store.write(lambda db: set_version_saved(db, self.adapter, number, str(path), removed)).result()
             return number

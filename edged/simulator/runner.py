@@ -137,7 +137,7 @@ class SimulatedRunner:
         pruner: SimulatedPruner | None,
         max_context_tokens: int,
     ) -> None:
-        self._device, self._clock, self._pages, self._pruner = device, clock, pages, pruner
+        self._device, self._clock, self._pruner = device, clock, pruner
         self.pages, self.max_context_tokens = pages, max_context_tokens
         self.pruner: Pruner | None = pruner
         self.at_rest = True
@@ -199,7 +199,7 @@ class SimulatedRunner:
         return work
 
     def _serve(self, sequence: Sequence, tokens: int, work: RunnerOutput, load: Pass) -> None:
-        tokens = self._pages.grow(sequence, tokens)
+        tokens = self.pages.grow(sequence, tokens)
         if sequence.task.kind is Kind.DECODE:
             load.decodes += 1
             load.context += sequence.rows
@@ -218,14 +218,14 @@ class SimulatedRunner:
         """Advance a step's streams by up to `tokens`; return the tokens done. Raises OutOfPages before any stream has
         advanced."""
         taken: list[tuple[SimulatedStream, int]] = []
-        needed, left, size = 0, tokens, self._pages.page_size
+        needed, left, size = 0, tokens, self.pages.page_size
         for stream in job.step.streams:
             piece = min(stream.left, left)
             if piece:
                 taken.append((stream, piece))
                 needed += max(0, -(-(stream.done + piece) // size) - stream.pages)
                 left -= piece
-        job.pages += self._pages.allocate(needed)
+        job.pages += self.pages.allocate(needed)
         for stream, piece in taken:
             load.add_chunk(piece, stream.done, finetune=True)
             load.adapted += 0 if stream.reference else piece
@@ -242,7 +242,7 @@ class SimulatedRunner:
             unit = Unit(*job.step.run_unit())
             ran += 1
             if job.step.streams is not streams or job.step.group_ended:
-                self._pages.pool.release(job.pages)
+                self.pages.pool.release(job.pages)
                 job.pages = []
             seconds = self._device.unit_s(unit)
             self._clock.now += seconds

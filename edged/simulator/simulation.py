@@ -15,8 +15,6 @@ from edged.simulator.bench import Bench
 from edged.simulator.roofline import Device, Pass
 from edged.simulator.runner import START_S, Coming, SimulatedEngine
 
-PAIR_TOKENS = (100, 60, 60)
-"""Mean (prompt, chosen, rejected) tokens of a preference pair, unless the plan sets others."""
 _LONGEST_BURST_S = 86_400.0
 
 
@@ -31,7 +29,7 @@ class SimulationPlan(LoadPlan):
 
     device: str
     model: str
-    pair_tokens: tuple[int, int, int] = PAIR_TOKENS
+    pair_tokens: tuple[int, int, int] = (100, 60, 60)
     pair_lengths: Sequence[tuple[int, int, int]] | None = None
 
 

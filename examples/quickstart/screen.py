@@ -126,7 +126,7 @@ def _user_panel(taste: Taste, item: dict[str, Any] | None, exchange: Exchange, w
     plots = []
     for title, key, colour in CURVES:
         values = [point[key] for point in series]
-        rows = line_plot(values, inside // 2 - 1, PLOT_HEIGHT, low=0.0, high=1.0, guide=0.5)
+        rows = line_plot(values, inside // 2 - 1, PLOT_HEIGHT, ends=(0.0, 1.0), guide=0.5)
         heading = f"{title} {percent(values[-1] if values else None)}"
         plots.append(Text("\n".join([heading, *rows]), style=colour, no_wrap=True))
     facts = "no pair yet"

@@ -119,12 +119,12 @@ def test_a_misspelt_policy_on_the_command_line_is_told_the_nearest_name() -> Non
 
 @pytest.mark.parametrize("policy", ROWS)
 def test_every_policy_there_is_can_be_chosen(policy: str) -> None:
-    assert load_settings(None, {}, {"scheduler.policy": policy}).scheduler.policy == policy
+    assert load_settings(None, {"scheduler.policy": policy}).scheduler.policy == policy
 
 
 def test_an_unknown_policy_is_told_beside_other_wrong_settings() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_settings(None, {}, {"scheduler.policy": "zzz", "scheduler.gamma": -1.0})
+        load_settings(None, {"scheduler.policy": "zzz", "scheduler.gamma": -1.0})
     known = ", ".join(ROWS)
     assert f"setting \"scheduler.policy\" = 'zzz': known: {known}" in str(caught.value)
     assert 'setting "scheduler.gamma" = -1.0' in str(caught.value)

@@ -21,7 +21,7 @@ def test_a_sparkline_keeps_the_newest_values() -> None:
 
 
 def test_a_rising_line_goes_from_the_bottom_left_to_the_top_right() -> None:
-    rows = line_plot([0.0, 1.0], 20, 4, low=0.0, high=1.0)
+    rows = line_plot([0.0, 1.0], 20, 4, ends=(0.0, 1.0))
     inside = [row.split("┤")[1] for row in rows]
     assert [row.split()[0] for row in rows] == ["1.00", "0.67", "0.33", "0.00"]
     assert inside[-1][0] != BLANK
@@ -36,7 +36,7 @@ def test_every_row_of_a_plot_is_as_wide_as_asked() -> None:
 
 
 def test_values_outside_the_axis_stay_at_its_edge() -> None:
-    rows = line_plot([5.0, 5.0], 12, 3, low=0.0, high=1.0)
+    rows = line_plot([5.0, 5.0], 12, 3, ends=(0.0, 1.0))
     assert set(rows[0].split("┤")[1]) != {BLANK}
     assert {row.split("┤")[1] for row in rows[1:]} == {BLANK * 6}
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_both_adapters_are_measured_on_pairs_that_neither_and_that_both_were_tra
     assert found.rebuilt["learned"].reward_margin > 0
     assert found.rebuilt["learned"].kl_nats > 0
     assert 0 <= found.agreement <= 1
-    json.dumps(found.as_dict())
+    json.dumps(asdict(found))
 
 
 def test_the_online_adapters_scores_are_those_that_the_daemon_recorded(

@@ -15,7 +15,6 @@ from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fin
 from edged.cli.output import size
 from edged.engine.native import INSTALL_AGAIN, why_not_built
 
-_JTOP_SOCKET = "run/jtop.sock"
 _MUCH_SWAPPED = 0.25
 """Share of swap above which its use is reported."""
 _LIMITED_BELOW = 0.95
@@ -52,7 +51,7 @@ def jtop(it: Examination) -> Finding | None:
     """Check that jtop's service answers, on a Jetson."""
     if not it.jetson:
         return None
-    path = it.root / _JTOP_SOCKET
+    path = it.root / "run/jtop.sock"
     if not path.exists():
         way_out = "`sudo pip3 install -U jetson-stats`, then `sudo systemctl restart jtop.service`"
         return doubtful("its service is not there: no temperatures, power or clocks", way_out)
