@@ -26,27 +26,17 @@ class NotOfThisKind(ValueError):
     """A layer is not what the kernels compute."""
 
 
-class Scratch:
-    """Memory for what a layer's calls compute in between, shared by all layers of a model."""
-
-    def __init__(self) -> None:
-        self._floats = torch.empty(0, dtype=torch.float32)
-
-    def of(self, floats: int) -> int:
-        """The address of at least so many."""
-        if len(self._floats) < floats:
-            self._floats = torch.empty(floats, dtype=torch.float32)
-        return self._floats.data_ptr()
-
-
 class ShortLayer:
     """Stands for the `forward` of a layer as Llama's: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU,
     down, and two residuals. `long` is the layer's own, for all that the kernels do not compute."""
 
     def __init__(
-        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: Scratch
+        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: torch.Tensor
     ) -> None:
-        """Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size."""
+        """Take over the weights of `layer`; all layers of a model share `scratch`, float32, which grows as they need.
+
+        Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
+        """
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
         self.long, self._call, self._lora, self._scratch = layer.forward, call, lora, scratch
         self._kept: list[torch.Tensor | LinearParts] = []
@@ -83,7 +73,10 @@ class ShortLayer:
         slots = self._lora.runs.slots_of(rows)
         own = None if slots is None else slots.data_ptr()
         threads = torch.get_num_threads()
-        scratch = self._scratch.of(library.edged_scratch(layer, rows, threads))
+        floats = library.edged_scratch(layer, rows, threads)
+        if len(self._scratch) < floats:
+            self._scratch.resize_(floats)
+        scratch = self._scratch.data_ptr()
         qkv = x.new_empty(sum(self._heads), rows, self._layer.head_dim)
         source, result = x.data_ptr(), torch.empty_like(x)
         library.edged_before_attention(
@@ -165,7 +158,7 @@ def shorten_layers(model: ServedModel) -> str:
         return reason
     ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
-    scratch = Scratch()
+    scratch = torch.empty(0, dtype=torch.float32)
     with torch.inference_mode():
         hidden, calls = model.layer_calls(ids, positions)
         try:
@@ -197,7 +190,7 @@ def _some_adapter(layer: nn.Module) -> Iterator[None]:
 
 
 def _tried(
-    model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: Scratch
+    model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: torch.Tensor
 ) -> ShortLayer:
     """`layer` the short way, if both ways agree on `hidden` [1, rows, hidden], of which the last two rows have an
     adapter. Raises NotOfThisKind."""

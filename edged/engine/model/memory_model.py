@@ -174,12 +174,13 @@ def work_of(
 ) -> dict[str, int]:
     """What running takes beside weights, slots, pages and a kept graph, in bytes by the names that `Needs` has, with
     `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    graphs = (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
     return {
         "adapters": loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
         "step": step_bytes(shape, settings, dtype, loaded),
         "iteration": iteration_bytes(shape, settings, dtype, left),
         "dequantized": dtype.itemsize * max(map(prod, shape.linears), default=0) if quantized else 0,
-        "decode_graphs": decode_graph_bytes(shape, settings) if cuda else 0,
+        "decode_graphs": graphs if cuda and settings.model.graph_memory_mb else 0,
     }
 
 
@@ -264,13 +265,6 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     mask = context * tokens * (dtype.itemsize + _MASK_BYTES)
     attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
-
-
-def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
-    """What captured decode iterations may hold, and their logits."""
-    if not settings.model.graph_memory_mb:
-        return 0
-    return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
 
 
 # -- of a model that is loaded, on this box ----------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.model.loading import ModelRefused as ModelRefused
-from edged.engine.model.loading import load_pretrained, target_linears
+from edged.engine.model.loading import ModelRefused, load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
@@ -56,8 +55,8 @@ class ServedModel:
 
     shape: ModelShape
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        self.model, self.device, self.dtype = model, device, dtype
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.layers, self.norm = _find_decoder(self.body)
         self.head: nn.Module = model.get_output_embeddings()
@@ -72,14 +71,13 @@ class ServedModel:
         self._probe()
         self.fingerprint = fingerprint(model)
         """Identifies the base weights: what was learnt or scored on others does not fit these."""
-        self.lora = LoraSlots(model, [], 0, 0, dtype)
+        self.lora = LoraSlots(model, [], 0, 0, self.dtype)
         """Of no linears until `attach_lora`."""
 
     @classmethod
     def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
         """Load what `save_pretrained` wrote. Raises ModelRefused with the reason."""
-        model = load_pretrained(str(directory), settings, IMPLEMENTATION)
-        return cls(model, model.device, model.dtype)
+        return cls(load_pretrained(str(directory), settings, IMPLEMENTATION))
 
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
         """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
