@@ -44,7 +44,7 @@ class AttentionStats:
     def see(
         self, call: AttentionCall, query: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Add one layer: `query`, `out` [heads, d], `keys` [kv_heads, rows, d], of which heads have `lengths` [kv_heads]."""
+        """Add one layer: `query`, `out` [heads, d], `keys` [kv_heads, rows, d], valid up to `lengths` [kv_heads]."""
         kv_heads, rows = keys.shape[:2]
         scores = (query.view(kv_heads, -1, query.shape[-1]) @ keys.mT).float() * call.scaling
         if call.softcap is not None:

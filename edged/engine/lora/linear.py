@@ -149,8 +149,8 @@ class LoraSlots:
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
-        """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those: captured
-        ones outlive the forward."""
+        """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those:
+        captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
         try:
             yield
