@@ -59,7 +59,6 @@ class ServedModel:
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.layers, self.norm = _find_decoder(self.body)
-        self.head: nn.Module = model.get_output_embeddings()
         self.config = model.config.get_text_config()
         _fix_frequencies(model)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -85,7 +84,6 @@ class ServedModel:
         self.shape = replace(self.shape, targets=linear_sizes(self.model, align.target_modules))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         give_gradients(self.model)
-        self.head = self.model.get_output_embeddings()
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
@@ -101,7 +99,6 @@ class ServedModel:
             log.info("weights are not read in 16 bits: %s", lacking)
             in_16_bits = False
         pack_linears(self.model, native, in_16_bits)
-        self.head = self.model.get_output_embeddings()
         return ""
 
     def end_ids(self) -> frozenset[int]:
@@ -160,7 +157,8 @@ class ServedModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply final norm and head: [tokens, hidden_size] (the last layer's output) -> [tokens, vocab] in fp32."""
-        out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
+        head = self.model.get_output_embeddings()
+        out = head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
     def _probe(self) -> None:

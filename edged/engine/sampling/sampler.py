@@ -67,7 +67,6 @@ class SampledRows:
             if self._width:
                 best, ids = logprobs.topk(self._width)
                 parts += [best.reshape(-1).double(), ids.reshape(-1).double()]
-        self._beside = beside is not None
         if beside is not None:
             parts.append(beside.double())
         # Doubles hold every token id exactly, so that ids and log-probabilities come back in one copy.
@@ -78,7 +77,7 @@ class SampledRows:
         values = self._device.tolist()
         n, asked, width = len(self._rows), len(self._asked), self._width
         end = n + asked * (1 + 2 * width)
-        beside = np.array(values[end:]) if self._beside else None
+        beside = np.array(values[end:]) if end < len(values) else None
         drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, beside)
         for position, row in enumerate(self._asked):
             drawn.logprobs[row] = values[n + position]
