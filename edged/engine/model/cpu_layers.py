@@ -135,7 +135,7 @@ def _child(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _plain(linear: nn.Module) -> LinearParts:
-    """Return the linear inside LoRA and packing wrappers. Raises NotOfThisKind if it is not a plain float32 linear."""
+    """Return the tensors of a linear inside its wrappers. Raises NotOfThisKind if it is not a plain float32 linear."""
     while isinstance(linear, LoraLinear):
         linear = linear.base
     plain = linear.base if isinstance(linear, PackedLinear) else linear
