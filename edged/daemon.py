@@ -28,7 +28,7 @@ from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
-from edged.engine.model.served_model import ModelRefused
+from edged.engine.model.loading import ModelRefused
 from edged.models.source import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult

@@ -1,1 +1,1 @@
-"""Copies of tensors, the threads that compute them, and want of memory."""
+"""Copies of tensors between host and device, torch's threads, and out-of-memory errors."""

@@ -1,4 +1,4 @@
-"""Index tables on their way to the device."""
+"""Upload of index tables to the device, and the kind of its memory."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import torch
 
 
 def upload(parts: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """One-dimensional int64 tables in one transfer; the results are views of one device tensor."""
+    """Copy one-dimensional int64 tables to the device in one transfer; the results are views of one tensor."""
     joined = torch.from_numpy(np.concatenate(parts))
     if device.type == "cuda":
-        # From pinned memory, or the host would wait until the device has caught up.
+        # Without pinned memory the host would wait until the device has caught up.
         joined = joined.pin_memory().to(device, non_blocking=True)
     return list(joined.split([part.size for part in parts]))
 

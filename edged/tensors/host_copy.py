@@ -1,7 +1,7 @@
-"""Named tensors as they are at one moment, brought to the host later, by whoever has the time.
+"""Snapshots of named tensors, copied to the host later, on any thread.
 
-The thread that changes the tensors only has the device copy them, in one operation; on CUDA neither that thread nor
-what it launches waits for their way to the host.
+The thread that changes the tensors only queues a copy on the device, in one operation; on CUDA neither that thread nor
+the work that it launches waits for the copy to the host.
 """
 
 import threading
@@ -13,13 +13,13 @@ from edged.tensors.oom import out_of_memory
 
 
 class HostCopies:
-    """Made on the thread that changes `tensors`; `on_host` may be called on any."""
+    """A snapshot of `tensors`, made on the thread that changes them; `on_host` may be called on any thread."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """On CUDA some may be on the host: AdamW's counts of steps are."""
+        """Copy `tensors`; on CUDA some may be on the host, as AdamW's step counts are."""
         self._order = list(tensors)
         self._lock = threading.Lock()
-        # One by one: for a large tensor the host's heap asks the system for pages, and faults them in.
+        # One by one: a single large tensor would make the host's heap ask the system for pages, and fault them in.
         self._here = {name: tensor.detach().clone() for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         there = {name: tensor.detach() for name, tensor in tensors.items() if name not in self._here}
         self._there: Together | None = None
@@ -28,11 +28,11 @@ class HostCopies:
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            # The host has room where the device has none, and is worth the wait.
+            # If the device has no room the host has, and the wait is worth it.
             self._here |= {name: tensor.cpu() for name, tensor in there.items()}
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """The tensors, in the order that they were given in; from the first time on the device holds none of them."""
+        """Return the tensors in the given order; after the first call the device holds no copies."""
         with self._lock:
             if self._there is not None:
                 self._here |= self._there.on_host()
@@ -41,7 +41,7 @@ class HostCopies:
 
 
 class Together:
-    """Copies of tensors of one dtype and device, one after the other in a single tensor there."""
+    """Copies of tensors of one dtype and device, concatenated in a single tensor there."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -52,7 +52,7 @@ class Together:
             self._made.record(torch.cuda.current_stream(self._flat.device))
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """The tensors by name; of one on CUDA, once they are there."""
+        """Return the tensors by name; on CUDA this waits for the copy."""
         flat = self._flat
         if self._made is not None:
             # Beside the engine's stream: what is launched there does not wait for this copy.

@@ -63,7 +63,7 @@ class Rig:
     def __init__(self, kind: str) -> None:
         model = tiny_model(kind).to(DEVICE)
         model.set_attn_implementation(IMPLEMENTATION)
-        self.model = ServedModel(model, DEVICE, torch.float32)
+        self.model = ServedModel(model)
         self.model.attach_lora(AlignSettings(rank=4), SLOTS)
         self.model.lora.runs.kernel = "triton"
         generator = torch.Generator().manual_seed(1)

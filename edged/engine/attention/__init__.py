@@ -1,1 +1,1 @@
-"""What packed tokens attend to, by each implementation."""
+"""Attention of packed tokens over the paged K/V cache: the interface and a file for each implementation."""

@@ -1,4 +1,4 @@
-"""What decoding shows of a sequence's heads and rows: how large the heads' outputs are, which rows they look at."""
+"""Statistics of a sequence's attention while it decodes: norms of the heads' outputs, and which K/V rows they use."""
 
 import torch
 
@@ -6,12 +6,12 @@ from edged.engine.attention.base import AttentionCall
 from edged.engine.kv.store import KvStore
 
 _FADING = 0.9
-"""Weight of what was seen before against what is seen now."""
+"""Factor that earlier attention is multiplied by at each observation."""
 _GROWTH_ROWS = 256
 
 
 class AttentionStats:
-    """Observations of one sequence, on its device; they are made by iteration, and none is waited for.
+    """Attention statistics of one sequence, on its device; each observed iteration updates them without a host wait.
 
     `norms` [layers, kv_heads] are sums over `observations` of the L2 norms of the attention outputs, each the mean over
     the query heads of a KV head. `shares` [layers, kv_heads, rows] are fading sums of the attention that a row gets,
@@ -19,7 +19,7 @@ class AttentionStats:
     """
 
     def __init__(self, kv: KvStore, iteration: int) -> None:
-        """The rows of a sequence before its `iteration`-th token count as used then."""
+        """Rows that were written before the first observation count as used in `iteration`."""
         shape, device = (kv.layers, kv.kv_heads), kv.keys.device
         self.observations = 0
         self.iteration = iteration
@@ -28,13 +28,13 @@ class AttentionStats:
         self.last_used = torch.zeros(*shape, 0, dtype=torch.int32, device=device)
 
     def begin(self, iteration: int, rows: int) -> None:
-        """An observation: each layer will be seen once, over at most `rows` rows of a head."""
+        """Begin an observation, in which `see` is called once for each layer, with at most `rows` rows of a head."""
         self.iteration = iteration
         self.observations += 1
         self.reserve(rows)
 
     def reserve(self, rows: int) -> None:
-        """Room for `rows` rows of a head; new ones count as used in the latest iteration that was observed."""
+        """Make room for `rows` rows of a head; new ones count as used in the latest observed iteration."""
         missing = rows - self.shares.shape[2]
         if missing > 0:
             more = (*self.norms.shape, missing + _GROWTH_ROWS)
@@ -44,7 +44,7 @@ class AttentionStats:
     def see(
         self, call: AttentionCall, query: torch.Tensor, out: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """`query` and `out` [heads, d], `keys` [kv_heads, rows, d] of which each head has `lengths` [kv_heads]."""
+        """Add one layer: `query`, `out` [heads, d], `keys` [kv_heads, rows, d], valid up to `lengths` [kv_heads]."""
         kv_heads, rows = keys.shape[:2]
         scores = (query.view(kv_heads, -1, query.shape[-1]) @ keys.mT).float() * call.scaling
         if call.softcap is not None:
@@ -57,11 +57,11 @@ class AttentionStats:
         self.last_used[call.layer, :, :rows].masked_fill_(used, self.iteration)
 
     def mean_norms(self) -> torch.Tensor:
-        """a_h of MACE 4.3: [layers, kv_heads]."""
+        """Return a_h of MACE 4.3, the mean norms by head: [layers, kv_heads]."""
         return self.norms / max(1, self.observations)
 
     def rearrange(self, order: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Rows are pruned: row i is what was row `order[..., i]`, as far as `lengths` [layers, kv_heads] go."""
+        """Follow a pruning: row i becomes the former row `order[..., i]`, up to `lengths` [layers, kv_heads]."""
         gone = torch.arange(order.shape[2], device=order.device) >= lengths[..., None]
         self.shares = self.shares.gather(2, order).masked_fill_(gone, 0.0)
         self.last_used = self.last_used.gather(2, order).masked_fill_(gone, self.iteration)

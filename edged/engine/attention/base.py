@@ -1,4 +1,4 @@
-"""What the layers of a model ask of attention, and what answers them."""
+"""The interface between a model's layers and the attention implementations."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,19 +6,19 @@ import torch
 
 
 class AttentionCall(NamedTuple):
-    """What a layer asks beside its query, key and value."""
+    """The parameters of one layer's attention call, beside its query, key and value."""
 
     layer: int
     scaling: float
-    """Of the scores, before the soft cap."""
+    """Factor of the scores, before the soft cap."""
     window: int | None = None
-    """A query sees only the latest so many keys, its own included."""
+    """Sliding window: how many latest keys a query sees, its own included; None: all."""
     softcap: float | None = None
     """Bounds the scores as in Gemma 2: cap * tanh(score / cap)."""
 
 
 class AttentionBackend(Protocol):
-    """One forward's meaning of attention."""
+    """An implementation of attention, bound to one forward pass."""
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """`query` [heads, tokens, d], `key` and `value` [kv_heads, tokens, d] -> [tokens, heads, d]."""
+        """Attend: `query` [heads, tokens, d], `key` and `value` [kv_heads, tokens, d] -> [tokens, heads, d]."""

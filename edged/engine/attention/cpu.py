@@ -1,4 +1,4 @@
-"""Decode attention by the compiled kernels: each context is read once, where it lies."""
+"""Decode attention by the compiled kernels, which read each context's K/V pages in place, once."""
 
 import ctypes
 
@@ -11,23 +11,23 @@ from edged.engine.native import library
 from edged.engine.native.library import CPages, kernels
 
 _MOST_PAGE_SIZE = 4096
-"""A piece's scores lie on the stack."""
+"""Largest page size, in rows: the kernel keeps the scores of a piece of at least a page on its stack."""
 
 
 def why_not(kv: KvStore) -> str:
-    """Why this path cannot be used on this K/V storage; "" when it can."""
+    """Return why this path cannot be used on this K/V storage; "" when it can."""
     if kv.page_size > _MOST_PAGE_SIZE:
         return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
     return library.why_not(kv.keys.device, kv.keys.dtype)
 
 
 class NativeDecode:
-    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them)."""
+    """The decodes of one iteration, each a single query token over `context` + 1 keys (the last `window` of them)."""
 
     def __init__(
         self, kv: KvStore, tables: torch.Tensor, context: torch.Tensor, pruned: HeadTables | None, heads: int
     ) -> None:
-        """`tables` [n, width] and `context` [n] as in `PackedBatch`; `pruned` where any sequence was."""
+        """`tables` [n, width] and `context` [n] are as in `PackedBatch`; `pruned` is set if any sequence was pruned."""
         self._pruned = pruned
         self._addresses = kv.keys.data_ptr(), kv.values.data_ptr()
         self._layer_bytes = kv.keys.stride(0) * kv.keys.element_size()
@@ -48,7 +48,7 @@ class NativeDecode:
         assert compiled is not None
         self._library = compiled
         piece_pages = max(1, ctypes.c_int64.in_dll(compiled, "edged_piece").value // kv.page_size)
-        # Of a sequence the heads' blocks are kv_heads * width at most, also where some heads have more than others.
+        # A sequence has at most kv_heads * width blocks, also where some heads have more than others.
         pieces = n * kv.kv_heads * (width // piece_pages + 2)
         self._scratch = torch.empty(pieces * (heads // kv.kv_heads) * (kv.head_dim + 2), dtype=torch.float32)
         self._begins = torch.empty(n * kv.kv_heads + 1, dtype=torch.int64)
@@ -56,7 +56,7 @@ class NativeDecode:
     def attend(
         self, call: AttentionCall, query: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """`query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
+        """Attend: `query` [heads, n, d] -> [n, heads, d]; `new` keys and values [kv_heads, n, d] are stored first."""
         pages, layer = self._pages, call.layer
         pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
         pages.scaling, pages.softcap, pages.window = call.scaling, call.softcap or 0.0, call.window or 0
@@ -67,7 +67,7 @@ class NativeDecode:
             pages.offsets = self._pruned.offsets[layer].data_ptr()
         heads, n, d = query.shape
         out = query.new_empty(n, heads, d)
-        # Whole rows, the two of `new` alike.
+        # The kernel wants contiguous rows, and keys and values of the same strides.
         query = query if query.stride(2) == 1 else query.contiguous()
         stored: tuple[int | None, ...] = (None, None, 0, 0)
         if new is not None:

@@ -22,7 +22,7 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta 
 
 
 def why_not(kv: KvStore) -> str:
-    """Why this path cannot be used on this K/V storage; "" when it can."""
+    """Return why this path cannot be used on this K/V storage; "" when it can."""
     if kv.keys.device.type != "cpu" or kv.keys.dtype != torch.float32:
         return f"torch has the sparse products for float32 on the CPU, not for {kv.keys.dtype} on {kv.keys.device.type}"
     if kv.keys[0].numel() // kv.head_dim >= 2**31:
@@ -31,13 +31,13 @@ def why_not(kv: KvStore) -> str:
 
 
 class RaggedDecode:
-    """One iteration's decodes, each a single query token over `context` + 1 keys (the last `window` of them).
+    """The decodes of one iteration, each a single query token over `context` + 1 keys (the last `window` of them).
 
-    Where sequences were pruned this is one layer of them: see `RowsByHead`.
+    If any sequence was pruned, an object serves one layer only: see `RowsByHead`.
     """
 
     def __init__(self, kv: KvStore, columns: np.ndarray, seen: list[int], equal: int) -> None:
-        """`columns` are the rows that the query heads see, one after the other; `equal` heads at a time `seen[i]`."""
+        """`columns` are the K/V rows that the query heads see, concatenated; of `equal` heads each sees `seen[i]`."""
         self._kv, self._rows = kv, len(seen) * equal
         self._columns = torch.from_numpy(columns)
         offsets = np.zeros(self._rows + 1, np.int32)
@@ -55,7 +55,7 @@ class RaggedDecode:
         self._runs = _runs(seen, equal)
 
     def attend(self, call: AttentionCall, query: torch.Tensor) -> torch.Tensor:
-        """`query` [n, heads, d] -> [n, heads, d]; the window is that of the columns."""
+        """Attend: `query` [n, heads, d] -> [n, heads, d]; `columns` already respect the window."""
         keys, values = self._kv.rows(call.layer)
         flat = query.reshape(self._rows, -1)
         scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=call.scaling).values()
@@ -68,7 +68,7 @@ class RaggedDecode:
 
 
 def ragged_decode(decodes: Sequence[Segment], kv: KvStore, heads: int, window: int | None) -> RaggedDecode:
-    """How sequences that were not pruned attend: the same in all layers with this window."""
+    """Build the decodes of sequences that were not pruned; all layers with this window share them."""
     lengths = np.array([segment.context + 1 for segment in decodes])
     first = np.zeros_like(lengths) if window is None else np.maximum(0, lengths - window)
     seen = lengths - first
@@ -85,14 +85,14 @@ def ragged_decode(decodes: Sequence[Segment], kv: KvStore, heads: int, window: i
 
 
 class RowsByHead:
-    """The rows of one iteration's decodes where sequences were pruned: heads see different ones, and not as many."""
+    """The K/V rows of one iteration's decodes after pruning, where each head sees its own rows, and its own number."""
 
     def __init__(self, decodes: Sequence[Segment], kv: KvStore, heads: int) -> None:
         self._kv, self._group = kv, heads // kv.kv_heads
         none = np.zeros((kv.layers, kv.kv_heads), np.int64)
         head_rows = (np.arange(kv.kv_heads) * kv.page_size).astype(np.int32)[:, None]
         self._sequences: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        """Of each: the rows of all heads in its compacted pages, in order; the later ones by head; the counts."""
+        """For each: the rows of all heads in its compacted pages, in order; later rows by head; kept rows by head."""
         for segment in decodes:
             slabs = segment.compacted.slabs if segment.compacted else 0
             counts = segment.compacted.counts if segment.compacted else none
@@ -104,7 +104,7 @@ class RowsByHead:
             self._sequences.append((kept.reshape(-1), later + head_rows, counts * kv.page_size))
 
     def layer(self, layer: int) -> RaggedDecode:
-        """How the decodes attend in `layer`."""
+        """Build the decodes of `layer`."""
         columns: list[np.ndarray] = []
         seen: list[int] = []
         for kept, later, counts in self._sequences:
@@ -117,13 +117,13 @@ class RowsByHead:
 
 
 def _first_heads_rows(pages: np.ndarray, kv: KvStore) -> np.ndarray:
-    """The rows of KV head 0 in whole `pages`; those of head h lie h * page_size behind them."""
+    """Return the rows of KV head 0 in whole `pages`; the rows of head h lie h * page_size behind them."""
     first = (pages * (kv.kv_heads * kv.page_size)).astype(np.int32)
     return (first[:, None] + np.arange(kv.page_size, dtype=np.int32)).reshape(-1)
 
 
 def _runs(seen: list[int], equal: int) -> list[tuple[int, int, int]]:
-    """(start, stop, row length) of neighbouring rows of equal length, one softmax each; `equal` rows see `seen[i]`."""
+    """Group neighbouring rows of equal length for one softmax: (start, stop, length); `equal` rows see `seen[i]`."""
     runs: list[tuple[int, int, int]] = []
     start = 0
     for length, alike in itertools.groupby(seen):

@@ -14,7 +14,7 @@ from edged.tensors.device_copy import upload
 
 _TILE_COLUMNS = 6
 Masks = dict[int | None, torch.Tensor]
-"""By window, what the queries of a segment see."""
+"""Attention masks of a segment's queries, by sliding window."""
 
 
 @dataclass(slots=True)
@@ -33,26 +33,26 @@ class Segment:
     position: int = 0
     hidden: tuple[int, int] | None = None
     samples: bool = False
-    """Whether the last token's logits are wanted."""
+    """Whether the last token's logits are needed."""
     compacted: PrunedLayout | None = None
     watch: AttentionStats | None = None
-    """What observes this decode, if it is to be observed."""
+    """Statistics that this decode updates, if any."""
     start: int = field(default=0, init=False)
-    """Row of its first token in the packed batch."""
+    """Row of the first token in the packed batch."""
 
     @property
     def rows(self) -> slice:
-        """Those of its tokens in the packed batch."""
+        """Rows of the segment's tokens in the packed batch."""
         return slice(self.start, self.start + len(self.tokens))
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is a single token that sees all rows before it."""
+        """Whether the segment is a single token that sees all rows before it."""
         return len(self.tokens) == 1 and self.hidden is None
 
     @property
     def is_plain_decode(self) -> bool:
-        """Whether it is a decode over pages as they were written, which nobody observes."""
+        """Whether the segment is a decode without pruned pages and without statistics."""
         return self.is_decode and self.compacted is None and self.watch is None
 
 
@@ -67,7 +67,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """All segments of several tokens, cut into tiles of at most `tokens` consecutive ones: what `paged_prefill` reads.
+    """All segments of several tokens, cut into tiles of at most `tokens` consecutive tokens, for `paged_prefill`.
 
     `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
     hidden one of these, hidden ones, where the segment's pages begin in `pages`.
@@ -80,9 +80,9 @@ class PrefillTiles:
 
 @dataclass(slots=True)
 class PackedBatch:
-    """One iteration's forward.
+    """The input of one iteration's forward.
 
-    `input_ids`, `position_ids`: [1, tokens]. `logit_rows`: [sampled], rows whose logits are wanted, in the order of
+    `input_ids`, `position_ids`: [1, tokens]. `logit_rows`: [sampled], rows whose logits are needed, in the order of
     the segments that sample. `runs`: (start, stop, slot) of consecutive tokens under one adapter.
     """
 
@@ -97,12 +97,12 @@ class PackedBatch:
     """Segments of one token, in the order of `decode_rows`, `decode_context` [n] and `decode_tables` [n, width]."""
     runs: list[Run] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
-    """All other segments, one by one; empty where they are in `tiles`."""
+    """All other segments, one by one; empty if they are in `tiles`."""
     tiles: PrefillTiles | None = None
     lora_tiles: LoraTiles | None = None
-    """`runs` as `triton_lora` reads them, where that was asked for."""
+    """`runs` in the form that the Triton LoRA kernels read, if `pack` was asked for it."""
     decode_heads: HeadTables | None = None
-    """Where the decodes' rows lie by head, if any of them was pruned or is observed."""
+    """Locations of the decodes' K/V rows by head, if any decode was pruned or updates statistics."""
 
     @property
     def pruned(self) -> HeadTables | None:
@@ -161,7 +161,7 @@ def pack(
 
 
 def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.ndarray:
-    """`PrefillTiles.table` of tiles of at most `tokens`; the segments' `pages` will lie one after the other."""
+    """Return `PrefillTiles.table` of tiles of at most `tokens`; the segments' `pages` will be concatenated."""
     tables = []
     begin = 0
     for segment, used in zip(chunks, pages, strict=True):
@@ -178,7 +178,7 @@ def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.nd
 
 
 def packed_rows(ordered: Sequence[Segment], page_size: int) -> tuple[list[np.ndarray], list[Run]]:
-    """Of every packed token its id, position, page and offset in the page; and the runs under one adapter.
+    """Return the id, position, page and offset in the page of every packed token, and the runs under one adapter.
 
     Sets each segment's `start`.
     """
@@ -207,7 +207,7 @@ def packed_rows(ordered: Sequence[Segment], page_size: int) -> tuple[list[np.nda
 
 
 def page_tables(decodes: Sequence[Segment], page_size: int) -> np.ndarray:
-    """The decodes' page tables [n, width], padded with page 0."""
+    """Return the decodes' page tables [n, width], padded with page 0."""
     tables = np.zeros((len(decodes), max((s.context // page_size + 1 for s in decodes), default=0)), np.int64)
     for row, segment in enumerate(decodes):
         used = segment.context // page_size + 1

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -22,10 +22,6 @@ DecodePath = Literal["padded", "ragged", "native", "triton"]
 _UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
-class UnsupportedAttention(ValueError):
-    """The model asks its attention for something that the paged cache does not do."""
-
-
 _current = threading.local()
 
 
@@ -41,7 +37,7 @@ def attention_pass(current: AttentionBackend) -> Iterator[None]:
 
 
 def current_pass() -> AttentionBackend:
-    """What answers this thread's attention calls at present."""
+    """Return the backend that answers this thread's attention calls at present."""
     current: AttentionBackend = _current.value
     return current
 
@@ -57,14 +53,15 @@ def paged_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function behind `attn_implementation="edged_paged"`; shapes are transformers' own, batch size 1."""
+    """Attend for `attn_implementation="edged_paged"`; shapes are transformers' own, with batch size 1.
+
+    Raises ValueError where a model asks its attention for something that the paged cache does not do.
+    """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise UnsupportedAttention(
-                f'the model passes "{name}" to its attention, which the paged cache cannot honour'
-            )
+            raise ValueError(f'the model passes "{name}" to its attention, which the paged cache cannot honour')
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise UnsupportedAttention("the model's attention is not plainly causal (it passes a mask)")
+        raise ValueError("the model's attention is not plainly causal (it passes a mask)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module.layer_idx, scale, sliding_window, softcap)  # type: ignore[arg-type]
     return current_pass().attend(call, query[0], key[0], value[0])[None], None
@@ -98,7 +95,7 @@ def attend(
 def attend_to_last(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Masks
 ) -> torch.Tensor:
-    """As `attend`, causally, where the last query's own key is the last one; `masks` are kept here by window."""
+    """Attend causally, where the last query's own key is the last key; `masks` caches the masks by window."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
     if queries == keys and window is None and call.softcap is None:
@@ -111,8 +108,8 @@ def attend_to_last(
 
 
 def _mask(keys: int, own: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """[..., keys] for queries whose own keys are at `own` [...]: 0 where a key is at or before its query's, and within
-    the window; -inf elsewhere."""
+    """Return the mask [..., keys] of queries whose own keys are at `own` [...]: 0 where a key is at or before the
+    query's own and within the window; -inf elsewhere."""
     ahead = torch.arange(keys, device=own.device) - own[..., None]
     hidden = ahead > 0
     if window is not None:
@@ -121,41 +118,42 @@ def _mask(keys: int, own: torch.Tensor, window: int | None, dtype: torch.dtype) 
 
 
 def _without(hidden: tuple[int, int] | None, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values [..., rows, d] without the rows `hidden`."""
+    """Return keys and values [..., rows, d] without the rows `hidden`."""
     if hidden is None:
         return parts
     return tuple(torch.cat((part[..., : hidden[0], :], part[..., hidden[1] :, :]), dim=-2) for part in parts)
 
 
 class PagedAttention:
-    """A packed forward over pages: writes the new K/V, then lets every segment attend to its own context.
+    """The backend of a packed forward over pages: it writes the new K/V, then each segment attends to its own context.
 
-    Single tokens are attended together: "native", "ragged" and "triton" read each context's pages where they lie,
-    "padded" gathers them, padded to the longest. Longer segments are attended together and where their context lies if
-    the batch was packed in tiles, else one by one over gathered pages.
+    Decodes are computed together: "native", "ragged" and "triton" read each context's pages in place, "padded" gathers
+    them, padded to the longest. Longer segments are computed together, over pages in place, if the batch was packed in
+    tiles; else one by one over gathered pages.
     """
 
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
-        # What one layer makes and all use.
+        # The first layer that needs one of these makes it, and all layers use it.
         self._native = cache(partial(NativeDecode, kv, batch.decode_tables, batch.decode_context, batch.pruned))
         self._ragged = cache(partial(ragged_decode, batch.decodes, kv))
         self._rows_by_head = cache(partial(RowsByHead, batch.decodes, kv))
         longest = batch.decode_tables.shape[1] * kv.page_size
         self._decode_mask = cache(partial(_mask, longest, batch.decode_context))
+        self._decode_blocks = cache(partial(kv.block_index, batch.decode_tables))
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         batch = self.batch
         alone = batch.tiles is None and not batch.prefills
         if alone and self._decode_path == "native":
-            # The kernels store them on their way.
+            # These kernels store the new keys and values themselves.
             return self._decode_and_see(call, query.transpose(0, 1), (key, value))
         self.kv.write(call.layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
         heads, tokens, _ = query.shape
         if alone:
-            # Single tokens alone lie in order.
+            # A batch of decodes alone is in the order of the batch's rows.
             return self._decode_and_see(call, query.transpose(0, 1))
         out = query.new_empty(tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
@@ -172,8 +170,10 @@ class PagedAttention:
     def _decode_and_see(
         self, call: AttentionCall, rows: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """`rows` [n, heads, d] -> [n, heads, d], shown to what observes one of the sequences; "native" stores the `new`
-        keys and values."""
+        """Attend with the decodes and update their statistics: `rows` [n, heads, d] -> [n, heads, d].
+
+        "native" stores the `new` keys and values.
+        """
         batch, heads = self.batch, rows.shape[1]
         if self._decode_path == "native":
             out = self._native(heads).attend(call, rows.transpose(0, 1), new)
@@ -202,21 +202,17 @@ class PagedAttention:
                 segment.watch.see(call, rows[index], out[index], keys, lengths[index])
 
     def _padded(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:
-        """Over gathered rows, padded to the longest; no window is shorter than the contexts of pruned sequences."""
+        """Attend over gathered rows, padded to the longest; no window is shorter than a pruned sequence's context."""
         n, pruned, kv = len(rows), self.batch.pruned, self.kv
         if pruned is not None:
             keys, values = kv.read(call.layer, pruned.blocks(call.layer).flatten(), n)
             mask = _mask(keys.shape[2], pruned.lengths(call.layer, kv.page_size) - 1, None, rows.dtype)[:, :, None]
         else:
-            keys, values = kv.read(call.layer, self._decode_blocks, n)
+            keys, values = kv.read(call.layer, self._decode_blocks(), n)
             mask = self._decode_mask(call.window, rows.dtype)[:, None, None]
         # The heads of a group become query rows of their KV head: no key is copied per head.
         grouped = rows.reshape(n, kv.kv_heads, -1, kv.head_dim)
         return attend(call, grouped, keys, values, mask).reshape(n, -1, kv.head_dim)
-
-    @cached_property
-    def _decode_blocks(self) -> torch.Tensor:
-        return self.kv.block_index(self.batch.decode_tables)
 
     def _prefill(
         self, call: AttentionCall, chunk: Prefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -231,7 +227,7 @@ class PagedAttention:
 
 
 class BranchAttention:
-    """One layer on a window of preference pairs, with autograd: each pair attends to its earlier K/V and its own.
+    """The backend of one layer on a window of preference pairs, with autograd: a pair sees its earlier K/V and its own.
 
     `keys` and `values` [kv_heads, tokens, head_dim] are the window's own, kept so that gradients can enter them.
     """

@@ -1,4 +1,4 @@
-"""Which implementations of attention and LoRA an engine uses: what is asked for and can be, picked once, at start."""
+"""Selection of the attention and LoRA implementations, once, at start: the configured ones if they work here."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,22 +21,22 @@ from edged.settings.load import ModelSettings
 
 log = logging.getLogger("edged.engine")
 _TOLERANCE = 0.05
-"""Of results of size 1 in bfloat16, whose unit is 1/128: enough to tell a wrong kernel from a coarse one."""
+"""Largest difference of results of size 1; bfloat16's unit is 1/128, so that this tells wrong from coarse."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """How the segments of a packed batch attend: single tokens on `decode`; longer segments in tiles of `tile_tokens`
-    (see `pack`) by a Triton kernel that reads pages where they lie, or, with 0, one by one over gathered pages."""
+    """The selected attention implementations: `decode` for single tokens; for longer segments a Triton kernel over
+    tiles of `tile_tokens` (see `pack`) that reads pages in place, or, with 0, torch one by one over gathered pages."""
 
     decode: DecodePath = "padded"
     tile_tokens: int = 0
     why_not: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Why "decode" or "prefill" is not what was asked for, or what is fastest."""
+    """Reasons, by "decode" or "prefill", for not using the configured or the fastest implementation."""
 
 
 def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
-    """`decode_attention` and `prefill_attention` as set, or for "auto" the fastest; torch's where that cannot be.
+    """Pick `decode_attention` and `prefill_attention` as set, or for "auto" the fastest; torch's if that cannot work.
 
     `group` is the number of query heads of a KV head.
     """
@@ -74,7 +74,7 @@ def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
 
 
 def trial(kv: KvStore, group: int, paths: Backends) -> str:
-    """Compile the kernels of `paths` and compare them with torch's; what went wrong, or ""."""
+    """Compile the kernels of `paths` and compare them with torch's; return what went wrong, or ""."""
     size, device, dtype = kv.page_size, kv.keys.device, kv.keys.dtype
     # A single token, one of the kind that leaves rows out, one of a pruned sequence, with pages of their own to write.
     segments = [
@@ -86,7 +86,7 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
     pruned = [Segment([0], 2 * size, np.array([4, 2, 0]), compacted=PrunedLayout(2, counts, size))]
 
     def attended(paths: Backends) -> torch.Tensor:
-        """What is attended, and what K/V hold afterwards."""
+        """Return the attention outputs and the K/V afterwards, flattened."""
         random = _random(device, dtype)
         small = KvStore(6, size, 1, kv.kv_heads, kv.head_dim, dtype, device)
         small.keys.copy_(random(*small.keys.shape))
@@ -105,7 +105,7 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
 
 
 def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
-    """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products where that cannot be.
+    """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products if that cannot be used.
 
     Returns why it cannot, or "".
     """
@@ -122,7 +122,7 @@ def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
 
 
 def trial_of_lora(lora: LoraSlots, kernel: LoraKernel) -> str:
-    """Try the kernels on every shape of linear and compare them with torch's products; what went wrong, or ""."""
+    """Compare the kernels with torch's products on every shape of linear; return what went wrong, or ""."""
     random = _random(lora.device, lora.dtype)
     batches: tuple[list[Run], ...] = ([(1, 2, 1)], [(0, 3, 1), (3, 70, 0)])
     for size_in, size_out in sorted({(linear.in_features, linear.out_features) for linear in lora.linears.values()}):
@@ -140,7 +140,7 @@ def trial_of_lora(lora: LoraSlots, kernel: LoraKernel) -> str:
 def _updated(
     kernel: LoraKernel, x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, runs: list[Run]
 ) -> torch.Tensor:
-    """`y` and the updates of its rows."""
+    """Return `y` plus the updates of its rows."""
     out = y.clone()
     if kernel == "native":
         NativeUpdates(down, up).add(x, out, slots_of_rows(runs, len(x)))
@@ -155,14 +155,14 @@ def _updated(
 
 
 def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Makes tensors of normal numbers, the same at every start; torch's own generator is left alone."""
+    """Return a maker of normal random tensors, the same at every start; torch's global generator is not used."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator, device=device).to(dtype)
 
 
 @torch.inference_mode()
 def _compared(kernel: Callable[[], torch.Tensor], torchs_own: Callable[[], torch.Tensor]) -> str:
-    """What is wrong with a kernel's result of size 1, or ""."""
+    """Compare a kernel's result, of size about 1, with torch's; return what is wrong, or ""."""
     try:
         difference = float((kernel().float() - torchs_own().float()).abs().max())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Attention on a GPU that reads K/V pages where they lie: Triton kernels for decodes, and one for longer segments.
+"""Attention on a GPU that reads K/V pages in place: Triton kernels for decodes, and one for longer segments.
 
 All keep the running maximum and sum of the online softmax (Milakov and Gimelshein 2018).
 
@@ -24,15 +24,14 @@ from edged.engine.kv.store import KvStore
 from edged.engine.native import triton_device
 
 _BLOCK, _BLOCK_BYTES = 64, 16 << 10
-"""Most keys of one step of a decode's program, and what they take at most, so that they fit the shared memory of small
-GPUs."""
+"""Most keys of one step of a decode's program, and most bytes of them, to fit the shared memory of small GPUs."""
 _PROGRAMS = 256
-"""Programs wanted at once: contexts are split until there are about so many."""
+"""Target number of programs: contexts are split until there are about so many."""
 _MOST_SPLITS = 32
 _LINES, _KEYS = 64, 64
 """Most queries (tokens times the heads of a group) of a tile's program, and most keys of one of its steps."""
 _QUERY_ELEMENTS = {2: 16 << 10, 4: 4 << 10}
-"""By bytes of an element, what the queries of a tile's program hold about; the keys of a step hold half. Compiled for
+"""About how many elements a tile's queries hold, by bytes of an element; the keys of a step hold half. Compiled for
 sm_87 with heads of 64, 128 and 256, everything then fits into registers, and into the 99 KiB of shared memory that the
 smallest GPUs since sm_80 have."""
 _MOST_HEAD_DIM = 256
@@ -44,7 +43,7 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _step(q, k, v, visible, highest, total, out, scaling, softcap, CAPPED: tl.constexpr):
-        """The online softmax of queries over some more keys: the new `highest` scores, `total` weights and `out`."""
+        """Continue the online softmax over more keys: return the new `highest` scores, `total` weights and `out`."""
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
         if CAPPED:
             # tanh(x) = 2 sigmoid(2x) - 1
@@ -209,7 +208,7 @@ if importlib.util.find_spec("triton") is not None:
 
 
 def why_not(kv: KvStore) -> str:
-    """Why the kernels cannot be used on this K/V storage; "" when they can."""
+    """Return why the kernels cannot be used on this K/V storage; "" when they can."""
     if kv.head_dim > _MOST_HEAD_DIM:
         return f"heads of {kv.head_dim} are larger than {_MOST_HEAD_DIM}"
     return triton_device.why_not(kv.keys.device, kv.keys.dtype)
@@ -223,9 +222,9 @@ def paged_decode(
     kv: KvStore,
     pruned: HeadTables | None = None,
 ) -> torch.Tensor:
-    """`query` [n, heads, d] over pages `tables` [n, width], `context` [n] earlier keys and its own -> [n, heads, d].
+    """Attend with `query` [n, heads, d] over pages `tables` [n, width], to `context` [n] earlier keys and its own.
 
-    `pruned` tells where the rows of each head lie, if any of the sequences was pruned.
+    Returns [n, heads, d]. `pruned` locates the rows of each head, if any of the sequences was pruned.
     """
     n, heads, size = query.shape
     group, layer = heads // kv.kv_heads, call.layer
@@ -273,7 +272,7 @@ def paged_decode(
 
 
 def tile_tokens(kv: KvStore, group: int) -> int:
-    """Tokens of a tile where `group` query heads share a KV head."""
+    """Return the tokens of a tile if `group` query heads share a KV head."""
     return max(1, max(32, min(_LINES, _QUERY_ELEMENTS[kv.keys.dtype.itemsize] // _lanes(kv))) // group)
 
 
@@ -284,10 +283,10 @@ def _lanes(kv: KvStore) -> int:
 def paged_prefill(
     call: AttentionCall, query: torch.Tensor, tiles: PrefillTiles, kv: KvStore, out: torch.Tensor
 ) -> None:
-    """Attend with the tokens of all tiles; their rows of `out` are written.
+    """Attend with the tokens of all tiles and write their rows of `out`.
 
     `query` [heads, tokens, d] and `out` [tokens, heads, d], contiguous, are the whole packed batch, whose K/V are in
-    the pages already. A window is of the keys that are not hidden from a query.
+    the pages already. A window counts only keys that are not hidden from a query.
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads

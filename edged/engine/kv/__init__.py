@@ -1,1 +1,1 @@
-"""Where the KV cache lies."""
+"""The KV cache on the device: storage, its memory, pruned layouts, and offload of evicted pages."""

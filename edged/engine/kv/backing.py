@@ -1,8 +1,8 @@
-"""What K/V tensors lie in: memory of which parts can be returned to the system while the tensor stays where it is.
+"""The memory behind K/V tensors: parts of it can be returned to the system while the tensor keeps its address.
 
-An anonymous mapping on the CPU: what is given back reads as zeros, and comes back by itself when it is written. On an
-integrated GPU, whose memory is the box's, pieces that are mapped one by one. Elsewhere torch's own memory: what a
-discrete GPU gave back would be no neighbour's.
+On the CPU it is an anonymous mapping: returned parts read as zeros, and come back by themselves when they are written.
+On an integrated GPU, whose memory is the box's, it is pieces that are mapped one by one. Elsewhere it is torch's own
+memory: no other program could use what a discrete GPU returned.
 """
 
 import ctypes
@@ -21,15 +21,14 @@ log = logging.getLogger("edged.engine")
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _ZEROS = (ctypes.c_uint64(0), ctypes.c_uint64(0))
-"""An address of the driver's choice, and no flags."""
+"""Arguments of the driver: an address of its choice, and no flags."""
 
 Ranges = Sequence[tuple[int, int]]
-"""(first byte, end) of some parts."""
+"""Parts of a tensor's memory: (first byte, end) of each."""
 
 
 class Backing:
-    """A tensor of zeros at first, and the memory behind it: torch's, which gives no part back, unless a kind of memory
-    says otherwise."""
+    """A tensor, zeros at first, and the memory behind it; here torch's, of which no part can be returned."""
 
     gives_back = False
 
@@ -37,14 +36,14 @@ class Backing:
         self.tensor = tensor
 
     def give_back(self, ranges: Ranges) -> None:
-        """Return as much of this memory as can be returned alone; what was in it is lost."""
+        """Return these parts to the system, as far as their pages hold nothing else; their content is lost."""
 
     def take_back(self, ranges: Ranges) -> None:
-        """Have all of this memory, zeros where it was given back. Raises MemoryError."""
+        """Make all of these parts usable again, zeros where they were given back. Raises MemoryError."""
 
 
 class HostMemory(Backing):
-    """An anonymous mapping: resident page by page as it is written, also what was given back."""
+    """An anonymous mapping, which becomes resident page by page when it is written, also after `give_back`."""
 
     gives_back = True
 
@@ -56,7 +55,7 @@ class HostMemory(Backing):
         super().__init__(torch.frombuffer(self._map, dtype=dtype).view(shape))
 
     def give_back(self, ranges: Ranges) -> None:
-        """See `Backing`: whole pages of the system's."""
+        """See `Backing`; only whole pages of the system are returned."""
         for first, end in ranges:
             start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
             length = end // mmap.PAGESIZE * mmap.PAGESIZE - start
@@ -69,7 +68,7 @@ class CudaMemoryError(RuntimeError):
 
 
 class _Properties(ctypes.Structure):
-    """CUmemAllocationProp; its location is two integers, its flags are eight bytes."""
+    """The driver's CUmemAllocationProp; its location is two integers, its flags are eight bytes."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("type", "handle_types", "location_type", "location_id")),
@@ -79,13 +78,13 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's CUmemAccessDesc."""
 
     _fields_ = tuple((name, ctypes.c_int) for name in ("location_type", "location_id", "flags"))
 
 
 class _Addresses:
-    """What torch makes a tensor of bytes from."""
+    """A range of device addresses that torch can make a tensor of bytes from."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
@@ -95,19 +94,19 @@ class CudaMemory(Backing):
     """A tensor of zeros over pieces of the driver's granularity, usually 2 MiB, behind one range of addresses: pieces
     go back to the system while kernels keep their pointers.
 
-    Captured graphs stay valid, for no address changes; who gives a piece back sees to it that nothing reads it.
+    Captured graphs stay valid, for no address changes; the caller of `give_back` makes sure that nothing reads it.
     """
 
     gives_back = True
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Raises CudaMemoryError; then nothing is held."""
+        """Reserve, map and try out the memory. Raises CudaMemoryError, and then holds nothing."""
         self._device = device
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise CudaMemoryError(str(error)) from None
-        # The context of this thread is torch's from here on.
+        # This makes torch's CUDA context the current one of this thread.
         torch.cuda.synchronize(device)
         index = device.index or 0
         self._properties = _Properties(type=_PINNED, location_type=_ON_DEVICE, location_id=index)
@@ -134,24 +133,24 @@ class CudaMemory(Backing):
         self.tensor = self._bytes[:size].view(dtype).view(shape)
 
     def give_back(self, ranges: Ranges) -> None:
-        """See `Backing`: the pieces that lie in a range from end to end."""
+        """See `Backing`; only pieces that lie entirely in a range are returned."""
         pieces = {
             piece for first, end in ranges for piece in range(-(-first // self._piece), end // self._piece)
         } & self._handles.keys()
         if pieces:
-            # Kernels that were launched may still read beside what is given up.
+            # Kernels that were launched may still read these pieces.
             torch.cuda.synchronize(self._device)
             self._unmap(pieces)
 
     def take_back(self, ranges: Ranges) -> None:
-        """See `Backing`: all pieces that a range touches; where memory is short, those that there was memory for."""
+        """See `Backing`: map all pieces that a range touches; on MemoryError those mapped before it stay."""
         wanted = {piece for first, end in ranges for piece in range(first // self._piece, -(-end // self._piece))}
         for piece in sorted(wanted - self._handles.keys()):
             self._map([piece])
             self._bytes[piece * self._piece : (piece + 1) * self._piece].zero_()
 
     def _try_out(self) -> None:
-        """Give the last piece back and take it again: what works once is relied on."""
+        """Give the last piece back and take it again, to see once that the driver can."""
         last = (self._whole - self._piece, self._whole)
         self._bytes[last[0] : last[1]].fill_(1)
         self.give_back([last])
@@ -179,7 +178,7 @@ class CudaMemory(Backing):
             self._call("cuMemRelease", ctypes.c_uint64(self._handles.pop(piece)))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Call the driver. Raises MemoryError where it has no memory, CudaMemoryError for all else."""
+        """Call the driver. Raises MemoryError if it has no memory, CudaMemoryError for all other failures."""
         try:
             code = getattr(self._driver, name)(*arguments)
         except AttributeError:
@@ -191,7 +190,7 @@ class CudaMemory(Backing):
 
 
 def back(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Backing:
-    """Zeros of this shape, in memory that can be given back where the device can do that."""
+    """Return zeros of this shape, in memory that can be given back if the device supports that."""
     if device.type == "cpu":
         return HostMemory(shape, dtype)
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):

@@ -1,7 +1,7 @@
-"""Where evicted prefix pages are kept: pinned host memory, or a file.
+"""KV offload: copies of evicted prefix pages in pinned host memory or in a file.
 
-On CUDA copies run on a stream of their own, between what was launched before and what is launched after `join`; the
-engine thread waits for none of them.
+On CUDA copies run on their own stream, after the work that was launched before and before the work that is launched
+after `join`; the engine thread waits for none of them.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.engine")
 _HOST_SHARE = 0.25
-"""Most of the box's free memory that pinned copies take."""
+"""Largest share of the box's free memory that pinned copies take."""
 _BUFFER_BYTES = 64 << 20
-"""Pages on their way to the file, of 4 to 64."""
+"""Size of the write buffers together, in pages at least 4 and at most 64."""
 _READ_BUFFERS = 8
 _DISK_WAIT_S = 0.02
-"""Most that one iteration waits for the disk, and a page's reading beyond it."""
+"""Longest time that one iteration waits for the disk, before the read that exceeds it."""
 
 Slab = tuple[torch.Tensor, ...]
 """Keys and values of one page, each [layers, kv_heads, page_size, head_dim]."""
 
 
 class _Copies:
-    """Numbered places for pages, which are the trie's handles. Copies are made in order with the compute stream: on
-    CUDA beside it, on the CPU at once."""
+    """Numbered places for copies of pages; the prefix trie holds their numbers as handles. Copies are ordered with the
+    compute stream: on CUDA they run beside it, on the CPU at once."""
 
     kind = ""
 
@@ -53,7 +53,7 @@ class _Copies:
         return not self._free
 
     def _copy(self, targets: Slab, sources: Slab) -> torch.cuda.Event | None:
-        """Copy after all that was launched; returns when that is done, None for now. Raises MemoryError."""
+        """Copy after all launched work; return the event of its end, None if it has ended. Raises MemoryError."""
         try:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -68,20 +68,20 @@ class _Copies:
             raise
 
     def drop(self, handle: int) -> None:
-        """Give a place to the next page."""
+        """Free the place of a copy."""
         self._free.append(handle)
 
     def close(self) -> None:
-        """Nothing is copied any more."""
+        """End copying and release what it needs."""
 
     def settle(self) -> None:
-        """What is launched from now on comes after all copies: it may write the pages that they are of."""
+        """Order all work launched from now on after the copies, so that it may overwrite the copied pages."""
         if self._stream is not None and self._behind:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._behind = False
 
     def join(self) -> None:
-        """An iteration begins: what it launches comes after the copies that were made for it."""
+        """Begin an iteration: order the work that it launches after the copies that were made for it."""
         self.settle()
 
     def _slab(self, page: int) -> Slab:
@@ -89,16 +89,16 @@ class _Copies:
         return tuple(store.narrow(1, page * heads, heads) for store in (self._kv.keys, self._kv.values))
 
     def _buffers(self, count: int) -> torch.Tensor:
-        """Host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
+        """Allocate host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
         kv = self._kv
         shape = (count, 2, kv.layers, kv.kv_heads, kv.page_size, kv.head_dim)
         return torch.empty(shape, dtype=kv.keys.dtype, pin_memory=self._stream is not None)
 
 
 class HostOffload(_Copies):
-    """Copies in one buffer of host memory, which is pinned on CUDA and goes with this object.
+    """KV offload to one buffer of host memory, which is pinned on CUDA and freed with this object.
 
-    They are made in order: a place that is given to the next page disturbs no copy that is under way.
+    Copies are made in order: reusing a place disturbs no copy that is under way.
     """
 
     kind = "host"
@@ -108,7 +108,7 @@ class HostOffload(_Copies):
         self._copies = self._buffers(capacity)
 
     def save(self, page: int) -> int | None:
-        """The place that a page is copied to; None when all are taken, or the copy finds no memory."""
+        """Copy a page and return its place; None if all are taken, or the copy finds no memory."""
         with contextlib.suppress(MemoryError):
             if not self.full:
                 self._copy(self._copies[self._free[-1]].unbind(), self._slab(page))
@@ -116,7 +116,7 @@ class HostOffload(_Copies):
         return None
 
     def load(self, handle: int, page: int) -> bool:
-        """Copy back into a page; False where the copy finds no memory."""
+        """Copy back into a page; return False if the copy finds no memory."""
         with contextlib.suppress(MemoryError):
             self._copy(self._slab(page), self._copies[handle].unbind())
             return True
@@ -124,10 +124,10 @@ class HostOffload(_Copies):
 
 
 class DiskOffload(_Copies):
-    """Copies in a file without a name, so that it goes with the process however that ends.
+    """KV offload to an unlinked file, which vanishes with the process however that ends.
 
-    A thread writes, in order. The engine thread reads, and waits for the disk at most `wait_s` an iteration: what would
-    take longer is not saved, or not found.
+    A thread writes, in order. The engine thread reads, and waits for the disk at most `wait_s` an iteration: pages that
+    would take longer are not saved, or not found.
     """
 
     kind = "disk"
@@ -148,12 +148,12 @@ class DiskOffload(_Copies):
         self._failed = False
 
     def join(self) -> None:
-        """An iteration begins, with its own time for the disk."""
+        """See `_Copies`; each iteration has its own time for the disk."""
         super().join()
         self._left_s = self._wait_s
 
     def save(self, page: int) -> int | None:
-        """The place that a page will be written to; None when all are taken, or the disk is too slow, or failed."""
+        """Start to write a page and return its place; None if all are taken, or the disk is too slow, or failed."""
         if self.full or self._failed:
             return None
         started = time.perf_counter()
@@ -173,7 +173,7 @@ class DiskOffload(_Copies):
         return handle
 
     def load(self, handle: int, page: int) -> bool:
-        """Read back into a page; False when this iteration has waited long enough, or the copy is lost."""
+        """Read back into a page; return False if this iteration has waited long enough, or the copy is lost."""
         if self._left_s <= 0.0:
             return False
         started = time.perf_counter()
@@ -186,12 +186,12 @@ class DiskOffload(_Copies):
             self._left_s -= time.perf_counter() - started
 
     def drop(self, handle: int) -> None:
-        """See `_Copies`; pages are written in order, so the newest stays."""
+        """See `_Copies`; pages are written in order, so the latest page of a place wins."""
         self._written.pop(handle)
         super().drop(handle)
 
     def close(self) -> None:
-        """End the writing; the file is gone."""
+        """End the writing and close the file, which deletes it."""
         self._writer.shutdown(cancel_futures=True)
         self._file.close()
 
@@ -225,9 +225,9 @@ KvOffload = HostOffload | DiskOffload
 
 
 def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload | None:
-    """Where evicted pages go, or None when they are dropped.
+    """Return the offload of evicted pages by `cache.spill`, or None if they are dropped.
 
-    "auto": a discrete GPU's go to host memory. Others share the box's, where keeping them would win nothing.
+    "auto": a discrete GPU offloads to host memory. Other devices share the box's memory, and would win nothing.
     """
     device = kv.keys.device
     kind = settings.spill

@@ -1,9 +1,9 @@
-"""Where the K/V rows of pruned sequences lie: which block is whose, by layer and KV head.
+"""The layout of pruned sequences' K/V rows: the owner of each block, by layer and KV head.
 
 A pruned sequence's first `slabs` pages hold, in each layer, the kept rows of its KV heads, one head after the other in
 whole blocks of a page's rows: of these pages' `slabs * kv_heads` blocks, in order, head h owns `counts[layer, h]`
-behind those of the heads before it. The pages that follow are laid out as ever, a block for each head. So the usual
-page table and the counts say where every row is. A head's rows are in the order of their tokens.
+after those of the heads before it. The pages that follow have the usual layout, a block for each head. So the usual
+page table and the counts locate every row. A head's rows are in the order of their tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class PrunedLayout:
     slabs: int
     counts: np.ndarray
     removed: int
-    """Tokens by which a context of K/V rows is shorter than the sequence, on the mean of its heads."""
+    """Tokens by which the K/V rows are fewer than the sequence's tokens, on the mean of the heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTables:
-    """Of all decodes of a batch, where each head's rows lie; those that are not pruned have counts and slabs of 0.
+    """The locations of each head's rows for all decodes of a batch; unpruned ones have counts and slabs of 0.
 
     `tables` [n, width] are the page tables, `context` [n] the rows before the new one on the mean of the heads, `slabs`
     [n], `counts` and `offsets` [layers, n, kv_heads] the blocks of a head and those of the heads before it.
@@ -42,9 +42,9 @@ class HeadTables:
     counts: torch.Tensor
     offsets: torch.Tensor
     most_blocks: np.ndarray
-    """On the host, [layers, n]: most blocks that a head of a sequence has, its newest row's included."""
+    """The most blocks of any head of a sequence, its newest row's included: [layers, n], on the host."""
     pruned: bool
-    """Whether any of the sequences was."""
+    """Whether any of the sequences was pruned."""
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class HeadTables:
         context: torch.Tensor,
         kv: KvStore,
     ) -> HeadTables:
-        """`contexts` is `context` on the host."""
+        """Build the tables of all decodes; `contexts` is `context` on the host."""
         counts = np.zeros((kv.layers, len(compacted), kv.kv_heads), np.int64)
         slabs = np.zeros(len(compacted), np.int64)
         for row, part in enumerate(compacted):
@@ -69,11 +69,11 @@ class HeadTables:
         return cls(tables, context, moved[1], on_device, offsets, most, bool(slabs.any()))
 
     def lengths(self, layer: int, page_size: int) -> torch.Tensor:
-        """Rows that each head sees, the new one included: [n, kv_heads]."""
+        """Return the number of rows that each head sees, the new one included: [n, kv_heads]."""
         return (self.context + 1 - self.slabs * page_size)[:, None] + self.counts[layer] * page_size
 
     def blocks(self, layer: int) -> torch.Tensor:
-        """Blocks of `layer` in each head's order, [n, kv_heads, width] up to the longest; past a head's own, any."""
+        """Return each head's blocks of `layer` in order, [n, kv_heads, most]; past a head's own blocks, any block."""
         counts, offsets = self.counts[layer][..., None], self.offsets[layer][..., None]
         kv_heads = counts.shape[1]
         block = torch.arange(int(self.most_blocks[layer].max()), device=counts.device)

@@ -1,10 +1,10 @@
 """K/V storage: one tensor for keys and one for values, addressed by page, layer and KV head.
 
-Which page belongs to whom is `edged.cache.page_pool`'s; what is attended is `edged.engine.attention.paged`'s.
+The owner of a page is known to `edged.cache.page_pool`; attention is in `edged.engine.attention.paged`.
 
 A page index names a slab: in each layer `kv_heads` blocks of `page_size` rows of `head_dim`, so that one index stands
-for all layers and heads of `page_size` tokens. Layers lie one after the other: an index of rows or blocks is made once
-and serves every layer, and a block is still addressable on its own.
+for all layers and heads of `page_size` tokens. Layers are outermost: an index of rows or blocks is made once and serves
+every layer, and a block is still addressable on its own.
 """
 
 from collections.abc import Mapping
@@ -40,39 +40,39 @@ class KvStore:
 
     @property
     def page_bytes(self) -> int:
-        """Of one slab: keys and values of a page's tokens in all layers."""
+        """Bytes of one slab: keys and values of a page's tokens in all layers."""
         return 2 * self.layers * self._page_layer_bytes
 
     def row_index(self, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Rows of tokens in any layer: `pages` and `offsets` have shape [tokens]; the result [tokens * kv_heads]."""
+        """Return the rows of tokens in any layer, [tokens * kv_heads]; `pages` and `offsets` are [tokens]."""
         block = pages[:, None] * self.kv_heads + self._heads
         return (block * self.page_size + offsets[:, None]).reshape(-1)
 
     def block_index(self, pages: torch.Tensor) -> torch.Tensor:
-        """Blocks of page tables in any layer: `pages` is [sequences, n]; the result [sequences * kv_heads * n]."""
+        """Return the blocks of page tables in any layer, [sequences * kv_heads * n]; `pages` is [sequences, n]."""
         return (pages[:, None, :] * self.kv_heads + self._heads[:, None]).reshape(-1)
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values by row, each [pages * kv_heads * page_size, head_dim]."""
+        """Return a layer's keys and values by row, each [pages * kv_heads * page_size, head_dim]."""
         return self.keys[layer].view(-1, self.head_dim), self.values[layer].view(-1, self.head_dim)
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values of shape [tokens, kv_heads, head_dim] at `row_index` rows of `layer`.
 
-        What is not finite is stored as if it were: a page's next owner reads its stale rows with weight 0, and 0 * NaN
-        would carry one user's diverged adapter into another's answer.
+        Values that are not finite are replaced by finite ones: a page's next owner reads its stale rows with weight 0,
+        and 0 * NaN would carry one user's diverged adapter into another's answer.
         """
         for store, new in zip(self.rows(layer), (keys, values), strict=True):
             store.index_copy_(0, rows, new.reshape(-1, self.head_dim).nan_to_num())
 
     def read(self, layer: int, blocks: torch.Tensor, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of `block_index` blocks of `layer`, each [sequences, kv_heads, n * page_size, head_dim]."""
+        """Return `block_index` blocks of `layer`: keys and values [sequences, kv_heads, n * page_size, head_dim]."""
         shape = (sequences, self.kv_heads, -1, self.head_dim)
         keys, values = (store[layer].index_select(0, blocks).view(shape) for store in (self.keys, self.values))
         return keys, values
 
     def read_keys(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Keys of one sequence's `blocks` [kv_heads, n] of `layer`: [kv_heads, n * page_size, head_dim]."""
+        """Return the keys [kv_heads, n * page_size, head_dim] of one sequence's `blocks` [kv_heads, n] of `layer`."""
         return self.keys[layer].index_select(0, blocks.flatten()).view(len(blocks), -1, self.head_dim)
 
     def move(self, layer: int, rows: torch.Tensor, to: torch.Tensor) -> None:
@@ -82,26 +82,26 @@ class KvStore:
 
     @property
     def gives_back(self) -> bool:
-        """Whether memory of pages that nobody holds can be returned to the system."""
+        """Whether the memory of free pages can be returned to the system."""
         return self._backings[0].gives_back
 
     def give_back(self, first: int) -> None:
-        """Return the memory of the pages from `first` on to the system, as far as it does not hold others as well."""
+        """Return the memory of the pages from `first` on to the system, unless it holds parts of other pages, too."""
         for backing in self._backings:
             backing.give_back(self._ranges(first, self._pages))
 
     def take_back(self, end: int) -> None:
-        """Have memory for all pages below `end`, zeros where it was given back. Raises MemoryError."""
+        """Make all pages below `end` usable again, zeros if they were given back. Raises MemoryError."""
         for backing in self._backings:
             backing.take_back(self._ranges(0, end))
 
     def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Where pages lie in each layer of the keys, and so of the values: (first byte, end)."""
+        """Return (first byte, end) of the pages in each layer of the keys, the same as of the values."""
         size, layers = self._page_layer_bytes, range(0, self.layers * self._pages, self._pages)
         return [((before + first) * size, (before + end) * size) for before in layers]
 
     def move_pages(self, moved: Mapping[int, int]) -> None:
-        """Copy the pages in the keys over those in the values; no page is in both."""
+        """Copy each page that is a key of `moved` over the page that is its value; no page is both."""
         device = self.keys.device
         tables = [np.fromiter(pages, np.int64) for pages in (moved.keys(), moved.values())]
         old, new = (self.block_index(pages[None]) for pages in upload(tables, device))

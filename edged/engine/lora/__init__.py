@@ -1,1 +1,1 @@
-"""Updates of many adapters in one packed batch."""
+"""LoRA updates of many adapters in one packed batch."""

@@ -1,6 +1,6 @@
 """LoRA in the packed batch: every target linear is wrapped once and holds slots for several adapters.
 
-What the weights are, and their files, is `edged.align.adapters.adapter`'s.
+The adapters' weights and files are in `edged.align.adapters.adapter`.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, R
 
 
 class LoraLinear(nn.Module):
-    """A linear (of any kind, quantized too) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
+    """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -33,7 +33,7 @@ class LoraLinear(nn.Module):
         self._whole, self._by_slot = (down, up), list(zip(down.unbind(), up.unbind(), strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` is [1, tokens, in_features]."""
+        """Compute [1, tokens, in_features] -> [1, tokens, out_features], with the updates of the present runs."""
         y = self.base(x)
         state = self._runs
         if state.training:
@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
             rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
             triton_lora.add_updates(*rows, self.down, self.up, state.tiles)
         elif state.few or state.single or state.together is not None:
-            # Rows may lie apart (one product for several linears), but not a row's features.
+            # Rows may have a stride (one product for several linears), but a row's features must be contiguous.
             x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))
             self._add_updates(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
@@ -88,8 +88,8 @@ class LoraLinear(nn.Module):
             out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))
 
     def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
-        """Every adapter's update of its own rows, with autograd."""
-        # One adapter's rows are all of them: neither the way there nor the way back copies anything.
+        """Return each adapter's update of its own rows, with autograd."""
+        # With one adapter nothing is copied, in the forward and in the backward.
         alone = len(rows) == 1
         parts = [x] if alone else x.split([part.stop - part.start for part in rows], dim=1)
         updates = []
@@ -100,7 +100,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraSlots:
-    """All wrapped linears of a model, and which adapter version sits in which slot."""
+    """All LoRA-wrapped linears of a model and their slots of adapter weights."""
 
     def __init__(self, model: nn.Module, targets: list[str], slots: int, rank: int, dtype: torch.dtype) -> None:
         self.runs = LoraSegments()
@@ -109,8 +109,8 @@ class LoraSlots:
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
         self._banks: list[tuple[int, list[str], torch.Tensor]] = []
-        """A (side 0) or B (side 1) of all linears to which it has one shape, so that an adapter's are copied at once:
-        [linears, slots, in_features, rank]; of B [linears, slots, rank, out_features]."""
+        """(side, names, slots): A (side 0) or B (side 1) of all linears of one shape, loaded by one copy:
+        [linears, slots, in_features, rank]; for B [linears, slots, rank, out_features]."""
         down, up = (self._empty_slots(side, bases) for side in (0, 1))
         for name, base in bases.items():
             parent_name, _, attribute = name.rpartition(".")
@@ -119,7 +119,7 @@ class LoraSlots:
             self.linears[name] = wrapped
 
     def _empty_slots(self, side: int, bases: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-        """Every linear's own slots of a side, by name; those of one size on one device lie together."""
+        """Allocate each linear's slots of a side, by name; linears of one size and device share a tensor."""
         alike: dict[tuple[int, torch.device], list[str]] = {}
         for name, base in bases.items():
             size = int(base.out_features if side else base.in_features)  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ class LoraSlots:
 
     @property
     def size_bytes(self) -> int:
-        """What the slots hold."""
+        """Bytes of all slots."""
         return sum(slots.nbytes for _, _, slots in self._banks)
 
     @torch.no_grad()
@@ -149,7 +149,7 @@ class LoraSlots:
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
-        """Rows of the packed batch see their own slot. For Triton's kernels `tiles` alone tell which, if there are any:
+        """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those:
         captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
         try:
@@ -159,7 +159,7 @@ class LoraSlots:
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:
-        """Rows see their own adapter's weights, with autograd; `rows` cover them all, in order."""
+        """Apply each adapter's weights to its own rows, with autograd; `rows` cover all rows, in order."""
         self.runs.training = rows
         try:
             yield

@@ -1,4 +1,4 @@
-"""Low-rank updates of a packed batch: which rows see which slot at present, and what multiplies them."""
+"""LoRA segments of a packed batch: the slot of each run of rows, and the implementation that multiplies it."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ NO_SLOT = -1
 Run = tuple[int, int, int]
 """(start, stop, slot) of consecutive packed rows that one adapter answers."""
 LoraKernel = Literal["torch", "native", "triton"]
-"""What multiplies the runs: torch, one by one or `together`; the compiled kernels, where there are few rows; or
+"""Implementation of the updates: torch, one run at a time or `together`; the compiled kernels, if rows are few; or
 Triton's kernels, in `tiles`."""
 
 _FEW_ROWS = 16
-"""Runs up to so many rows are multiplied together, padded to the longest of them; longer ones one by one."""
+"""Longest run that is multiplied together with others, padded to the longest of them; longer ones are alone."""
 _ALONE_ROWS = 16
-"""Up to so many rows one CPU core multiplies an update sooner than two of them meet."""
+"""Most rows that one CPU core multiplies faster than two cores synchronize."""
 _NATIVE_ROWS = 64
-"""Up to so many rows in all the compiled kernels multiply updates at least as soon as torch."""
+"""Most rows in all for which the compiled kernels are at least as fast as torch."""
 _HIGHEST_NATIVE_RANK = 1024
-"""Of which a thread of the compiled kernels keeps two rows on its stack."""
+"""Highest rank of the compiled kernels, of which a thread keeps two rows on its stack."""
 _MOST_SPARE = 2
-"""Slots multiplied together lie side by side; at most so many times as many as are used."""
+"""Most neighbouring slots that are multiplied together, for each slot that is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShortRuns:
-    """Short runs as one batched product over the slots [low, high): `gather` [slots * width] rows of the packed batch,
-    padded with any row; `rows` [n] are those with an adapter and `places` [n] where they are among the gathered."""
+    """Short runs as one batched product over the slots [low, high): `gather` [slots * width] are rows of the packed
+    batch, padded with any row; `rows` [n] those with an adapter, and `places` [n] their places in `gather`."""
 
     low: int
     high: int
@@ -43,9 +43,9 @@ class ShortRuns:
     rows: torch.Tensor
     places: torch.Tensor
     span: slice | None
-    """`rows`, where they lie side by side."""
+    """`rows` as a slice, if they are contiguous."""
     even: bool
-    """Whether `gather` is `span`: runs of one length, of neighbouring slots. Then nothing is copied."""
+    """Whether `gather` equals `span` (runs of one length, of neighbouring slots), so that nothing is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +57,26 @@ class LoraTiles:
 
 
 class LoraSegments:
-    """What the wrapped linears of one model do at present; shared by all of them."""
+    """The present runs and their implementation, shared by all LoRA linears of a model."""
 
     def __init__(self) -> None:
         self.single: list[Run] = []
-        """Runs that are multiplied one by one; rows in no run see the base model."""
+        """Runs that are multiplied one by one; rows in no run get the base model's output."""
         self.together: ShortRuns | None = None
         self.kernel: LoraKernel = "torch"
         self.few = False
         """Whether the compiled kernels add the updates of the present runs."""
         self.tiles: LoraTiles | None = None
         self.training: Sequence[LoraRows] = ()
-        """Who sees which weights, with autograd, while a fine-tune unit runs; together they are all rows."""
+        """Adapters of all rows, with autograd, while a fine-tune unit runs; else empty."""
         self._all: list[Run] = []
         self._slots: torch.Tensor | None = None
-        """Of `_all`, made when it is first asked for."""
+        """Slots by row, made from `_all` on first use."""
         self.threads = 0
-        """Threads to go back to after updates that are too small to be shared between cores; 0: they are not."""
+        """Number of threads to restore after updates too small for several cores; 0: they are not too small."""
 
     def set(self, runs: list[Run], device: torch.device, tiles: LoraTiles | None = None) -> None:
-        """The runs of the coming forward; `tiles` are the same for Triton's kernels, if they are on the device."""
+        """Set the runs of the coming forward; `tiles` are the same for Triton's kernels, if already on the device."""
         self._all, self._slots = runs, None
         if self.kernel == "triton":
             from edged.engine.lora import triton as triton_lora  # triton is slow to import, and not everywhere
@@ -108,7 +108,7 @@ class LoraSegments:
         self.together = ShortRuns(low, high, tables[0], tables[1], tables[2], span, even)
 
     def slots_of(self, rows: int) -> torch.Tensor | None:
-        """The slot of each of the forward's `rows`, -1 for the base model; None where no row has an adapter."""
+        """Return the slot of each of the forward's `rows`, -1 for the base model; None if no row has an adapter."""
         if not self._all:
             return None
         if self._slots is None or len(self._slots) != rows:
@@ -117,7 +117,7 @@ class LoraSegments:
 
 
 def slots_of_rows(runs: list[Run], rows: int) -> torch.Tensor:
-    """[rows], -1 for those in no run."""
+    """Return the slot of each row, [rows]; -1 for rows in no run."""
     slots = torch.full((rows,), -1)
     for start, stop, slot in runs:
         slots[start:stop] = slot
@@ -125,7 +125,7 @@ def slots_of_rows(runs: list[Run], rows: int) -> torch.Tensor:
 
 
 def why_no_updates(kernel: LoraKernel, device: torch.device, dtype: torch.dtype, rank: int) -> str:
-    """Why `kernel` cannot add updates of slots like these; "" when it can."""
+    """Return why `kernel` cannot add updates of such slots; "" when it can."""
     if kernel == "triton":
         from edged.engine.lora import triton as triton_lora
 
@@ -136,10 +136,10 @@ def why_no_updates(kernel: LoraKernel, device: torch.device, dtype: torch.dtype,
 
 
 class NativeUpdates:
-    """The low-rank updates of one linear by the compiled kernels, those of all adapters in one call."""
+    """The low-rank updates of one linear by the compiled kernels, in one call for all adapters."""
 
     def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """A's [slots, in_features, rank] and B's [slots, rank, out_features], of `why_no_updates` = ""."""
+        """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] must pass `why_no_updates`."""
         assert library.readable(down, up)
         self._kept = down, up
         self._linear = library.CLinear(out=up.shape[2])
@@ -148,7 +148,7 @@ class NativeUpdates:
     def add(self, x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor) -> None:
         """Add to `out` [rows, out_features] the updates of `x` [rows, in_features] by `slots` [rows], -1 for none.
 
-        Rows of either may lie apart, but not a row's features.
+        Rows of either may have a stride, but a row's features must be contiguous.
         """
         compiled, rows = library.kernels(), len(x)
         assert compiled is not None

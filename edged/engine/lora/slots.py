@@ -1,4 +1,4 @@
-"""Which adapter version sits in which LoRA slot."""
+"""The table of LoRA slots and the adapter versions in them."""
 
 from collections import OrderedDict
 
@@ -8,7 +8,7 @@ from edged.engine.lora.segments import NO_SLOT
 
 
 class SlotTable:
-    """Slots are held by running sequences and fine-tune steps; free ones keep their version until it is replaced."""
+    """The slots, held by running sequences and fine-tune steps; idle ones keep their version until it is replaced."""
 
     def __init__(self, lora: LoraSlots) -> None:
         self._lora = lora
@@ -18,28 +18,28 @@ class SlotTable:
 
     @property
     def count(self) -> int:
-        """All slots, held or idle."""
+        """Number of slots, held or idle."""
         return len(self._holders)
 
     @property
     def idle(self) -> int:
-        """Slots that nobody holds."""
+        """Number of slots without a holder."""
         return len(self._idle)
 
     def held(self, adapter: str, version: int) -> bool:
-        """Whether somebody holds a slot with this version: it may be shared."""
+        """Whether a slot with this version has a holder, and so may be shared."""
         slot = self._where.get((adapter, version))
         return slot is not None and slot not in self._idle
 
     @property
     def adapters(self) -> int:
-        """Adapter versions that are resident."""
+        """Number of adapter versions in slots."""
         return len(self._where)
 
     def acquire(self, state: AdapterState, spare: int = 0) -> int | None:
-        """A slot with the state's current version, held until `release`; None when all are held but `spare` ones.
+        """Hold a slot with the state's current version until `release`; None if only `spare` slots are idle.
 
-        The untrained version 0 needs none: NO_SLOT.
+        The untrained version 0 needs no slot: NO_SLOT.
         """
         if state.version == 0:
             return NO_SLOT
@@ -55,7 +55,7 @@ class SlotTable:
         return slot
 
     def release(self, slot: int) -> None:
-        """Let go of a slot that `acquire` gave."""
+        """Release a slot that `acquire` returned."""
         if slot == NO_SLOT:
             return
         self._holders[slot] -= 1
@@ -63,9 +63,9 @@ class SlotTable:
             self._idle[slot] = None
 
     def publish(self, state: AdapterState, previous: int, hot: bool) -> int | None:
-        """A new version is there. Hot: it replaces `previous` in its slot, under whoever runs there.
+        """Replace version `previous` by the new one in its slot: if `hot`, also while sequences run on it.
 
-        Returns that slot, or None when running sequences keep what they have.
+        Returns that slot, or None if running sequences keep the version that they have.
         """
         slot = self._where.get((state.name, previous))
         if slot is None or not (hot or self._holders[slot] == 0):
@@ -74,11 +74,11 @@ class SlotTable:
         return slot
 
     def _put(self, slot: int, state: AdapterState) -> None:
-        # First, so that where loading fails the slot holds nobody's weights.
+        # First, so that if loading fails the slot belongs to no adapter.
         self._where = {key: own for key, own in self._where.items() if own != slot}
         self._lora.load(slot, state.weights, state.spec.scaling)
         self._where[state.name, state.version] = slot
 
     def forget(self, adapter: str) -> None:
-        """Sequences that run keep their slots; nobody else finds them."""
+        """Forget an adapter's slots: running sequences keep them, others do not find them."""
         self._where = {key: slot for key, slot in self._where.items() if key[0] != adapter}

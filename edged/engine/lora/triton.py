@@ -18,13 +18,13 @@ from edged.engine.native import triton_device
 from edged.tensors.device_copy import upload
 
 FEW_ROWS, _MANY_ROWS = 16, 64
-"""Rows of a tile: what a matrix unit multiplies at least, for batches of decodes; more where there is a longer run."""
+"""Rows of a tile: the fewest that a matrix unit multiplies, for batches of decodes; more if there is a longer run."""
 _OUT_BLOCK, _RANKS = 64, 16
 """Output features of one program, and ranks of one of its steps."""
 _IN_ELEMENTS = 2048
 """Elements of A that one step of a program reads."""
 _PROGRAMS = 128
-"""Programs wanted at once: input features are split until there are about so many."""
+"""Target number of programs: input features are split until there are about so many."""
 _MOST_SPLITS = 16
 _SPLIT_FEATURES = 256
 """Fewest input features of a part."""
@@ -110,14 +110,14 @@ if importlib.util.find_spec("triton") is not None:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
-    """Why the kernels cannot be used for adapters of `rank`; "" when they can."""
+    """Return why the kernels cannot be used for adapters of `rank`; "" when they can."""
     if rank > _MOST_RANK:
         return f"rank {rank} is larger than {_MOST_RANK}"
     return triton_device.why_not(device, dtype)
 
 
 def cut(runs: list[Run], device: torch.device) -> LoraTiles:
-    """The tiles of an iteration's runs (at least one), in one transfer."""
+    """Cut an iteration's runs (at least one) into tiles on the device, in one transfer."""
     rows = tile_rows(runs)
     table = tiles_of(runs, rows)
     (moved,) = upload([table.reshape(-1)], device)
@@ -125,12 +125,12 @@ def cut(runs: list[Run], device: torch.device) -> LoraTiles:
 
 
 def tile_rows(runs: list[Run]) -> int:
-    """How large the tiles of `runs` (at least one) should be."""
+    """Return the rows of a tile for `runs` (at least one)."""
     return FEW_ROWS if max(stop - start for start, stop, _ in runs) <= FEW_ROWS else _MANY_ROWS
 
 
 def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
-    """`LoraTiles.table` of `runs` (at least one) in tiles of at most `rows` rows."""
+    """Return `LoraTiles.table` of `runs` (at least one) in tiles of at most `rows` rows."""
     start, stop, slot = np.array(runs, np.int64).T
     counts = -(-(stop - start) // rows)
     run = np.repeat(np.arange(len(runs)), counts)
@@ -140,10 +140,10 @@ def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
 
 
 def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, tiles: LoraTiles) -> None:
-    """y[rows] += (x[rows] @ down[slot]) @ up[slot] for the rows of every tile; all sums are made in float32.
+    """Add the updates in place: y[rows] += (x[rows] @ down[slot]) @ up[slot] for each tile, with float32 sums.
 
-    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are of one dtype and contiguous, but
-    that the rows of `down` may lie apart.
+    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are of one dtype and contiguous;
+    only the rows of `down` may have a stride.
     """
     n, size_in = x.shape
     _, rank, size_out = up.shape

@@ -1,6 +1,6 @@
-"""Decoder layers of the commonest kind, computed by the compiled kernels where there are few rows.
+"""Llama-like decoder layers, computed by the compiled kernels if rows are few.
 
-A layer's parts are found by name, and a trial must show that both ways agree on the same rows.
+A layer's parts are found by name, and a trial must show that the kernels and the layer's own `forward` agree.
 """
 
 import ctypes
@@ -19,34 +19,24 @@ from edged.engine.model.served_model import AttentionSpy, ModelShape, ServedMode
 from edged.engine.native.library import FEW_ROWS, CGroup, CLayer, LinearParts, group_of, kernels, readable, why_not
 
 _TOLERANCE = 1e-5
-"""Of the largest number, in the trial: both ways do the same in fp32, but for the order of sums."""
+"""Largest difference in the trial, relative to the largest number: in fp32 only the order of sums differs."""
 
 
 class NotOfThisKind(ValueError):
-    """A layer is not what the kernels compute."""
-
-
-class Scratch:
-    """Memory for what a layer's calls compute in between, shared by all layers of a model."""
-
-    def __init__(self) -> None:
-        self._floats = torch.empty(0, dtype=torch.float32)
-
-    def of(self, floats: int) -> int:
-        """The address of at least so many."""
-        if len(self._floats) < floats:
-            self._floats = torch.empty(floats, dtype=torch.float32)
-        return self._floats.data_ptr()
+    """A layer is not of the kind that the kernels compute."""
 
 
 class ShortLayer:
-    """Stands for the `forward` of a layer as Llama's: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU,
-    down, and two residuals. `long` is the layer's own, for all that the kernels do not compute."""
+    """Replacement of a Llama-like layer's `forward`: norm, q/k/v, rotary positions, attention, o, norm, gate/up, SiLU,
+    down, and two residuals. `long` is the layer's own `forward`, for calls that the kernels do not compute."""
 
     def __init__(
-        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: Scratch
+        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: torch.Tensor
     ) -> None:
-        """Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size."""
+        """Take over the weights of `layer`; all layers of a model share `scratch`, float32, which grows as they need.
+
+        Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
+        """
         attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
         self.long, self._call, self._lora, self._scratch = layer.forward, call, lora, scratch
         self._kept: list[torch.Tensor | LinearParts] = []
@@ -70,20 +60,23 @@ class ShortLayer:
         self._heads = [heads, self._layer.kv_heads, self._layer.kv_heads]
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own `forward`, whose keyword arguments the model gives."""
+        """Compute what the layer's own `forward` computes, from the same arguments."""
         few = hidden_states.shape[1] <= FEW_ROWS and not torch.is_grad_enabled() and not self._lora.runs.training
         if not few or args or kwargs.get("attention_mask") is not None:
             return self.long(hidden_states, *args, **kwargs)
         return self.short(hidden_states[0], *kwargs["position_embeddings"])[None]
 
     def short(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] -> [rows, hidden]; `cos` and `sin` [1, rows, head_dim] of the rows' positions."""
+        """Compute [rows, hidden] -> [rows, hidden]; `cos` and `sin` [1, rows, head_dim] are of the rows' positions."""
         library, layer, rows = kernels(), ctypes.byref(self._layer), len(x)
         assert library is not None
         slots = self._lora.runs.slots_of(rows)
         own = None if slots is None else slots.data_ptr()
         threads = torch.get_num_threads()
-        scratch = self._scratch.of(library.edged_scratch(layer, rows, threads))
+        floats = library.edged_scratch(layer, rows, threads)
+        if len(self._scratch) < floats:
+            self._scratch.resize_(floats)
+        scratch = self._scratch.data_ptr()
         qkv = x.new_empty(sum(self._heads), rows, self._layer.head_dim)
         source, result = x.data_ptr(), torch.empty_like(x)
         library.edged_before_attention(
@@ -96,7 +89,7 @@ class ShortLayer:
         return result
 
     def fits(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-        """Whether the kernels can read these as a layer's input and angles; a model gives all rows the same form."""
+        """Whether the kernels can read these as a layer's input and angles; the form is the same for all rows."""
         angles = (1, len(x), self._layer.head_dim)
         return readable(x, cos, sin) and x.shape[1] == self._layer.hidden and cos.shape == sin.shape == angles
 
@@ -134,7 +127,7 @@ class ShortLayer:
 
 
 def _child(parent: nn.Module, name: str) -> nn.Module:
-    """A module's part by its name. Raises NotOfThisKind."""
+    """Return a child module by name. Raises NotOfThisKind."""
     found = getattr(parent, name, None)
     if not isinstance(found, nn.Module):
         raise NotOfThisKind(f"{type(parent).__name__} has no {name}")
@@ -142,7 +135,7 @@ def _child(parent: nn.Module, name: str) -> nn.Module:
 
 
 def _plain(linear: nn.Module) -> LinearParts:
-    """What LoRA and packing are wrapped around."""
+    """Return the tensors of a linear inside its wrappers. Raises NotOfThisKind if it is not a plain float32 linear."""
     while isinstance(linear, LoraLinear):
         linear = linear.base
     plain = linear.base if isinstance(linear, PackedLinear) else linear
@@ -152,7 +145,7 @@ def _plain(linear: nn.Module) -> LinearParts:
 
 
 def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:
-    """Weight and epsilon of an RMS norm."""
+    """Return weight and epsilon of an RMS norm. Raises NotOfThisKind."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", None)
     if not isinstance(weight, torch.Tensor) or not readable(weight) or not isinstance(eps, float):
         raise NotOfThisKind(f"{type(norm).__name__} is not an RMS norm with a variance_epsilon")
@@ -160,12 +153,12 @@ def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:
 
 
 def shorten_layers(model: ServedModel) -> str:
-    """Let the kernels compute all layers for few rows; why not, or "". To be called after `attach_lora`."""
+    """Let the kernels compute all layers for few rows; return why not, or "". Call it after `attach_lora`."""
     if reason := why_not(model.device, model.dtype):
         return reason
     ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
-    scratch = Scratch()
+    scratch = torch.empty(0, dtype=torch.float32)
     with torch.inference_mode():
         hidden, calls = model.layer_calls(ids, positions)
         try:
@@ -182,7 +175,7 @@ def shorten_layers(model: ServedModel) -> str:
 
 @contextmanager
 def _some_adapter(layer: nn.Module) -> Iterator[None]:
-    """Random matrices in slot 0 of a layer's linears; afterwards it holds what it did."""
+    """Put random matrices into slot 0 of a layer's linears, and restore it afterwards."""
     generator = torch.Generator().manual_seed(0)
     adapted = [module for module in layer.modules() if isinstance(module, LoraLinear)]
     slots = [side[0] for linear in adapted for side in (linear.down, linear.up)]
@@ -197,9 +190,9 @@ def _some_adapter(layer: nn.Module) -> Iterator[None]:
 
 
 def _tried(
-    model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: Scratch
+    model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: torch.Tensor
 ) -> ShortLayer:
-    """`layer` the short way, if both ways agree on `hidden` [1, rows, hidden], of which the last two rows have an
+    """Return the `ShortLayer` of `layer` if both agree on `hidden` [1, rows, hidden], whose last two rows have an
     adapter. Raises NotOfThisKind."""
     kind, spy = type(layer).__name__, AttentionSpy()
     with attention_pass(spy), _some_adapter(layer), model.lora.packed([(1, hidden.shape[1], 0)]):

@@ -1,4 +1,4 @@
-"""The served model as the fine-tune units see it: single layers, K/V by page, and the head."""
+"""Access of fine-tune units to the served model: single layers, K/V by page, and the head."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from edged.tensors.device_copy import upload
 
 
 class PagedDecoder:
-    """Implements `edged.align.dpo.decoder.Decoder`."""
+    """The served model as `edged.align.dpo.decoder.Decoder`."""
 
     def __init__(self, model: ServedModel, kv: KvStore) -> None:
         self._model, self._kv = model, kv
@@ -56,10 +56,10 @@ class PagedDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """What one group keeps of a packed forward.
+    """The rows of a packed forward that one micro-batch keeps.
 
-    `rows` [n] of the batch go to rows `last_rows` of `last`; those of `kept_rows` [m], a run of the group's kept rows
-    that starts at `kept_start`, have their layers' calls kept in `inputs`.
+    `rows` [n] of the batch go to rows `last_rows` of `last`; the layers' calls for `kept_rows` [m], a run
+    of the micro-batch's kept rows that starts at `kept_start`, are kept in `inputs`.
     """
 
     last: torch.Tensor
@@ -77,17 +77,17 @@ class LayerTap:
         self._takes: list[Take] = []
         self._checks = False
         self.broken: torch.Tensor | None = None
-        """Which rows of the latest forward are not finite, [tokens]; None where nobody asked."""
+        """Whether each row of the latest forward is not finite, [tokens]; None if it was not checked."""
         for index, layer in enumerate(model.layers):
             layer.register_forward_pre_hook(partial(self._keep_call, index), with_kwargs=True)
         model.norm.register_forward_pre_hook(self._norm_hook)
 
     def arm(self, takes: list[Take], checks: bool = False) -> None:
-        """What the next forward shall keep, and whether it `checks` its rows."""
+        """Set what the next forward keeps, and whether it `checks` that its rows are finite."""
         self._takes, self._checks, self.broken = takes, checks, None
 
     def disarm(self) -> None:
-        """Forwards that follow keep nothing."""
+        """Let the following forwards keep nothing."""
         self._takes, self._checks = [], False
 
     def _keep_call(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class LayerTap:
 
     def _norm_hook(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if self._checks:
-            # What was not finite in any layer has stayed in the residual stream.
+            # Values that were not finite in any layer have stayed in the residual stream.
             self.broken = args[0][0].isfinite().all(-1).logical_not_()
         for take in self._takes:
             take.last.index_copy_(0, take.last_rows, args[0][0].index_select(0, take.rows))

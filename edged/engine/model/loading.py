@@ -1,6 +1,6 @@
-"""Loading: from a checkpoint's directory to a transformers model on its device, tensor by tensor.
+"""Loading of a checkpoint's directory as a transformers model on its device, tensor by tensor.
 
-It needs memory for the weights and about one tensor beside them.
+It needs memory for the weights and about one tensor more.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ class ModelRefused(ValueError):
 def load_pretrained(directory: str, settings: ModelSettings, implementation: str) -> PreTrainedModel:
     """Load what `save_pretrained` wrote, quantized or to be quantized, with the attention `implementation`.
 
-    Its `device` is what `model.device` asks for; its `dtype` what `model.dtype` asks for, unless the quantization's
+    The model's `device` is that of `model.device`; its `dtype` that of `model.dtype`, unless the quantization's
     kernels know only another. Raises ModelRefused with the reason.
     """
     device = pick_device(settings.device)
@@ -70,7 +70,7 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
 
 
 def drop_cached(files: Iterable[Path]) -> None:
-    """Let the system forget its copy of files that are not mapped here (as weights that are used where they lie are).
+    """Drop files from the system's page cache, unless this process has mapped them (as weights that are used in place).
 
     On a GPU that shares the box's memory, a checkpoint's pages are a second copy of the weights, which the system would
     give up only under pressure.
@@ -84,7 +84,7 @@ def drop_cached(files: Iterable[Path]) -> None:
 
 
 def pick_device(setting: str) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises ModelRefused for a device that is not there."""
+    """Return the device of `model.device`; "auto" is CUDA if there is one. Raises ModelRefused for a missing device."""
     if setting == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     try:
@@ -97,14 +97,14 @@ def pick_device(setting: str) -> torch.device:
 
 
 def pick_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 on CUDA and float32 on CPU."""
+    """Return the dtype of `model.dtype`; "auto" is bfloat16 on CUDA and float32 on CPU."""
     if setting == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[setting]
 
 
 def target_linears(model: nn.Module, targets: str | list[str]) -> list[str]:
-    """Names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
+    """Return the names of the linears that LoRA is applied to, as PEFT resolves `target_modules`.
 
     "all-linear" is every linear of the decoder but the language-model head. Raises ModelRefused when nothing matches.
     """

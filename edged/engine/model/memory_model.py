@@ -1,5 +1,5 @@
-"""What a base model, its adapters and their training need of memory, part by part, from shapes and settings alone; and
-what that leaves of the free memory for K/V pages and adapters at start.
+"""The memory model: bytes of a base model, its adapters and their training by part, from shapes and settings alone; and
+the number of K/V pages and adapters that fit the free memory at start.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("edged.engine")
 CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
-"""Shares of the free memory that K/V pages may take, by whose it is: the box's, a GPU's own, or both at once."""
+"""Shares of the free memory that K/V pages may take: of a CPU's, of a GPU's own, of memory that both share."""
 Linears = tuple[tuple[int, int], ...]
 """(in_features, out_features) of some linears."""
 
 STATE_BYTES = 24
-"""Of an adapter's weight in memory: the fp32 master and AdamW's two moments, and those of the version to go back to.
+"""Bytes of an adapter's weight in memory: the fp32 master and AdamW's two moments, and those of the rollback version.
 
-The second half lies on the host: a Jetson has one memory for both, a box with a card of its own has some to spare then.
+The second half lies on the host: a Jetson has one memory for both, a box with a discrete GPU has some to spare.
 """
 _GRADIENT_BYTES = 4
 _OPTIMIZER_BYTES = 20
-"""Of an adapter's weight in its optimizer step: the mean gradient, a root, and the masters and moments before it."""
+"""Bytes of an adapter's weight in an optimizer step: mean gradient, a root, and former master and moments."""
 _ADAPTER_SHARE = 0.25
-"""Of the memory beside the base: what adapters in memory and their slots may take."""
+"""Share of the memory beside the base that loaded adapters and their slots may take."""
 _FEWEST_ADAPTERS = 2
 _MASK_BYTES = 9
-"""Of a query and a key while a chunk's mask is made, beside the mask: their distance, and whether it is hidden."""
+"""Bytes of a query and a key while a chunk's mask is made, beside the mask: distance, and whether it is hidden."""
 _LOGIT_COPIES = 4
-"""Tensors as large as a head unit's or a sampler's fp32 logits, at their peak."""
+"""Tensors of the size of a head unit's or a sampler's fp32 logits, at the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseShape:
-    """A base model's sizes, as far as memory depends on them; its configuration or its first forward tells them."""
+    """A base model's sizes that memory depends on, from its configuration or its first forward."""
 
     layers: int
     hidden_size: int
@@ -59,26 +59,26 @@ class BaseShape:
     head_dim: int
     max_positions: int
     linears: Linears
-    """Of the decoder: what a quantization packs. The head and the embeddings stay plain."""
+    """Linears of the decoder, which a quantization packs. The head and the embeddings stay plain."""
     targets: Linears
-    """Those that LoRA is applied to."""
+    """Linears that LoRA is applied to."""
     plain_weights: int
-    """Embeddings, norms, biases, and the head where it is not tied."""
+    """Number of other weights: embeddings, norms, biases, and the head if it is not tied."""
     in_16_bits: bool = False
-    """Whether the checkpoint's numbers are of 16 bits, as its configuration has it."""
+    """Whether the checkpoint's numbers have 16 bits, by its configuration."""
 
     @property
     def parameters(self) -> int:
-        """All weights, packed ones as what they stand for."""
+        """Number of all weights; packed ones count unpacked."""
         return self.plain_weights + sum(map(prod, self.linears))
 
     def kv_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
-        """From a transformers configuration: the model is built without memory. Raises ModelRefused."""
+        """Read the shape from a transformers configuration; the model is built without memory. Raises ModelRefused."""
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
@@ -100,46 +100,46 @@ class BaseShape:
 
 
 def linear_sizes(model: Any, targets: str | list[str]) -> Linears:
-    """Of the linears that `target_linears` finds in a model that has no wrappers yet."""
+    """Return the sizes of the linears that `target_linears` finds in a model without wrappers."""
     linears = [model.get_submodule(name) for name in target_linears(model, targets)]
     return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes by part."""
+    """The bytes that a model needs, by part."""
 
     weights: int
     weight_copies: int
-    """What the CPU's products read instead: oneDNN's copy, and that in 16 bits."""
+    """Copies that the CPU's products read instead: oneDNN's, and that in 16 bits."""
     lora_slots: int
     adapters: int
-    """Masters and optimizers of those that stay in memory."""
+    """Masters and optimizer states of the loaded adapters."""
     step: int
-    """The DPO steps that are open at once, one of them in a unit that recomputes a layer."""
+    """The open DPO steps, one of them in a unit that recomputes a layer."""
     kept_graph: int
-    """What a step that keeps its graph takes instead of a second forward, where it fits."""
+    """The graph that a step keeps instead of a second forward, if it fits."""
     iteration: int
     """Activations, attention and logits of one packed forward."""
     dequantized: int
-    """The one weight of a quantized base that is dequantized at a time."""
+    """The largest weight of a quantized base, since one is dequantized at a time."""
     decode_graphs: int
     """Captured decode iterations, on CUDA."""
     kv_per_token: int
     loaded_adapters: int
-    """How many stay in memory."""
+    """Number of adapters in memory."""
     active_adapters: int
-    """How many have a slot."""
+    """Number of adapters with a slot."""
 
     @property
     def total(self) -> int:
-        """Everything but K/V pages."""
+        """Bytes of everything but K/V pages."""
         fixed = self.weights + self.weight_copies + self.lora_slots + self.kept_graph
         return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
 def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.dtype, cuda: bool, free: int) -> Needs:
-    """What serving and training `shape` takes; adapters take no more than a share of `free` bytes."""
+    """Return the bytes to serve and train `shape`; adapters take no more than a share of `free` bytes."""
     align = settings.align
     plain = form.bits == 8 * dtype.itemsize
     weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
@@ -161,7 +161,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
 
 
 def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
-    """The second and third copy of the linears' weights, the head's included, as far as `left` bytes allow them."""
+    """Return the bytes of the second and third copy of the linears' and the head's weights, if they fit `left`."""
     linears = shape.hidden_size * shape.vocab_size + sum(map(prod, shape.linears))
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
     narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
@@ -172,24 +172,25 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
 def work_of(
     shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, left: int, quantized: bool, cuda: bool
 ) -> dict[str, int]:
-    """What running takes beside weights, slots, pages and a kept graph, in bytes by the names that `Needs` has, with
-    `loaded` adapters in memory, when K/V may take up to `left` bytes."""
+    """Return the bytes that running takes beside weights, slots, pages and a kept graph, by their names in `Needs`,
+    with `loaded` adapters in memory, if K/V may take up to `left` bytes."""
+    graphs = (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
     return {
         "adapters": loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
         "step": step_bytes(shape, settings, dtype, loaded),
         "iteration": iteration_bytes(shape, settings, dtype, left),
         "dequantized": dtype.itemsize * max(map(prod, shape.linears), default=0) if quantized else 0,
-        "decode_graphs": decode_graph_bytes(shape, settings) if cuda else 0,
+        "decode_graphs": graphs if cuda and settings.model.graph_memory_mb else 0,
     }
 
 
 def adapter_weights(targets: Linears, rank: int) -> int:
-    """Weights of one adapter: A [rank, in] and B [out, rank] of every target."""
+    """Return the number of weights of one adapter: A [rank, in] and B [out, rank] of every target."""
     return rank * sum(fan_in + fan_out for fan_in, fan_out in targets)
 
 
 def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left: int) -> tuple[int, int]:
-    """(adapters in memory, adapters with a slot): as set, but no more than a share of the `left` bytes holds."""
+    """Return (loaded adapters, adapters with a slot): as set, but no more than a share of `left` bytes holds."""
     align = settings.align
     each = weights * (STATE_BYTES + dtype.itemsize)
     fitting = max(_FEWEST_ADAPTERS, int(_ADAPTER_SHARE * left) // each) if each else align.max_loaded_adapters
@@ -197,32 +198,33 @@ def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left
 
 
 def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: torch.dtype) -> int:
-    """About what a window's graph takes: each linear's input and output, and as much again between them."""
+    """Estimate the bytes of a window's graph: each linear's input and output, and as much again between them."""
     width = 2 * sum(fan_in + fan_out for fan_in, fan_out in linears)
     return settings.align.window_tokens * width * dtype.itemsize
 
 
 def open_steps(loaded: int) -> int:
-    """Steps open at once: one that runs, and one that follows without a gap unless memory is short of adapters."""
+    """Return the most open steps: one that runs, and one that follows without a gap unless few adapters fit."""
     return 2 if loaded > _FEWEST_ADAPTERS else 1
 
 
 def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int) -> int:
-    """The open DPO steps beside their pages, when `loaded` adapters are in memory.
+    """Return the bytes of the open DPO steps beside their pages, with `loaded` adapters in memory.
 
-    Each has its layers' inputs of a group and its gradients. One unit runs at a time: a layer's graph and a head unit
-    at most, or one member's optimizer, and that step has no inputs then.
+    Each has the layers' inputs of a micro-batch and its gradients. One unit runs at a time: a layer's graph and a head
+    unit at most, or one adapter's optimizer, whose step has no inputs then.
     """
     align, steps = settings.align, open_steps(loaded)
     one = adapter_weights(shape.targets, align.rank)
-    # An adapter alone may have several groups, and keeps the gradient as it was before the last; those who share a
-    # window have one group, and none is in two steps.
+    # A lone adapter may have several micro-batches, and keeps the gradient from before the last one; adapters that
+    # share a window have one micro-batch, and none is in two steps.
     gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
     return gradients + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
 
 
 def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
-    """One adapter's step of one group, beside its pages: of two windows, or of one window that keeps its graph."""
+    """Return the bytes of one adapter's step of one micro-batch, beside its pages: of two windows, or of one that keeps
+    its graph."""
     one = adapter_weights(shape.targets, settings.align.rank)
     if not keeps_graph:
         return _GRADIENT_BYTES * one + _units_peak(shape, settings, dtype)
@@ -231,19 +233,19 @@ def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, ke
 
 
 def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """What a step's units take with the layers' inputs: a layer's graph and a head unit, or the optimizer without."""
+    """Return the peak of a step's units: layers' inputs, a layer's graph and a head unit, or the optimizer alone."""
     layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
     optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
     return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
 
 
 def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """Hidden states of a group's tokens by both policies."""
+    """Return the bytes of the hidden states of a micro-batch's tokens by both policies."""
     return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
 
 
 def _kept_inputs(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """Each layer's inputs of a group's tokens, the last hidden states and their gradient."""
+    """Return the bytes of each layer's inputs of a micro-batch, the last hidden states and their gradient."""
     return (shape.layers + 2) * _row(shape, settings, dtype)
 
 
@@ -253,7 +255,7 @@ def _head_unit(shape: BaseShape, settings: Settings) -> int:
 
 
 def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left: int) -> int:
-    """One packed forward: some rows of the hidden size, a linear's outputs, a chunk's attention, sampled logits.
+    """Return the bytes of one packed forward: hidden states, a linear's outputs, a chunk's attention, sampled logits.
 
     No context is longer than one whose K/V take all of the `left` bytes.
     """
@@ -266,25 +268,18 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
 
 
-def decode_graph_bytes(shape: BaseShape, settings: Settings) -> int:
-    """What captured decode iterations may hold, and their logits."""
-    if not settings.model.graph_memory_mb:
-        return 0
-    return (settings.model.graph_memory_mb << 20) + 4 * shape.vocab_size * settings.serving.max_sequences
-
-
 # -- of a model that is loaded, on this box ----------------------------------------------------------------------------
 
 
 def total_bytes(device: torch.device) -> int:
-    """All memory that the device's work can use; the box's where CUDA is asked for and not there."""
+    """Return all memory that the device's work can use; the box's if CUDA is asked for and missing."""
     if device.type == "cuda" and torch.cuda.is_available() and has_own_memory(device):
         return int(torch.cuda.mem_get_info(device)[1])
     return int(psutil.virtual_memory().total)
 
 
 def free_bytes(device: torch.device) -> tuple[int, float]:
-    """Free memory of the device and the share of it that the cache may take.
+    """Return the free memory of the device and the share of it that the cache may take.
 
     On an integrated GPU memory is the box's own: MemAvailable counts what cudaMemGetInfo does not (page cache).
     """
@@ -294,14 +289,14 @@ def free_bytes(device: torch.device) -> tuple[int, float]:
 
 
 def unused_bytes(device: torch.device) -> int:
-    """What torch's allocator keeps of a GPU's own memory and nobody uses; `free_bytes` does not count it."""
+    """Return the unused memory that torch's allocator reserves on a discrete GPU; `free_bytes` does not count it."""
     if not has_own_memory(device):
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def bounded(settings: Settings, model: ServedModel) -> Settings:
-    """Settings whose numbers of adapters fit the memory that is free beside the loaded base."""
+    """Return settings whose numbers of adapters fit the memory that is free beside the loaded base."""
     align = settings.align
     weights = adapter_weights(linear_sizes(model.model, align.target_modules), align.rank)
     loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
@@ -312,7 +307,7 @@ def bounded(settings: Settings, model: ServedModel) -> Settings:
 
 
 def page_count(model: ServedModel, settings: Settings) -> int:
-    """Pages of the pool: from `cache.memory_mb`, or from free memory, never more than max_sequences can use.
+    """Return the pages of the pool: from `cache.memory_mb` or free memory, never more than max_sequences can use.
 
     Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
     """

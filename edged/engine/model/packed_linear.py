@@ -1,8 +1,8 @@
 """Frozen fp32 linears on the CPU, with a second copy of the weight in oneDNN's packed layout.
 
-On the packed layout products are up to twice as fast as torch's own, for the price of the weights' memory again; few
-rows are multiplied by the compiled kernels, where there are any, for the price of half of it more if the weights are
-numbers of 16 bits. Linears that are given the same input are one product: every product is a meeting of all threads.
+Products on the packed layout are up to twice as fast as torch's own, for the weights' memory again; few rows are
+multiplied by the compiled kernels, if there are any, for half of it more if the weights are numbers of 16 bits. Linears
+with the same input are one product, since every product synchronizes all threads.
 """
 
 import ctypes
@@ -19,26 +19,26 @@ from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels
 
 log = logging.getLogger("edged.engine")
 _ROWS = 16
-"""Rows that the layout is chosen for; other numbers work as well."""
+"""Number of rows that the layout is chosen for; other numbers work as well."""
 _TILES = (1024, 512, 256, 128, 64, 32, 16)
-"""Numbers of rows that are multiplied at once; what is left after them is fewer than the last.
+"""Numbers of rows that are multiplied at once; the remainder is smaller than the last.
 
-oneDNN makes and keeps a kernel, up to 3 MB of it, for every number of rows that it meets: prompts of all lengths would
-cost gigabytes, and milliseconds each time that one is new.
+oneDNN makes and keeps a kernel of up to 3 MB for every number of rows that it meets: prompts of all lengths would cost
+gigabytes, and milliseconds for each new length.
 """
 COPIES_SHARE = 0.25
-"""Of the memory that is free: what copies of the weights may take."""
+"""Share of the free memory that copies of the weights may take."""
 BOTH_COPIES = 1.5
-"""Of the weights' bytes: oneDNN's copy and that in 16 bits."""
+"""Bytes of oneDNN's copy and that in 16 bits, relative to the weights."""
 _TOLERANCE = 1e-4
-"""Of the largest output, between products that add up in another order."""
+"""Largest difference between products of another summation order, relative to the largest output."""
 
 Place = tuple[nn.Module, str, nn.Linear]
 """A linear, with the module and the attribute that hold it."""
 
 
 class Product:
-    """Linears multiplied at once: the first that is given an input computes the others' outputs, too."""
+    """Linears that are multiplied at once: the first one to get an input computes the others' outputs, too."""
 
     def __init__(self, linears: Sequence[nn.Linear], native: bool, in_16_bits: bool) -> None:
         """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights, or
@@ -61,10 +61,10 @@ class Product:
             self.parts = [part._replace(narrow=None) for part in self.parts]
         self._input: torch.Tensor | None = None
         self._outputs: dict[int, torch.Tensor] = {}
-        """Outputs for `_input` that nobody took yet."""
+        """Outputs for `_input` that are not taken yet."""
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """The output of linear `index`; nothing of `x` is kept once all have been asked for theirs."""
+        """Return the output of linear `index`; nothing of `x` is kept once all outputs are taken."""
         if x is not self._input or index not in self._outputs:
             whole = self.whole(x)
             self._input, self._outputs = x, dict(enumerate(whole.split(self.sizes, -1)))
@@ -74,7 +74,7 @@ class Product:
         return out
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
-        """All linears' outputs, one after the other: [..., in] -> [..., sum of `sizes`]."""
+        """Compute all linears' outputs, concatenated: [..., in] -> [..., sum of `sizes`]."""
         rows = x.reshape(-1, x.shape[-1])
         if self._library is not None and len(rows) <= FEW_ROWS:
             return self._natively(rows.contiguous()).view(*x.shape[:-1], self._width)
@@ -86,7 +86,7 @@ class Product:
         return whole.view(*x.shape[:-1], whole.shape[-1])
 
     def _agrees(self) -> bool:
-        """Whether the kernels give what the packed product gives."""
+        """Whether the kernels and the packed product give the same."""
         x = torch.linspace(-1.0, 1.0, 2 * self._group.input).view(2, -1)
         wanted = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         # Not "above": a NaN is above nothing.
@@ -101,7 +101,7 @@ class Product:
 
 
 def tiles(rows: int) -> list[int]:
-    """`rows` as a sum of few numbers of which there are few."""
+    """Split `rows` into a few of the sizes `_TILES` and a remainder."""
     found = []
     for size in _TILES:
         found += [size] * (rows // size)
@@ -110,7 +110,7 @@ def tiles(rows: int) -> list[int]:
 
 
 class PackedLinear(nn.Module):
-    """`base`, computed from the packed copy wherever no gradient is asked for."""
+    """A linear that is computed from the packed copy, or from `base` if gradients are enabled."""
 
     def __init__(self, base: nn.Linear, product: Product, index: int) -> None:
         super().__init__()
@@ -118,10 +118,10 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.product, self._index = product, index
         self.parts = product.parts[index]
-        """What the kernels read of it."""
+        """The weight and bias that the kernels read."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Compute [..., in_features] -> [..., out_features]."""
         if torch.is_grad_enabled():
             out: torch.Tensor = self.base(x)
             return out
@@ -129,7 +129,7 @@ class PackedLinear(nn.Module):
 
 
 def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, copies: float = 1.0) -> str:
-    """Why the weights of a model are not packed; "" when they can be. The copies take so many times their bytes."""
+    """Return why a model's weights cannot be packed, or ""; the copies take `copies` times the weights' bytes."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"{dtype} on {device} has no packed product"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
@@ -159,7 +159,7 @@ def pack_linears(model: nn.Module, native: bool, in_16_bits: bool) -> None:
 
 
 def _linears(model: nn.Module) -> dict[str, Place]:
-    """All plain linears, by what the model's own code calls them (a wrapper's "base" is not such a name)."""
+    """Return all plain linears by the model's own names (without a wrapper's "base")."""
     return {
         f"{path}.{name}".removesuffix(".base"): (parent, name, child)
         for path, parent in model.named_modules()
@@ -169,12 +169,12 @@ def _linears(model: nn.Module) -> dict[str, Place]:
 
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""What transformers' decoders call linears of one parent that are given the same input."""
+"""Names of linears of one parent that get the same input, in transformers' decoders."""
 _PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
 
 
 def siblings(names: Iterable[str]) -> list[list[str]]:
-    """Paths of modules, those with one input together and in the order of `_SIBLINGS`, everything else alone."""
+    """Group module paths: those with one input together, in the order of `_SIBLINGS`, all others alone."""
     groups: dict[str, list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")

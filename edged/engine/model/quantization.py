@@ -1,4 +1,4 @@
-"""Quantized bases: what a checkpoint needs, what `model.quantize` makes of a plain one, and what its linears hold.
+"""Quantized base models: checkpoints' needs, quantization of plain ones by `model.quantize`, and their linears.
 
 The methods themselves are transformers' and their packages'; none is imported before a model asks for it.
 """
@@ -21,7 +21,7 @@ _PACKAGES = {
     "mxfp4": ("triton", "kernels"),
     **{name: (name,) for name in ("bitsandbytes", "torchao", "auto-round", "compressed-tensors", "hqq", "aqlm")},
 }
-"""What pip calls the packages that transformers imports for a method."""
+"""pip names of the packages that transformers imports, by method."""
 MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 """Values of `model.quantize` -> the method that makes them."""
 INT4_GROUP = 64
@@ -29,7 +29,7 @@ INT4_GROUP = 64
 _GPU_ONLY = ("fp8", "mxfp4")
 """Methods that transformers dequantizes on a CPU."""
 _GPU_ONLY_INT4 = ("tile_packed_to_4d", "plain", "preshuffled", "plain_int32")
-"""torchao's int4 layouts: all of them are read by kernels of one kind of GPU."""
+"""torchao's int4 layouts that only GPU kernels read."""
 
 _NO_KERNELS = (
     "it would be dequantized to bfloat16, in up to four times the memory): give the plain checkpoint, and "
@@ -42,7 +42,7 @@ class CannotQuantize(ValueError):
 
 
 def method_of(config: Any) -> dict[str, Any] | None:
-    """A checkpoint's `quantization_config` as a dictionary; None when it holds plain weights."""
+    """Return a checkpoint's `quantization_config` as a dictionary; None if it holds plain weights."""
     for part in (config, config.get_text_config(decoder=True)):
         found = getattr(part, "quantization_config", None)
         if found is not None:
@@ -51,7 +51,7 @@ def method_of(config: Any) -> dict[str, Any] | None:
 
 
 def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
-    """Raises CannotQuantize when a checkpoint's weights cannot be read or multiplied here."""
+    """Check that a checkpoint's weights can be read and multiplied here. Raises CannotQuantize."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
     method = stored.get("quant_method")
@@ -83,7 +83,7 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
 
 
 def _int4_layout(stored: dict[str, Any]) -> str:
-    """The GPU layout that a torchao checkpoint names; "" when it names none."""
+    """Return the GPU layout that a torchao checkpoint names; "" if it names none."""
     kind = stored.get("quant_type", {}).get("default", {})
     layout = kind.get("_data", {}).get("int4_packing_format", {}) if isinstance(kind, dict) else {}
     name = str(layout.get("_data", "") if isinstance(layout, dict) else layout).lower()
@@ -91,7 +91,7 @@ def _int4_layout(stored: dict[str, Any]) -> str:
 
 
 def make_config(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """transformers' configuration that quantizes a plain checkpoint while it is read: `kind` is `model.quantize`.
+    """Return transformers' configuration that quantizes a plain checkpoint on loading; `kind` is `model.quantize`.
 
     Raises CannotQuantize.
     """
@@ -150,7 +150,7 @@ def _there(package: str) -> bool:
 
 
 def settle(model: nn.Module, dtype: torch.dtype) -> None:
-    """After loading: 4-bit linears of bitsandbytes compute in `dtype`, and on the CPU stay as they are.
+    """Let bitsandbytes' 4-bit linears of a loaded model compute in `dtype`, and not repack their weights on the CPU.
 
     A checkpoint names the dtype it was tried with, often fp32 by default. On CPUs with AVX512-BF16 the first product
     would pack the weights for a kernel that rounds to bfloat16 and lets no gradient through, without a word.
@@ -166,7 +166,7 @@ def settle(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear of any kind, as PEFT tells them."""
+    """Whether a module is a linear of any kind, by PEFT's criterion."""
     return hasattr(module, "in_features") and hasattr(module, "out_features")
 
 
@@ -181,8 +181,8 @@ def _of_bitsandbytes(module: nn.Module) -> bool:
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every plain tensor that weights are kept in, once, by name: parameters, what tensor subclasses are made of, and
-    the buffers of linears without a weight (GPTQ, AWQ)."""
+    """Yield every plain tensor that holds weights, once, by name: parameters, the parts of tensor subclasses, and the
+    buffers of linears without a weight (GPTQ, AWQ)."""
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "__tensor_flatten__"):
             for part in parameter.__tensor_flatten__()[0]:
@@ -196,7 +196,7 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, with the scales of quantized ones."""
+    """Return the bytes of all weights, with the scales of quantized ones."""
     total = sum(tensor.nbytes for _, tensor in stored_tensors(model))
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)  # bitsandbytes, 4 bit
@@ -211,7 +211,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """Weights that the model computes with: packed ones count as what they stand for, tied ones once."""
+    """Return the number of weights that the model computes with: packed ones count unpacked, tied ones once."""
     seen: set[int] = set()
     total = 0
     for module in model.modules():
@@ -229,8 +229,8 @@ def weight_count(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How a linear's weight [out, in] is stored: `bits` a weight, and `scale_bytes` for every `group` of a row (0: the
-    whole row). Kernels may want rows and columns padded."""
+    """The storage of a linear's weight [out, in]: `bits` a number, and `scale_bytes` for every `group` of a row (0: the
+    whole row). Kernels may need rows and columns padded."""
 
     bits: float
     group: int = 0
@@ -239,7 +239,7 @@ class WeightForm:
     pad_out: int = 1
 
     def bytes_of(self, in_features: int, out_features: int) -> int:
-        """Bytes of one weight with its scales."""
+        """Return the bytes of one weight with its scales."""
         columns, rows = (-(-n // pad) * pad for n, pad in ((in_features, self.pad_in), (out_features, self.pad_out)))
         groups = rows * (-(-columns // self.group) if self.group else 1)
         return round(rows * columns * self.bits / 8 + groups * self.scale_bytes)
@@ -250,7 +250,7 @@ _NESTED = 1 + 4 / 256
 
 
 def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
-    """The form that `model.quantize` = `kind` makes; "" is plain `dtype`."""
+    """Return the form that `model.quantize` = `kind` makes; "" is plain `dtype`."""
     padding = {"pad_in": 1024, "pad_out": 8} if cuda else {}
     return {
         "": WeightForm(8.0 * dtype.itemsize),
@@ -262,7 +262,7 @@ def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
 
 
 def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
-    """The form of a checkpoint's `quantization_config`. Raises CannotQuantize for one whose size is not known."""
+    """Return the form of a checkpoint's `quantization_config`. Raises CannotQuantize if its size is not known."""
     method = stored.get("quant_method")
     if stored.get("load_in_4bit"):
         return WeightForm(4, 64, _NESTED if stored.get("bnb_4bit_use_double_quant") else 4)
@@ -281,13 +281,13 @@ def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -
 
 
 _COLUMNS = 512
-"""Of a weight that is only known by its products: how many are recovered at once."""
+"""Columns recovered at once of a weight that is only known by its products."""
 
 
 class FrozenLinear(nn.Module):
-    """`base`, whose input gets the gradient upstream @ weight; the graph keeps no weight.
+    """A frozen quantized linear whose input gets the gradient upstream @ weight; the graph keeps no weight.
 
-    The weight is dequantized for each backward product and let go again.
+    The weight is dequantized for each backward product and freed again.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -296,13 +296,13 @@ class FrozenLinear(nn.Module):
         self.in_features, self.out_features = int(base.in_features), int(base.out_features)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Compute [..., in_features] -> [..., out_features]."""
         learns = torch.is_grad_enabled() and x.requires_grad
         out: torch.Tensor = _Product.apply(x, self) if learns else self.base(x)
         return out
 
     def input_gradient(self, upstream: torch.Tensor) -> torch.Tensor:
-        """[..., out_features] -> [..., in_features]."""
+        """Return the gradient of the input: [..., out_features] -> [..., in_features]."""
         weight: Any = getattr(self.base, "weight", None)
         known = type(weight).dequantize is not torch.Tensor.dequantize if isinstance(weight, torch.Tensor) else False
         # A scale of the inputs is not in the weight.
@@ -311,7 +311,7 @@ class FrozenLinear(nn.Module):
         return torch.cat([self._columns(upstream, start) for start in range(0, self.in_features, _COLUMNS)], dim=-1)
 
     def _columns(self, upstream: torch.Tensor, start: int) -> torch.Tensor:
-        """The gradient of inputs from `start` on, by the products of unit vectors: rows of the transposed weight."""
+        """Return the gradient of inputs from `start` on, by products of unit vectors: rows of the transposed weight."""
         count = min(_COLUMNS, self.in_features - start)
         units = upstream.new_zeros(count, self.in_features)
         units[:, start : start + count].fill_diagonal_(1.0)
@@ -335,7 +335,7 @@ class _Product(torch.autograd.Function):
 
 
 def give_gradients(model: nn.Module) -> None:
-    """Wrap every quantized linear that has no derivative of its own; bitsandbytes' have one, wrappers no weight."""
+    """Wrap every quantized linear without a derivative of its own; bitsandbytes' have one, wrappers no weight."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             plain = is_linear(child) and not list(child.children()) and not isinstance(parent, FrozenLinear)

@@ -21,8 +21,7 @@ from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.model.loading import ModelRefused as ModelRefused
-from edged.engine.model.loading import load_pretrained, target_linears
+from edged.engine.model.loading import ModelRefused, load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
@@ -41,14 +40,14 @@ _PROBE_TOKENS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(BaseShape):
-    """Sizes that the cache, the cost model and the status need."""
+    """The sizes of a loaded model that the cache, the cost model and the status need."""
 
     architecture: str
     weight_bytes: int
-    """Of all weights, in the form in which they are kept."""
+    """Bytes of all weights as they are stored."""
     heads: int
     window: int | None
-    """The shortest sliding window of a layer; None when all see all that precedes."""
+    """The shortest sliding window of a layer; None if all layers see the whole context."""
 
 
 class ServedModel:
@@ -56,11 +55,10 @@ class ServedModel:
 
     shape: ModelShape
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        self.model, self.device, self.dtype = model, device, dtype
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.layers, self.norm = _find_decoder(self.body)
-        self.head: nn.Module = model.get_output_embeddings()
         self.config = model.config.get_text_config()
         _fix_frequencies(model)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -71,31 +69,29 @@ class ServedModel:
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
         self._probe()
         self.fingerprint = fingerprint(model)
-        """Identifies the base weights: what was learnt or scored on others does not fit these."""
-        self.lora = LoraSlots(model, [], 0, 0, dtype)
-        """Of no linears until `attach_lora`."""
+        """Identifier of the base weights: adapters and scores of other base weights do not fit these."""
+        self.lora = LoraSlots(model, [], 0, 0, self.dtype)
+        """The LoRA slots; of no linears until `attach_lora`."""
 
     @classmethod
     def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
         """Load what `save_pretrained` wrote. Raises ModelRefused with the reason."""
-        model = load_pretrained(str(directory), settings, IMPLEMENTATION)
-        return cls(model, model.device, model.dtype)
+        return cls(load_pretrained(str(directory), settings, IMPLEMENTATION))
 
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
-        """Wrap the target linears; to be called once. Raises ModelRefused when there are none of that name."""
+        """Wrap the target linears; called once. Raises ModelRefused if there are none of these names."""
         targets = target_linears(self.model, align.target_modules)
         self.shape = replace(self.shape, targets=linear_sizes(self.model, align.target_modules))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
         give_gradients(self.model)
-        self.head = self.model.get_output_embeddings()
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
 
     def pack_weights(self, native: bool = True, in_16_bits: bool = True) -> str:
-        """Speed up the CPU's products by packed weights; why not, or "". To be called after `attach_lora`.
+        """Speed up the CPU's products by packed weights; return why not, or "". Call it after `attach_lora`.
 
-        With `native` few rows are multiplied by the compiled kernels, where there are any; these read the weights
-        `in_16_bits` where that changes no number, and memory allows the second copy, too.
+        With `native` few rows are multiplied by the compiled kernels, if there are any; these read the weights
+        `in_16_bits` if that changes no number, and memory allows the second copy, too.
         """
         if reason := why_not_packed(self.model, self.device, self.dtype):
             return reason
@@ -103,11 +99,10 @@ class ServedModel:
             log.info("weights are not read in 16 bits: %s", lacking)
             in_16_bits = False
         pack_linears(self.model, native, in_16_bits)
-        self.head = self.model.get_output_embeddings()
         return ""
 
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end an answer, by the model's own configurations."""
+        """Return the tokens that end an answer, by the model's own configurations."""
         found: set[int] = set()
         for config in (self.config, getattr(self.model, "generation_config", None)):
             value = getattr(config, "eos_token_id", None)
@@ -116,28 +111,28 @@ class ServedModel:
         return frozenset(found)
 
     def new_kv(self, pages: int, page_size: int) -> KvStore:
-        """K/V storage that fits this model."""
+        """Allocate K/V storage for this model."""
         s = self.shape
         return KvStore(pages, page_size, s.layers, s.kv_heads, s.head_dim, self.dtype, self.device)
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page of K/V."""
+        """Return the bytes of one page of K/V."""
         return page_size * self.shape.kv_per_token(self.dtype)
 
     def check_device(self) -> None:
-        """Raises RuntimeError where the device does nothing more, as a GPU does after an illegal access."""
+        """Check that the device works. Raises RuntimeError if it does not, as a GPU after an illegal access."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """Logits [len(logit_rows), vocab] of a packed batch; the caller sets the attention pass and the LoRA runs."""
+        """Compute logits [len(logit_rows), vocab] of a packed batch; the caller sets attention pass and LoRA runs."""
         out = self.model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=logit_rows, return_dict=True
         )
         return out.logits[0]
 
     def layer_calls(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """What the first layer is given for tokens `ids` [n] at `positions` [n], as [n, hidden_size], and every layer's
+        """Return the first layer's input [n, hidden_size] for tokens `ids` [n] at `positions` [n], and every layer's
         keyword arguments; no layer is computed."""
         hiddens: list[torch.Tensor] = []
         calls: list[dict[str, Any]] = []
@@ -161,14 +156,15 @@ class ServedModel:
         return hiddens[0][0], calls
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and head: [tokens, hidden_size] (a last layer's output) -> [tokens, vocab] in fp32."""
-        out = self.head(self.norm(hidden[None]))[0].float() * self.logit_scale
+        """Apply final norm and head: [tokens, hidden_size] (the last layer's output) -> [tokens, vocab] in fp32."""
+        head = self.model.get_output_embeddings()
+        out = head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
     def _probe(self) -> None:
         """Run a few tokens in two chunks through pages and compare with the model's own attention.
 
-        Sets the shape and, where the head cannot be recomputed alone, why it cannot be trained. Raises ModelRefused.
+        Sets the shape and, if the head cannot be recomputed alone, `trainable_error`. Raises ModelRefused.
         """
         name = type(self.model).__name__
         spy = AttentionSpy()
@@ -251,7 +247,7 @@ class ServedModel:
 
 
 class AttentionSpy:
-    """An attention pass that records every call with its query, key and value, and answers a row with its own query."""
+    """An attention backend that records every call with its query, key and value, and returns the query."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -265,7 +261,7 @@ class AttentionSpy:
 
 
 def _fix_frequencies(model: nn.Module) -> None:
-    """Have rotary embeddings keep their first frequencies: within `_max_positions` they are never others.
+    """Fix rotary embeddings to their first frequencies, which never change within `_max_positions`.
 
     Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
     """
@@ -278,8 +274,8 @@ def _fix_frequencies(model: nn.Module) -> None:
 
 
 def _max_positions(config: Any) -> int:
-    """The context. LongRoPE takes other frequencies for the whole batch when one position passes the original context:
-    up to there a sequence's K/V do not depend on what shares the batch, so it ends there."""
+    """Return the longest context. LongRoPE changes the frequencies of the whole batch when one position passes the
+    original context: up to there a sequence's K/V do not depend on the rest of the batch, so the context ends there."""
     longest = int(config.max_position_embeddings)
     rope = getattr(config, "rope_parameters", None) or {}
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -289,7 +285,7 @@ def _max_positions(config: Any) -> int:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Identifies a base model by its weights: of every tensor of weights the name, the shape and its first values."""
+    """Return an identifier of a base model: a hash of each weight tensor's name, shape and first values."""
     digest = hashlib.sha256()
     for name, tensor in stored_tensors(model):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
@@ -298,7 +294,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _find_decoder(body: nn.Module) -> tuple[nn.ModuleList, nn.Module]:
-    """The list of decoder layers and the final norm, by the names that transformers' decoders use."""
+    """Return the list of decoder layers and the final norm, by the names that transformers' decoders use."""
     layers = next(
         (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
     )

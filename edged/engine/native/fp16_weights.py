@@ -1,4 +1,4 @@
-"""Weights that need 16 bits each, without the other 16.
+"""Lossless 16-bit copies of float32 weights.
 
 Checkpoints are mostly in bfloat16 or float16, and the CPU computes in float32, of which such numbers need half the
 bits. A step of few rows takes as long as reading the weights: from a copy of these bits it reads half, and gets the
@@ -13,9 +13,9 @@ import torch
 _LANES = 8
 """Numbers in a vector of the kernels."""
 _ROWS = 256
-"""Of a weight, looked at together."""
+"""Rows of a weight that are converted at once."""
 _LEAST, _MOST = 127 - 24, 127 + 6
-"""Exponents of a float16's kind of number: five bits from its smallest, 2**-24, on, so that none is subnormal."""
+"""Exponents of the float16 form: five bits from float16's smallest, 2**-24, on, so that no number is subnormal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class Fp16Weights:
     words: torch.Tensor
     """int32 [out, in / 2]: of 16 numbers the first 8 are the low halves of 8 words, the others the high ones."""
     form: int
-    """As in `layers.c`: 1 is bfloat16; 2 is sign, five bits of exponent from 2**-24 on and ten of mantissa."""
+    """Encoding as in `layers.c`: 1 is bfloat16; 2 is sign, five bits of exponent from 2**-24 on, ten of mantissa."""
 
 
 def narrow(weight: torch.Tensor) -> Fp16Weights | None:
-    """`weight` [out, in], float32, in 16 bits a number; None where that would change a number, or not fit the kernels.
+    """Encode `weight` [out, in], float32, in 16 bits a number; None if that changes a number, or has no kernel.
 
-    A weight of float16 with numbers of 128 and more has none.
+    A float16 weight with numbers of 128 or more cannot be encoded.
     """
     outputs, inputs = weight.shape
     if inputs % (2 * _LANES):
@@ -42,7 +42,7 @@ def narrow(weight: torch.Tensor) -> Fp16Weights | None:
 
 
 def _fill(words: torch.Tensor, bits: torch.Tensor, encode: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-    """Write `bits` [out, in] as `words` [out, in / 2], unless `encode` cannot."""
+    """Write `bits` [out, in] as `words` [out, in / 2]; return False if `encode` cannot."""
     for own, part in zip(words.split(_ROWS), bits.split(_ROWS), strict=True):
         halves = encode(part)
         if halves is None:
@@ -53,12 +53,12 @@ def _fill(words: torch.Tensor, bits: torch.Tensor, encode: Callable[[torch.Tenso
 
 
 def _bfloat16(bits: torch.Tensor) -> torch.Tensor | None:
-    """The upper halves, where the lower ones are empty."""
+    """Return the upper halves if the lower ones are empty, else None."""
     return None if bool((bits & 0xFFFF).any()) else bits >> 16 & 0xFFFF
 
 
 def _float16(bits: torch.Tensor) -> torch.Tensor | None:
-    """Sign, exponent less than 32 and ten bits of mantissa, where no number has more."""
+    """Return sign, exponent less than 32 and ten bits of mantissa if no number needs more, else None."""
     size = bits & 0x7FFFFFFF
     exponent, zero = size >> 23, size == 0
     if not bool((((bits & 0x1FFF) == 0) & (zero | ((exponent >= _LEAST) & (exponent <= _MOST)))).all()):

@@ -1,4 +1,4 @@
-/* What the kernels have in common: vectors of any processor, and who of the threads does what.
+/* Common parts of the kernels: vectors of any processor, and the division of work between threads.
  *
  * Decode steps on the CPU in fp32. A step at one row reads every weight once. Between torch's operations the processor
  * waits for their start and for the other threads; here a layer is two calls and attention a third, in each of which the

@@ -273,7 +273,7 @@ FOR_EACH_CPU static void gated(float *gate, const float *up, int64_t size) {
 /* -- a layer -------------------------------------------------------------------------------------------------------- */
 
 /* Norm, q, k, v and their turning by position: x [rows, hidden] -> qkv [heads + 2 kv_heads, rows, head_dim]. `cos` and
- * `sin` are [rows, head_dim]. `slots` [rows]: the adapter's, or -1; NULL: nobody has one. `scratch` holds
+ * `sin` are [rows, head_dim]. `slots` [rows]: the adapter's, or -1; NULL: no row has one. `scratch` holds
  * edged_scratch() floats. */
 void edged_before_attention(const layer_t *layer, const float *x, int64_t rows, const int64_t *slots, const float *cos,
                             const float *sin, float *qkv, float *scratch, int64_t threads) {
@@ -363,7 +363,7 @@ void edged_product(const group_t *group, const float *x, int64_t rows, float *y,
 }
 
 /* The adapters' updates alone, of any number of rows: x [rows, in] and y [rows, out] with these steps. A thread has rows
- * of its own, so that none waits for another; the base's rows, which come first in a packed batch, are nobody's. `slots`
+ * of its own, so that none waits for another; the base's rows, which come first in a packed batch, are skipped. `slots`
  * as above. */
 void edged_add_updates(const linear_t *linear, int64_t in, int64_t rank, const float *x, int64_t x_row, int64_t rows,
                        const int64_t *slots, float *y, int64_t y_row, int64_t threads) {

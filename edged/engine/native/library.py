@@ -1,4 +1,4 @@
-"""The compiled kernels: found, loaded, and their structures."""
+"""The library of compiled kernels: loading it, its functions and its structures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from edged.engine.native.fp16_weights import Fp16Weights
 from edged.runtime import logs
 
 FEW_ROWS = 32
-"""Up to so many rows are computed by the kernels, more by torch."""
+"""Most rows that the kernels compute; torch computes more."""
 
 
 class CLinear(Structure):
-    """`linear_t`: pointers, the narrow weight's form, outputs, and steps between an adapter's rows and slots."""
+    """C's `linear_t`: pointers, the narrow weight's form, outputs, and steps between an adapter's rows and slots."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "narrow", "bias", "down", "up")),
@@ -28,20 +28,20 @@ class CLinear(Structure):
     )
 
     def read_slots(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """An adapter's A's [slots, in, rank], whose rows may lie apart, and B's [slots, rank, out]; they must outlive
-        it."""
+        """Set adapters' A's [slots, in, rank], whose rows may have a stride, and B's [slots, rank, out]; both must
+        outlive this structure."""
         self.down, self.down_slot, self.down_row = down.data_ptr(), down.stride(0), down.stride(1)
         self.up, self.up_slot = up.data_ptr(), up.stride(0)
 
 
 class CGroup(Structure):
-    """`group_t`: up to three linears of one input."""
+    """C's `group_t`: up to three linears of one input."""
 
     _fields_ = (("linears", CLinear * 3), ("count", c_int64), ("input", c_int64), ("rank", c_int64))
 
 
 class CLayer(Structure):
-    """`layer_t`."""
+    """C's `layer_t`: a Llama-like decoder layer."""
 
     _fields_ = (
         *((name, CGroup) for name in ("qkv", "o", "gate_up", "down")),
@@ -52,7 +52,7 @@ class CLayer(Structure):
 
 
 class CPages(Structure):
-    """`pages_t`: a layer's K/V and where the rows of a batch's decodes lie in it."""
+    """C's `pages_t`: a layer's K/V and the locations of a batch's decodes in it."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "tables", "context", "slabs", "counts", "offsets")),
@@ -76,17 +76,17 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
 
 
 def kernels() -> ctypes.CDLL | None:
-    """The compiled functions; None where there are none."""
+    """Return the compiled functions; None if there are none."""
     return _loaded()[0]
 
 
 def why_no_kernels() -> str:
-    """Why `kernels` are not there; "" when they are."""
+    """Return why `kernels` are missing; "" if they are there."""
     return _loaded()[1]
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why no kernel can compute on `device` in `dtype`; "" when they can."""
+    """Return why no kernel can compute on `device` in `dtype`; "" if they can."""
     if device.type != "cpu" or dtype != torch.float32:
         return f"the compiled kernels are for float32 on the CPU, not for {dtype} on {device.type}"
     return why_no_kernels()
@@ -108,7 +108,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 
 
 def readable(*tensors: torch.Tensor | None) -> bool:
-    """Whether the kernels can read these: float32 on the CPU, element after element."""
+    """Whether the kernels can read these tensors: float32 on the CPU, contiguous."""
     return all(
         tensor is None or (tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous())
         for tensor in tensors
@@ -116,21 +116,21 @@ def readable(*tensors: torch.Tensor | None) -> bool:
 
 
 class LinearParts(NamedTuple):
-    """A linear for the kernels; `weight` [out, in] and `bias` [out] are `readable`."""
+    """A linear's tensors for the kernels; `weight` [out, in] and `bias` [out] are `readable`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     narrow: Fp16Weights | None = None
-    """Of the same numbers as `weight`, and read instead."""
+    """The same numbers as `weight` in 16 bits, read instead."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> LinearParts:
-        """A linear's own weight and bias."""
+        """Take a linear's own weight and bias."""
         return cls(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
 
 def group_of(parts: Sequence[LinearParts]) -> CGroup:
-    """Up to three linears of one input with no adapters; their tensors must outlive it."""
+    """Build the structure of up to three linears of one input without adapters; their tensors must outlive it."""
     assert len(parts) <= 3
     group = CGroup(count=len(parts), input=parts[0].weight.shape[1])
     for linear, (weight, bias, narrow) in zip(group.linears, parts, strict=False):

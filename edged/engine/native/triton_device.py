@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run on a device."""
+"""The check whether Triton's kernels can run on a device."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def why_not(device: torch.device, dtype: torch.dtype) -> str:
-    """Why no kernel can run on `device` in `dtype`; "" when it can."""
+    """Return why no kernel can run on `device` in `dtype`; "" if they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed: pip install triton"
     if device.type != "cuda":

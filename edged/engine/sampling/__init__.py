@@ -1,1 +1,1 @@
-"""Drawing tokens."""
+"""Sampling of tokens."""

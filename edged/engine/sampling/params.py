@@ -1,4 +1,4 @@
-"""How the tokens of one completion are drawn."""
+"""Sampling parameters of a completion, and its token counts for penalties."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn. Defaults are OpenAI's; `top_k` 0 and `min_p` 0 switch those off.
+    """The sampling parameters of one completion. Defaults are OpenAI's; `top_k` 0 and `min_p` 0 switch those off.
 
     `logprobs` is the number of alternatives to report beside the drawn token's log-probability (0-20),
     None to report nothing. Log-probabilities are the model's own, before penalties and temperature.
@@ -32,22 +32,22 @@ class Sampling:
 
     @property
     def penalizes(self) -> bool:
-        """Whether what a sequence holds changes its scores."""
+        """Whether the sequence's own tokens change its scores."""
         return self.repetition_penalty != 1.0 or bool(self.presence_penalty or self.frequency_penalty)
 
 
 class TokenCounts:
-    """The distinct tokens of one sequence and how often its answer holds each; it grows with the answer."""
+    """The distinct tokens of one sequence with their numbers of occurrences in its answer; grows with the answer."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         ids = np.unique(np.fromiter(prompt, np.int64))
         self._ids, self._counts = ids, np.zeros(ids.size, np.int64)
         self._places = {token: place for place, token in enumerate(ids.tolist())}
         self.generated = 0
-        """Tokens of the answer that are counted."""
+        """Number of the answer's tokens counted so far."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The answer's next tokens."""
+        """Count the answer's next tokens."""
         for token in tokens:
             place = self._places.setdefault(token, len(self._places))
             if place == self._ids.size:
@@ -64,18 +64,18 @@ class TokenCounts:
 
     @property
     def counts(self) -> np.ndarray:
-        """How often the answer holds each of `ids`; 0 for what is in the prompt alone."""
+        """Occurrences of each of `ids` in the answer; 0 for tokens of the prompt alone."""
         return self._counts[: len(self._places)]
 
 
 @dataclass(slots=True)
 class SamplingRow:
-    """One row to sample; `step` is the draw's number."""
+    """One row to sample; `step` is the number of the draw."""
 
     sampling: Sampling
     seed: int
     step: int
     counts: TokenCounts | None = None
-    """Of its sequence, where penalties need them."""
+    """Token counts of the row's sequence, if penalties need them."""
     forbidden: Sequence[int] = ()
-    """Tokens that may not be drawn now (end tokens before min_tokens)."""
+    """Tokens that cannot be drawn now (end tokens before min_tokens)."""

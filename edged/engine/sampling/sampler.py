@@ -1,4 +1,4 @@
-"""Drawing the next token of every sampled row at once, each with its own parameters.
+"""Sampling of the next token of all sampled rows at once, each with its own parameters.
 
 A drawn token depends on its own row, seed and step alone, never on what else shares the batch.
 """
@@ -16,7 +16,7 @@ from edged.tensors.device_copy import upload
 
 NOT_A_TOKEN = -1
 _BLOCK = 128
-"""Tokens of a block in which the drawn one is looked for; common vocabularies are multiples of it."""
+"""Tokens of a block in the two-level search for the drawn token; common vocabularies are multiples of it."""
 _COLDEST = 1e-5
 """The lowest temperature that scores are divided by."""
 _MASK64 = (1 << 64) - 1
@@ -24,20 +24,20 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Drawn:
-    """The result on the host. `logprobs` and `tops` have an entry per row, None where not asked for.
+    """The drawn tokens on the host. `logprobs` and `tops` have an entry per row, None if not asked for.
 
-    A token is NOT_A_TOKEN where the model's scores were not numbers.
+    A token is NOT_A_TOKEN if the model's scores were not numbers.
     """
 
     tokens: list[int]
     logprobs: list[float | None]
     tops: list[list[tuple[int, float]] | None]
     beside: np.ndarray | None = None
-    """What was to be read with the tokens."""
+    """The values that were to be read together with the tokens."""
 
 
 def uniform(seed: int, step: int) -> float:
-    """A number in [0, 1) that depends on (seed, step) alone: SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return a number in [0, 1) that depends on (seed, step) alone: SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (seed * 0x9E3779B97F4A7C15 + (step + 1) * 0xD1B54A32D192ED03) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -45,7 +45,7 @@ def uniform(seed: int, step: int) -> float:
 
 
 class SampledRows:
-    """Sampling queued on the device; `read` waits for it. The one host synchronisation of an iteration."""
+    """Sampling that is queued on the device; `read` waits for it, an iteration's only host synchronisation."""
 
     def __init__(
         self,
@@ -67,18 +67,17 @@ class SampledRows:
             if self._width:
                 best, ids = logprobs.topk(self._width)
                 parts += [best.reshape(-1).double(), ids.reshape(-1).double()]
-        self._beside = beside is not None
         if beside is not None:
             parts.append(beside.double())
         # Doubles hold every token id exactly, so that ids and log-probabilities come back in one copy.
         self._device = torch.cat(parts)
 
     def read(self) -> Drawn:
-        """Wait for the device and give the tokens out."""
+        """Wait for the device and return the tokens."""
         values = self._device.tolist()
         n, asked, width = len(self._rows), len(self._asked), self._width
         end = n + asked * (1 + 2 * width)
-        beside = np.array(values[end:]) if self._beside else None
+        beside = np.array(values[end:]) if end < len(values) else None
         drawn = Drawn([int(v) for v in values[:n]], [None] * n, [None] * n, beside)
         for position, row in enumerate(self._asked):
             drawn.logprobs[row] = values[n + position]
@@ -104,7 +103,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
     moved = upload([*tables, *draws.tables()], scores.device)
     tokens, broken = choose_greedy(scores)
     if changes.any:
-        # Only the model's own scores tell whether it is broken: what is asked for may leave no token to draw.
+        # `broken` comes from the model's own scores: bias and forbidden tokens may leave no token to draw.
         changes.apply(scores, moved[: len(tables)])
         tokens = scores.argmax(-1)
     if draws.rows:
@@ -113,28 +112,28 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
 
 
 def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely token of each row of `scores` [rows, vocab], and whether the row's scores are no numbers."""
+    """Return the most likely token of each row of `scores` [rows, vocab], and whether the row has a NaN."""
     tokens = scores.argmax(-1)
     # argmax points at a NaN where there is one.
     return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
 
 
 def is_plain(row: SamplingRow) -> bool:
-    """Whether `choose` draws its token: nothing but temperature and min-p shapes its distribution."""
+    """Whether `choose` can draw the row's token: only temperature and min-p shape its distribution."""
     s = row.sampling
     return not (s.penalizes or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
 
 
 def plain_parameters(rows: Sequence[SamplingRow]) -> np.ndarray:
-    """What `choose` is given for these rows: [3, rows] of temperature, min-p and uniform number."""
+    """Return the parameters of `choose` for these rows: [3, rows] of temperature, min-p and uniform number."""
     columns = [(row.sampling.temperature, row.sampling.min_p, uniform(row.seed, row.step)) for row in rows]
     return np.ascontiguousarray(np.array(columns, np.float64).T)
 
 
 def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sample` for plain rows, from `plain_parameters` on the device: no step of it depends on their values.
+    """Sample plain rows from `plain_parameters` on the device, without control flow that depends on their values.
 
-    `scores` [rows, vocab] in float32 are left alone.
+    Returns tokens and broken rows, each [rows]; `scores` [rows, vocab] in float32 are not changed.
     """
     tokens, broken = choose_greedy(scores)
     temperature, min_p, uniforms = parameters
@@ -144,8 +143,8 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
 
 
 class Changes:
-    """What lowers or raises single tokens' scores in some rows, gathered on the host: bias, forbidden tokens, and
-    penalties on those that occurred."""
+    """The changes of single tokens' scores in some rows, gathered on the host: bias, forbidden tokens, and penalties on
+    tokens that occurred."""
 
     def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
         self._penalized = [
@@ -159,8 +158,8 @@ class Changes:
         self.any = bool(self._added or self._penalized)
 
     def tables(self) -> list[np.ndarray]:
-        """What `apply` needs on the device, for `upload`."""
-        # Doubles travel as the integers that they look like.
+        """Return the tables that `apply` needs on the device, for `upload`."""
+        # Doubles are uploaded as integers of the same bits.
         tables = [np.array([*self._added], np.int64), np.array([*self._added.values()], np.float64).view(np.int64)]
         if self._penalized:
             seen = [counts.ids + first for first, _, counts in self._penalized]
@@ -188,7 +187,7 @@ class Changes:
 
 
 class _Draws:
-    """Which rows are drawn at random, and from what."""
+    """The rows that are drawn at random, and the truncations of their distributions."""
 
     def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
         self._drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
@@ -199,7 +198,7 @@ class _Draws:
         self._counts = [self.rows[place].sampling.top_k for place in self._limited]
 
     def tables(self) -> list[np.ndarray]:
-        """What `run` needs on the device, for `upload`."""
+        """Return the tables that `run` needs on the device, for `upload`."""
         if not self._drawn:
             return []
         top_p = [self.rows[place].sampling.top_p for place in self._nucleus]
@@ -237,12 +236,12 @@ def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(scaled: torch.Tensor) -> torch.Tensor:
-    """Probabilities [rows, vocab] over the largest one of the row, in place of `scaled` scores: so min-p is a bound."""
+    """Turn `scaled` scores in place into probabilities [rows, vocab] relative to the row's largest, as min-p needs."""
     return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
 
 
 def _inverse(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token [rows] at which the cumulated `weights` [rows, vocab] pass `uniforms` [rows] of their sum.
+    """Return the first token [rows] where the cumulated `weights` [rows, vocab] pass `uniforms` [rows] of their sum.
 
     In two levels, blocks and then the tokens of one, so that the vocabulary is read once. Sums over blocks are double:
     a float32 sum over a large vocabulary can end visibly short of the whole.

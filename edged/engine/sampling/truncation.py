@@ -1,7 +1,7 @@
-"""The most likely tokens alone: top-k and top-p without sorting a vocabulary.
+"""Truncation to the most likely tokens: top-k and top-p without sorting the vocabulary.
 
 The host waits for nothing here, and a row's result does not depend on the rows beside it. On the CPU top-p is a
-compiled kernel, where there is one; torch's way gives the same to the last bit.
+compiled kernel, if there is one; torch's way gives the same to the last bit.
 """
 
 import torch
@@ -9,17 +9,17 @@ import torch
 from edged.engine.native.library import kernels, readable
 
 _GROUP = 32
-"""Tokens that one maximum stands for in the search for the best k."""
+"""Tokens that share a maximum in the search for the best k."""
 _DIGIT_BITS = 10
 _DIGITS = 1 << _DIGIT_BITS
 _SHIFTS = (20, 10, 0)
-"""Three digits of the pattern of a float32 in [0, 1], which has no more than 30 bits."""
+"""Shifts of the three digits of the pattern of a float32 in [0, 1], which has at most 30 bits."""
 _EXACT_BITS = 52
-"""Integers below 2^53 are exact in a double, and so are their sums, in whatever order they are added up."""
+"""Bits of the sum of a row's masses: integers below 2^53 and their sums are exact in a double, in any order."""
 
 
 def kth_best(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
-    """The `k`-th largest of each row of `scores` [rows, vocab]: [rows, 1]; `k` [rows] is at most `most`."""
+    """Return the `k`-th largest of each row of `scores` [rows, vocab]: [rows, 1]; `k` [rows] is at most `most`."""
     rows, vocab = scores.shape
     if vocab % _GROUP == 0 and 2 * most <= vocab // _GROUP:
         # The best k lie in the k columns whose maxima are the largest.
@@ -32,10 +32,10 @@ def kth_best(scores: torch.Tensor, k: torch.Tensor, most: int) -> torch.Tensor:
 def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     """Zero, in place, all but the smallest set of largest `weights` whose share of the row's sum reaches `top_p`.
 
-    `weights` [rows, vocab] are float32 in [0, 1], rows at least one, `top_p` [rows]. A row of no numbers may stay. Of
-    equal weights the first ones stay (Holtzman et al. 2020, as a stable sort has it). The smallest weight that stays is
-    found digit by digit of its bit pattern, as a radix sort would find it: the patterns of positive floats are in the
-    floats' order.
+    `weights` [rows, vocab] are float32 in [0, 1], rows at least one, `top_p` [rows]. A row with NaNs may stay as it is.
+    Of equal weights the first ones stay (Holtzman et al. 2020, as a stable sort has it). The smallest weight that stays
+    is found digit by digit of its bit pattern, as a radix sort would find it: the patterns of positive floats are in
+    the floats' order.
     """
     library, (rows, vocab) = kernels(), weights.shape
     if library is None or not readable(weights):
@@ -48,7 +48,7 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
 
 
 def keep_nucleus_by_torch(weights: torch.Tensor, top_p: torch.Tensor) -> None:
-    """As `keep_nucleus`, on any device."""
+    """Do the same as `keep_nucleus`, on any device."""
     masses = _masses(weights)
     wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
     least, above, equals = _least_to_keep(weights, masses, wanted)
@@ -63,7 +63,7 @@ def keep_nucleus_by_torch(weights: torch.Tensor, top_p: torch.Tensor) -> None:
 
 
 def _masses(weights: torch.Tensor, vocab: int | None = None) -> torch.Tensor:
-    """Weights as whole numbers in doubles, so small that a row of `vocab` of them can be added up exactly."""
+    """Return weights as whole numbers in doubles, small enough that a row of `vocab` of them has an exact sum."""
     return (weights * 2.0 ** _mass_bits(vocab or weights.shape[1])).round_().double()
 
 
@@ -74,8 +74,8 @@ def _mass_bits(vocab: int) -> int:
 def _least_to_keep(
     weights: torch.Tensor, masses: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest weight such that the masses of it and all larger ones reach `wanted`, the larger ones' mass, and that
-    of the weights that equal it; each [rows, 1]."""
+    """Return the largest weight whose mass and that of all larger ones reach `wanted`, the mass of the larger ones, and
+    the mass of the weights that equal it; each [rows, 1]."""
     rows, patterns = weights.shape[0], weights.view(torch.int32)
     owner = torch.arange(rows, device=weights.device)
     offsets = (owner * _DIGITS).int()[:, None]
@@ -92,7 +92,7 @@ def _least_to_keep(
         found = (found << _DIGIT_BITS) + digit
         inside = digits == digit[owner]
         if weights.device.type == "cpu":
-            # How many are left is known here: the digits that follow are looked up for these alone.
+            # On the CPU only the remaining weights are looked up for the next digits.
             line, column = inside.nonzero(as_tuple=True)
             patterns, masses, owner = patterns[line, column, None], masses[line, column, None], owner[line]
         else:

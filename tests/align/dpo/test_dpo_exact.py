@@ -98,7 +98,7 @@ def take_step(
         rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
     )
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
-    model = ServedModel(base, CPU, torch.float32)
+    model = ServedModel(base)
     model.attach_lora(align, slots=4)
     kv = model.new_kv(80, 8)
     tap, decoder = LayerTap(model), PagedDecoder(model, kv)
@@ -357,7 +357,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         align = AlignSettings(rank=4, alpha=8.0, window_tokens=16, loss_threshold=0.0)
         base = tiny_model("llama", num_hidden_layers=layers, vocab_size=259).requires_grad_(False)
         base.set_attn_implementation(IMPLEMENTATION)
-        model = ServedModel(base, CPU, torch.float32)
+        model = ServedModel(base)
         model.attach_lora(align, slots=1)
         kv = model.new_kv(80, 8)
         decoder, tap = PagedDecoder(model, kv), LayerTap(model)

@@ -34,7 +34,7 @@ PATHS = {
 def served(kind: str, device: torch.device) -> ServedModel:
     model = tiny_model(kind).requires_grad_(False).to(device)
     model.set_attn_implementation(IMPLEMENTATION)
-    return ServedModel(model, device, torch.float32)
+    return ServedModel(model)
 
 
 def own_logits(kind: str, ids: list[int]) -> torch.Tensor:

@@ -208,7 +208,7 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel) -> 
             parameter.data.normal_(0.0, 0.2, generator=generator)
     base = tiny_model().requires_grad_(False).to(DEVICE)
     base.set_attn_implementation(IMPLEMENTATION)
-    model = ServedModel(base, DEVICE, torch.float32)
+    model = ServedModel(base)
     model.attach_lora(AlignSettings(rank=5), 3)
     model.lora.runs.kernel = kernel
     for slot, adapter in enumerate(("ann", "bob")):

@@ -32,7 +32,7 @@ def served_model(
     """In float32, of weights that are numbers of `dtype`, with random adapters in slots 0 and 1 of two."""
     base = tiny_model(kind).to(dtype).float().requires_grad_(False).eval()
     base.set_attn_implementation(IMPLEMENTATION)
-    model = ServedModel(base, CPU, torch.float32)
+    model = ServedModel(base)
     model.attach_lora(AlignSettings(rank=rank, **align), 2)
     generator = torch.Generator().manual_seed(0)
     for linear in model.lora.linears.values():

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from edged.align.feedback.pair import PairRetired, PairScored
 from edged.engine.attention.paged import IMPLEMENTATION
-from edged.engine.model.loading import load_pretrained
+from edged.engine.model.loading import ModelRefused, load_pretrained
 from edged.engine.model.quantization import MADE_BY, FrozenLinear, make_config, settle
-from edged.engine.model.served_model import ModelRefused, ServedModel
+from edged.engine.model.served_model import ServedModel
 from edged.settings.load import AlignSettings, ModelSettings
 from tests.align.dpo.test_dpo_exact import make_pairs, trl_gradients, unit_gradients, worst_error
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import page_count
-from edged.engine.model.served_model import ModelRefused, ServedModel
+from edged.engine.model.served_model import ServedModel
 from edged.settings.load import AlignSettings, ModelSettings, load_settings
 from tests.models import ARCHITECTURES, save_tiny, tiny_model
 
@@ -34,7 +35,7 @@ def served(kind: str, **changes: Any) -> ServedModel:
     config = AutoConfig.for_model(kind, **{**SMALL, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     model.set_attn_implementation(IMPLEMENTATION)
-    return ServedModel(model, CPU, torch.float32)
+    return ServedModel(model)
 
 
 @pytest.mark.parametrize(
@@ -83,13 +84,13 @@ def test_a_cache_too_small_for_anything_shows_the_arithmetic(tmp_path: Path) -> 
     model.set_attn_implementation(IMPLEMENTATION)
     settings = load_settings(environ={}, overrides={"cache.memory_mb": 1, "cache.page_size": 64})
     with pytest.raises(ModelRefused, match=r"pages of \d+ bytes \(64 tokens each\) in 1 MiB: raise cache.memory_mb"):
-        page_count(ServedModel(model, CPU, torch.float32), settings)
+        page_count(ServedModel(model), settings)
 
 
 def test_a_cache_too_small_for_the_context_that_was_asked_for_shows_the_arithmetic() -> None:
     model = tiny_model(num_hidden_layers=24, head_dim=64, num_key_value_heads=4).requires_grad_(False)
     model.set_attn_implementation(IMPLEMENTATION)
-    served = ServedModel(model, CPU, torch.float32)
+    served = ServedModel(model)
     overrides = {"cache.memory_mb": 8, "cache.page_size": 16, "model.max_context_tokens": 200}
     # 16 tokens * 24 layers * 4 heads * 64 * 2 * 4 bytes = 0.75 MiB a page.
     with pytest.raises(ModelRefused, match=r"200 tokens .* takes 14 pages .* 10\.5 MiB; .* for 10 .*memory_mb to 11"):
@@ -101,7 +102,7 @@ def test_the_fingerprint_tells_other_weights_apart() -> None:
     def fingerprint(seed: int) -> str:
         model = tiny_model(seed=seed).requires_grad_(False)
         model.set_attn_implementation(IMPLEMENTATION)
-        return ServedModel(model, CPU, torch.float32).fingerprint
+        return ServedModel(model).fingerprint
 
     assert fingerprint(1) == fingerprint(1) != fingerprint(2)
 
@@ -109,7 +110,7 @@ def test_the_fingerprint_tells_other_weights_apart() -> None:
 def test_packed_weights_answer_as_plain_ones_and_leave_gradients_alone() -> None:
     model = tiny_model().requires_grad_(False)
     model.set_attn_implementation(IMPLEMENTATION)
-    served_model = ServedModel(model, CPU, torch.float32)
+    served_model = ServedModel(model)
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     plain = served_model.logits(hidden)
     fingerprint = served_model.fingerprint
@@ -150,7 +151,7 @@ def test_a_decode_forward_waits_for_nothing(kind: str) -> None:
     if kind in ARCHITECTURES:
         tiny = tiny_model(kind).requires_grad_(False)
         tiny.set_attn_implementation(IMPLEMENTATION)
-        model = ServedModel(tiny, CPU, torch.float32)
+        model = ServedModel(tiny)
     else:
         model = served("phi3" if kind == "longrope" else "llama", **ROTARIES[kind])
     store = model.new_kv(9, 4)

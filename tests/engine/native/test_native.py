@@ -21,7 +21,7 @@ from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.segments import NativeUpdates
-from edged.engine.model.cpu_layers import Scratch, ShortLayer, shorten_layers
+from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
 from edged.engine.model.served_model import AttentionSpy
 from edged.engine.native import library
 from edged.engine.native.library import LinearParts, group_of, kernels
@@ -110,7 +110,7 @@ def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threa
 ) -> None:
     model = served_model(rank=rank)
     lora, shape = model.lora, model.shape
-    layer = ShortLayer(model.layers[0], shape, lora, AttentionCall(0, 1.0), Scratch())
+    layer = ShortLayer(model.layers[0], shape, lora, AttentionCall(0, 1.0), torch.empty(0))
     torch.manual_seed(0)
     x, angles = torch.randn(9, shape.hidden_size), torch.rand(1, 9, shape.head_dim)
     slots = [1, 1, -1, 0, -1, 1, 0, 0, -1]
