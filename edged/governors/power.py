@@ -4,8 +4,6 @@ Pure: readings, the clock and the time of day go in, a share of the time comes o
 what the box is for, and the hardware slows it down by itself where it must.
 """
 
-from collections.abc import Sequence
-
 from edged.settings.live import Live
 from edged.settings.load import GovernorSettings, Settings, minutes_of
 from edged.telemetry.reading import Reading
@@ -25,28 +23,26 @@ _SLOW_LEVEL = 0.5
 
 
 class Hysteresis:
-    """One of a few levels, which follows what is wanted: at once where that is less, slowly where it is more."""
+    """One of LEVELS, from the highest on, which follows what is wanted: down at once, up by a level every _HOLD_S."""
 
-    def __init__(self, levels: Sequence[float], hold_s: float) -> None:
-        """`levels` from the highest, where it starts, to the lowest; `hold_s` before each level up."""
-        self._levels, self._hold_s = tuple(levels), hold_s
+    def __init__(self) -> None:
         self._better_since_s: float | None = None
-        self.level = self._levels[0]
+        self.level = LEVELS[0]
 
     def follow(self, worst: float, easy: float, now: float) -> float:
-        """The level after a reading: at most `worst`; higher only once every reading for `hold_s` had a higher `easy`.
+        """The level after a reading: at most `worst`; higher only once every reading for _HOLD_S had a higher `easy`.
 
         `easy` is what is wanted with a margin, so at most `worst`: a reading between the two changes nothing.
         """
         if worst < self.level:
-            self.level = max(level for level in self._levels if level <= worst)
+            self.level = max(level for level in LEVELS if level <= worst)
             self._better_since_s = None
         elif easy <= self.level:
             self._better_since_s = None
         elif self._better_since_s is None:
             self._better_since_s = now
-        elif now - self._better_since_s >= self._hold_s:
-            self.level = min(level for level in self._levels if level > self.level)
+        elif now - self._better_since_s >= _HOLD_S:
+            self.level = min(level for level in LEVELS if level > self.level)
             self._better_since_s = now
         return self.level
 
@@ -56,7 +52,7 @@ class PowerGovernor:
 
     def __init__(self, settings: Live[Settings]) -> None:
         self._settings = settings
-        self._heat, self._clocks, self._mode = (Hysteresis(LEVELS, _HOLD_S) for _ in range(3))
+        self._heat, self._clocks, self._mode = (Hysteresis() for _ in range(3))
         self._highest_clock_hz = 0.0
         self.share = 1.0
         """Of the time, for fine-tuning."""

@@ -40,17 +40,13 @@ def insert_version(db: Database, created_at: str, version: Mapping[str, Any]) ->
     insert_row(db, "adapter_versions", row, "INSERT OR REPLACE")
 
 
-def set_version_tested(
-    db: Database, adapter: str, version: int, now: str, nll: float | None, base_nll: float | None, problem: str
-) -> None:
-    """Record a version's test: the NLL of neutral text in nats per token, and why it is taken back ("": it is not)."""
-    test = {"tested_at": now, "neutral_nll": nll, "neutral_base_nll": base_nll, "problem": problem}
-    update_rows(db, "adapter_versions", test, adapter=adapter, version=version)
+def update_version(db: Database, adapter: str, version: int, **columns: Any) -> None:
+    """Set columns of a version's row.
 
-
-def set_version_answer(db: Database, adapter: str, version: int, answer: str) -> None:
-    """Keep a version's answer to the adapter's fixed prompt."""
-    update_rows(db, "adapter_versions", {"answer": answer}, adapter=adapter, version=version)
+    Such as `neutral_nll` and `neutral_base_nll`, NLLs of neutral text in nats per token; `problem`, why the version is
+    taken back ("": it is not); `answer`, to the adapter's fixed prompt.
+    """
+    update_rows(db, "adapter_versions", columns, adapter=adapter, version=version)
 
 
 def last_test(db: Database, adapter: str) -> tuple[int, float]:
@@ -63,9 +59,9 @@ def last_test(db: Database, adapter: str) -> tuple[int, float]:
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:
     """Record that `version` is on disk under `path` and that the `removed` ones no longer are."""
-    update_rows(db, "adapter_versions", {"path": path, "on_disk": 1}, adapter=adapter, version=version)
+    update_version(db, adapter, version, path=path, on_disk=1)
     for old in removed:
-        update_rows(db, "adapter_versions", {"path": None, "on_disk": 0}, adapter=adapter, version=old)
+        update_version(db, adapter, old, path=None, on_disk=0)
 
 
 def drop_newer(db: Database, adapter: str, version: int) -> None:

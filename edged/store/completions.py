@@ -57,11 +57,6 @@ class Completion:
     prompt: str | None = None
 
     @property
-    def learner(self) -> str | None:
-        """The adapter that feedback on it teaches."""
-        return self.adapter
-
-    @property
     def size(self) -> int:
         """About as many bytes as it takes in the store."""
         texts = [str(self.messages or self.prompt or ""), *(choice.text for choice in self.choices)]

@@ -48,8 +48,8 @@ class StoreError(RuntimeError):
 class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
-    alone: bool = False
-    """Outside of any transaction."""
+    alone: bool
+    """Whether `fn` runs outside of any transaction."""
 
 
 class Store:
@@ -91,26 +91,18 @@ class Store:
         self._thread = threading.Thread(target=self._write_loop, name="edged-store", daemon=True)
         self._thread.start()
 
-    def write(self, fn: Callable[[Database], T]) -> Future[T]:
+    def write(self, fn: Callable[[Database], T], alone: bool = False) -> Future[T]:
         """Run `fn` in a transaction on the writer thread; the future resolves after the commit reached the disk.
 
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
-        future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
+        future's exception; SQLite's own errors become StoreError. With `alone`, `fn` runs outside of any transaction,
+        as VACUUM needs it. Raises StoreError when the store is closed.
         """
-        return self._queue(_Write(fn, Future()))
-
-    def write_alone(self, fn: Callable[[Database], T]) -> Future[T]:
-        """Run `fn` on the writer thread outside of a transaction, in order with the writes, as VACUUM needs it.
-
-        Its exceptions are the future's; SQLite's own become StoreError. Raises StoreError when the store is closed.
-        """
-        return self._queue(_Write(fn, Future(), alone=True))
-
-    def _queue(self, write: _Write) -> Future[Any]:
+        future: Future[T] = Future()
         with self._gate:
             self._refuse_if_closed()
-            self._writes.put(write)
-        return write.future
+            self._writes.put(_Write(fn, future, alone))
+        return future
 
     def read(self, fn: Callable[[Database], T]) -> T:
         """`fn` of a read-only connection that sees one consistent state.

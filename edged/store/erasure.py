@@ -30,9 +30,11 @@ _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps"),
 )
-_NEW = {table: "created_at >= :since" for table in _DATED}
-_NEW["choices"] = "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)"
-"""Rows that came after the forgetting began."""
+_NEW = {
+    **dict.fromkeys(_DATED, "created_at >= :since"),
+    "choices": "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)",
+}
+"""SQL's conditions, by table, on rows that came after the forgetting began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def end_forgetting(db: Database, name: str) -> None:
 def erase_bytes(db: Database) -> None:
     """Give the room back and empty the write-ahead log, so that no byte of what was deleted is in either file.
 
-    To be run by `Store.write_alone`. Needs as much room on the disk as the database itself.
+    To be run by `Store.write` with `alone`. Needs as much room on the disk as the database itself.
     """
     db.execute("VACUUM")
     empty_log(db)

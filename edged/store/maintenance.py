@@ -63,7 +63,7 @@ class Maintenance:
         self._deleted: Counter[str] = Counter()
         # Counting takes long in a large table: there are no numbers yet.
         self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
-        self._full_told = False
+        self._full = False
 
     def start(self) -> None:
         """Begin: rows are counted at once, the first sweep comes a while later."""
@@ -86,9 +86,8 @@ class Maintenance:
             self._give_back()
             self._deleted.update(deleted)
             self._look()
-            full, told = self._too_large(), self._full_told
-            self._full_told = full
-            if full and not told:
+            was_full, self._full = self._full, self._too_large()
+            if self._full and not was_full:
                 log.warning(
                     "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and "
                     "the newest completions: raise that, or set store.keep_feedback_days",
@@ -100,7 +99,7 @@ class Maintenance:
         """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
         with self._sweeping:
             before = self._store.path.stat().st_size
-            self._store.write_alone(vacuum).result()
+            self._store.write(vacuum, alone=True).result()
             self.empty_log()
             self._look()
             return before, self._store.path.stat().st_size
@@ -110,7 +109,7 @@ class Maintenance:
 
         Readers never wait. Writes do, until those who read an older state have ended, but no longer than LOG_WAIT_MS.
         """
-        return self._store.write_alone(checkpoint).result()
+        return self._store.write(checkpoint, alone=True).result()
 
     def report(self, fresh: bool = False) -> dict[str, Any]:
         """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
@@ -143,7 +142,7 @@ class Maintenance:
                 self._try(self.sweep)
             if now >= optimize_s:
                 optimize_s = now + OPTIMIZE_EVERY_S
-                self._try(lambda: self._store.write_alone(_optimize).result())
+                self._try(lambda: self._store.write(_optimize, alone=True).result())
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
