@@ -1,7 +1,4 @@
-"""All governors together: one reading in, one set of limits out, one log line for each step.
-
-`use` and `limit` are functions.
-"""
+"""All governors together: they take a reading, set the engine's limits, and log each step."""
 
 import logging
 import time
@@ -20,7 +17,7 @@ from edged.telemetry.reading import Reading
 
 log = logging.getLogger("edged.governors")
 _DRIFTED = 1.1
-"""Iterations that take so many times as long as usual, while clocks are held down, are the throttling's."""
+"""Slowdown of iterations from which on it is reported as caused by throttling, while clocks are held down."""
 
 
 def local_minute() -> int:
@@ -30,7 +27,7 @@ def local_minute() -> int:
 
 
 class Governors:
-    """Hears of every reading on the sampler's thread; `report` may be called from any."""
+    """All governors; `hear` runs on the sampler's thread, any thread may read `report`."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class Governors:
         limit: Callable[[EngineLimits], None],
         minute: Callable[[], int] = local_minute,
     ) -> None:
-        """`limit` is told of limits that changed."""
+        """`use` returns what the engine holds now; `limit` is called with new limits when they change."""
         self._settings, self._use, self._limit, self._minute = settings, use, limit, minute
         self._memory, self._power, self._energy = MemoryGovernor(settings), PowerGovernor(settings), EnergyMeter()
         self._limits = EngineLimits()
@@ -47,7 +44,7 @@ class Governors:
         """What each governor holds and why, and the energy account, as the status shows them."""
 
     def hear(self, reading: Reading) -> None:
-        """Govern by a reading."""
+        """Update all governors by a reading, and pass on the limits if they changed."""
         use = self._use()
         work = (use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained)
         self._energy.add(reading.at_s, reading.power_w, *work)
@@ -58,7 +55,7 @@ class Governors:
             self._power.update(reading, reading.at_s, self._minute())
             limits = replace(by_memory, finetune_share=min(by_memory.finetune_share, self._power.share))
         else:
-            # Nothing is held, and nothing remembered of what was: who is switched on again begins anew.
+            # Nothing is held, and no state is kept: governors that are switched on again begin anew.
             self._memory, self._power = MemoryGovernor(self._settings), PowerGovernor(self._settings)
         self.report = self._reported(reading, use, limits, enabled)
         if limits != self._limits:
@@ -68,9 +65,9 @@ class Governors:
             self._log_changes(*before, use)
 
     def _log_changes(self, step: int, share: float, throttled: tuple[str, ...], use: Use) -> None:
-        """Log one line for each step up or down, and for throttling that begins or ends; the arguments are as before.
+        """Log one line for each step up or down, and for throttling that begins or ends.
 
-        `use` is of now.
+        `step`, `share` and `throttled` are the governors' values before the reading.
         """
         memory, power = self._memory, self._power
         if memory.step != step:
