@@ -28,7 +28,7 @@ _Unit = tuple[str, float, float, int]
 
 
 class Tracer:
-    """Turns records into events; it remembers which tasks have a named track already."""
+    """A converter of records into events; it remembers which tasks have a named track already."""
 
     def __init__(self, labels: Iterable[Label]) -> None:
         """`labels` say which request and adapter a task is of; a task without one is shown by its number."""
@@ -102,7 +102,7 @@ def _units(record: Iteration) -> list[_Unit]:
 
 
 def _facts(record: Iteration) -> dict[str, Any]:
-    """What is shown of an iteration that is clicked on."""
+    """The details of an iteration, which the viewer shows on a click."""
     return {
         "number": record.number,
         "members": record.member_count,

@@ -1,4 +1,4 @@
-"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does."""
+"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps` of adapters."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +50,7 @@ def update_version(db: Database, adapter: str, version: int, **columns: Any) -> 
 
 
 def last_test(db: Database, adapter: str) -> tuple[int, float]:
-    """(newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
+    """Return (newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
     passed = "SELECT coalesce(max(version), -1) FROM adapter_versions WHERE adapter = ? AND problem = ''"
     newest = "SELECT step_scale FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT 1"
     share = first_value(db, newest, [adapter])
@@ -73,9 +73,9 @@ def drop_newer(db: Database, adapter: str, version: int) -> None:
 
 
 def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
-    """Delete everything that came from this adapter's user, on every base: rows per table, and the pairs' ids.
+    """Delete everything of this adapter's user, on every base; returns rows per table, and the pairs' ids.
 
-    Also what the user said through another adapter, with the pairs that hold it.
+    This includes what the user said through another adapter, with the pairs that contain it.
     """
     said = "SELECT id FROM completions WHERE adapter = :adapter OR user = :adapter"
     signals = f"user = :adapter OR completion_id IN ({said})"
@@ -101,7 +101,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
 
 
 def forget_learning(db: Database, adapter: str) -> None:
-    """Delete what the engine still recorded of a forgotten adapter; new feedback of its user stays."""
+    """Delete rows that the engine recorded after the forgetting began; the user's new feedback stays."""
     for table in ("skipped_steps", "adapter_versions"):
         db.execute(f"DELETE FROM {table} WHERE adapter = ?", [adapter])
 

@@ -1,4 +1,4 @@
-"""The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it."""
+"""The tables `signals` and `pairs`: users' signals, and the preference pairs that follow from them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ REPLAY_PAIRS = 64
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One thing that a user did. `completion_id` is None for an explicit pair; `reason` says why there is no pair."""
+    """A signal of a user on an answer. `completion_id` None: an explicit pair; `reason` says why there is no pair."""
 
     id: str
     created_at: str
@@ -223,7 +223,7 @@ def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, ver
 
 
 def set_pair_note(db: Database, pair_id: int, note: str) -> None:
-    """Record what a person should know about a pair, such as that it was cut."""
+    """Set the note of a pair for people to read, such as that it was cut."""
     update_rows(db, "pairs", {"note": note}, id=pair_id)
 
 

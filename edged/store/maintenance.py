@@ -1,4 +1,4 @@
-"""The database over months: retention, giving pages back, the write-ahead log, the query planner's statistics.
+"""Maintenance of the database: retention, giving pages back, the write-ahead log, the query planner's statistics.
 
 Two things hold whatever the settings say: what a signal or a pair refers to stays as long as these do, and so do pairs
 that wait for training, are held out, or are replayed. The newest rows of a table stay whatever their date says, since
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 600.0
 FIRST_SWEEP_S = 30.0
-"""After the start, which has other things to do."""
+"""Seconds from the start to the first sweep."""
 CHECK_LOG_EVERY_S = 10.0
 OPTIMIZE_EVERY_S = 86400.0
 PAUSE_S = 0.01
-"""Between two slices."""
+"""Seconds between two slices."""
 SLICE_PAGES = 256
 """Most pages that are given back in one write."""
 FREE_SHARE = 0.1
-"""Of the file's pages may be free: they are filled again."""
+"""Share of the file's pages that may stay free, to be filled again."""
 LONG_LOG_BYTES = 16 * 2**20
 """From this size on, the write-ahead log is emptied as soon as readers let it."""
 LOG_WAIT_MS = 500
@@ -53,7 +53,7 @@ _TABLES = (
 
 
 class Maintenance:
-    """Keeps one store in order, on a thread of its own between `start` and `stop`."""
+    """The maintenance of one store, on a thread of its own between `start` and `stop`."""
 
     def __init__(self, store: Store, settings: Live[Settings]) -> None:
         self._store, self._settings = store, settings
@@ -210,7 +210,7 @@ def _optimize(db: Database) -> None:
 
 
 def _facts_of(db: Database) -> dict[str, Any]:
-    """What is known without reading tables."""
+    """The facts that are known without reading tables."""
     return {
         "used_bytes": used_bytes(db),
         "gives_pages_back": frees_pages(db),
