@@ -146,8 +146,9 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                         quarantine.insert_quarantined(db, pair_id, created_at, record.adapter, record.reason)
                 feedback.requeue_taken_back(db, record.adapter, record.restored)
         case VersionTested():
-            nlls = record.neutral_nll, record.neutral_base_nll
-            adapters.set_version_tested(db, record.adapter, record.version, created_at, *nlls, record.problem)
+            nlls = {"neutral_nll": record.neutral_nll, "neutral_base_nll": record.neutral_base_nll}
+            outcome = {"tested_at": created_at, "problem": record.problem}
+            adapters.update_version(db, record.adapter, record.version, **nlls, **outcome)
         case VersionSaved():
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():

@@ -112,7 +112,7 @@ def _vacuum(store: Store, name: str, gone: bool) -> bool:
 
     def alone(work: Callable[[Database], None]) -> bool:
         try:
-            store.write_alone(work).result()
+            store.write(work, alone=True).result()
         except (StoreError, RuntimeError) as error:
             log.warning("the database keeps the room of what was deleted: %s", error)
             return False

@@ -174,7 +174,7 @@ def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:
     if not tuning["enabled"]:
         return f"fine-tuning is paused{': ' * bool(tuning['reason'])}{tuning['reason']}", True
     if tuning["held"]:
-        governors = services.governors.report()
+        governors = services.governors.report
         why = [governors["memory"]["reason"], *governors["power"]["reasons"]]
         return f"governors hold fine-tuning back: {'; '.join(filter(None, why))}", False
     return tuning["reason"], False

@@ -347,5 +347,5 @@ class Generation:
         result = note_next_turn(db, completion.id, now, self.services.settings.feedback)
         if result is None or result.duplicate:
             return None
-        footprint.learned(db, completion.learner or "", result.pair_ids)
+        footprint.learned(db, completion.adapter or "", result.pair_ids)
         return result

@@ -13,7 +13,7 @@ from edged.engine.request import EngineBusy, Event, FinishEvent, Request, Reques
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
-from edged.store.adapters import set_version_answer
+from edged.store.adapters import update_version
 from edged.store.feedback import first_pair
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
@@ -62,4 +62,4 @@ class VersionAnswers:
                 return
             ids.append(event.token_id)
         answer = self._codec.decode([token for token in ids if token not in self._codec.eos_ids])
-        self._store.write(lambda db: set_version_answer(db, adapter, version, answer))
+        self._store.write(lambda db: update_version(db, adapter, version, answer=answer))

@@ -44,7 +44,7 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
         "forgetting": dict(services.forgetting_stages),
         "open_requests": services.event_router.open_requests,
         "device": services.monitor.read(),
-        "governors": services.governors.report(),
+        "governors": services.governors.report,
         "store": services.upkeep.report(),
     }
 

@@ -1,1 +1,1 @@
-"""Readings of the box in, limits of the engine out."""
+"""Governors: they turn readings of the box into limits of the engine."""

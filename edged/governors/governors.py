@@ -1,7 +1,4 @@
-"""All governors together: one reading in, one set of limits out, one log line for each step.
-
-`use` and `limit` are functions.
-"""
+"""All governors together: they take a reading, set the engine's limits, and log each step."""
 
 import logging
 import time
@@ -20,7 +17,7 @@ from edged.telemetry.reading import Reading
 
 log = logging.getLogger("edged.governors")
 _DRIFTED = 1.1
-"""Iterations that take so many times as long as usual, while clocks are held down, are the throttling's."""
+"""Slowdown of iterations from which on it is reported as caused by throttling, while clocks are held down."""
 
 
 def local_minute() -> int:
@@ -30,7 +27,7 @@ def local_minute() -> int:
 
 
 class Governors:
-    """Hears of every reading on the sampler's thread; `report` may be called from any."""
+    """All governors; `hear` runs on the sampler's thread, any thread may read `report`."""
 
     def __init__(
         self,
@@ -39,37 +36,39 @@ class Governors:
         limit: Callable[[EngineLimits], None],
         minute: Callable[[], int] = local_minute,
     ) -> None:
-        """`limit` is told of limits that changed."""
+        """`use` returns what the engine holds now; `limit` is called with new limits when they change."""
         self._settings, self._use, self._limit, self._minute = settings, use, limit, minute
         self._memory, self._power, self._energy = MemoryGovernor(settings), PowerGovernor(settings), EnergyMeter()
         self._limits = EngineLimits()
-        self._throttled = False
-        self._report: dict[str, Any] = {"enabled": settings.now.governor.enabled}
+        self.report: dict[str, Any] = {"enabled": settings.now.governor.enabled}
+        """What each governor holds and why, and the energy account, as the status shows them."""
 
     def hear(self, reading: Reading) -> None:
-        """Govern by a reading."""
+        """Update all governors by a reading, and pass on the limits if they changed."""
         use = self._use()
         work = (use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained)
         self._energy.add(reading.at_s, reading.power_w, *work)
         enabled = self._settings.now.governor.enabled
-        step, share, limits = self._memory.step, self._power.share, EngineLimits()
+        before, limits = (self._memory.step, self._power.share, self._power.throttled), EngineLimits()
         if enabled:
             by_memory = self._memory.update(reading, use, reading.at_s)
             self._power.update(reading, reading.at_s, self._minute())
             limits = replace(by_memory, finetune_share=min(by_memory.finetune_share, self._power.share))
         else:
-            # Nothing is held, and nothing remembered of what was: who is switched on again begins anew.
+            # Nothing is held, and no state is kept: governors that are switched on again begin anew.
             self._memory, self._power = MemoryGovernor(self._settings), PowerGovernor(self._settings)
-            self._throttled = False
-        self._report = self._reported(reading, use, limits, enabled)
+        self.report = self._reported(reading, use, limits, enabled)
         if limits != self._limits:
             self._limits = limits
             self._limit(limits)
         if enabled:
-            self._tell(step, share, use)
+            self._log_changes(*before, use)
 
-    def _tell(self, step: int, share: float, use: Use) -> None:
-        """One line for each step up or down, and for throttling that begins or ends."""
+    def _log_changes(self, step: int, share: float, throttled: tuple[str, ...], use: Use) -> None:
+        """Log one line for each step up or down, and for throttling that begins or ends.
+
+        `step`, `share` and `throttled` are the governors' values before the reading.
+        """
         memory, power = self._memory, self._power
         if memory.step != step:
             held = ", ".join(memory.holds) or "nothing"
@@ -81,13 +80,12 @@ class Governors:
             shares = f"fine-tuning gets {100 * power.share:.0f} % of the time, had {100 * share:.0f} %"
             message = f"power governor: {shares}: {why}"
             logs.event(log, logging.INFO, "power_governor", message, finetune_share=power.share, before=share)
-        if power.throttled and not self._throttled:
+        if power.throttled and not throttled:
             slower = f"iterations take {use.drift:.2f} times as long as usual"
             message = f"the device is throttled ({', '.join(power.throttled)}): {slower}"
             logs.event(log, logging.WARNING, "throttled", message, reasons=list(power.throttled), drift=use.drift)
-        elif self._throttled and not power.throttled:
+        elif throttled and not power.throttled:
             logs.event(log, logging.INFO, "throttled", "the device is not throttled any more", reasons=[])
-        self._throttled = bool(power.throttled)
 
     def _reported(self, reading: Reading, use: Use, limits: EngineLimits, enabled: bool) -> dict[str, Any]:
         memory, power = self._memory, self._power
@@ -110,7 +108,3 @@ class Governors:
             },
             "energy": self._energy.report(),
         }
-
-    def report(self) -> dict[str, Any]:
-        """What each governor holds and why, and the energy account, for the status."""
-        return self._report

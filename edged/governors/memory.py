@@ -1,10 +1,10 @@
-"""What is given up when a neighbour needs memory, in which order, and when it comes back.
+"""The memory governor: it gives up resources step by step when another program needs memory, and takes them back.
 
-Pure: readings, the engine's use and the clock go in, limits come out.
+The governor is pure: readings, the engine's use and the clock go in, limits come out.
 
-What K/V take and what is free add up to the same whoever of the two has it. So the pages that may take memory are those
-that do now, and as many more as leave the reserve free: that holds still when the engine itself takes or gives a page,
-and moves only when a neighbour does.
+The sum of the K/V's memory and the free memory does not change when the engine takes or gives a page. So the pages that
+may take memory are the resident ones, and as many more as leave the reserve free: this limit moves only when another
+program takes or frees memory.
 """
 
 import math
@@ -15,22 +15,22 @@ from edged.settings.load import Settings
 from edged.telemetry.reading import Reading
 
 STEPS = ("none", "caches", "pruning", "fine-tuning", "admission")
-"""What is held back at each step, with all before it."""
+"""Names of the resources that are held back at each step, together with those of all steps before it."""
 CACHES, PRUNING, FINETUNING, ADMISSION = range(1, 5)
 _PATIENCE_S, _ACUTE_PATIENCE_S = 3.0, 1.0
-"""How long a step may take to help before the next one: ordinarily, and with less than half the reserve left."""
+"""Wait between a step and the next: ordinarily, and with less than half the reserve left."""
 _CALM_S, _LONGEST_CALM_S = 10.0, 160.0
-"""How long there must be enough before a step is taken back; twice as long each time that this came too early."""
+"""How long memory must suffice before a step is taken back; it doubles each time that this came too early."""
 _FORGIVEN_S = 600.0
-"""After so long without a step the calm is as short as at first."""
+"""Time without a step after which the calm is as short as at first."""
 _MARGIN_SHARE, _LEAST_MARGIN, _MOST_MARGIN = 0.125, 16 << 20, 256 << 20
 _PRESSURE_SHARE = 0.05
-"""Of all pages: what one reading under pressure takes, though the reserve is there."""
+"""Share of all pages that one reading under pressure takes, though the reserve is free."""
 _LEAST_RESERVE, _MOST_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
 
 
 class MemoryGovernor:
-    """The steps, from caches to admission and back."""
+    """The governor of memory, which goes step by step from caches to admission and back."""
 
     def __init__(self, settings: Live[Settings]) -> None:
         self._settings = settings
@@ -46,16 +46,16 @@ class MemoryGovernor:
 
     @property
     def holds(self) -> list[str]:
-        """What is held back now."""
+        """Names of the resources that are held back now."""
         return list(STEPS[1 : self.step + 1])
 
     def reserve_bytes(self, total_bytes: int) -> int:
-        """Memory that is to be free for others."""
+        """Bytes of memory that are kept free for other programs."""
         configured = self._settings.now.governor.memory_reserve_mb << 20
         return configured or int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
 
     def update(self, reading: Reading, use: Use, now: float) -> EngineLimits:
-        """The limits after a reading."""
+        """Return the engine's limits after a reading."""
         reserve = self.reserve_bytes(reading.memory_total_bytes)
         margin = int(min(_MOST_MARGIN, max(_LEAST_MARGIN, _MARGIN_SHARE * reserve)))
         spare = reading.memory_available_bytes - reserve
@@ -69,7 +69,7 @@ class MemoryGovernor:
             if not self.step or (now - self._changed_s >= patience_s and not caches_do):
                 self._harder(use, now)
         elif spare < (2 * margin if self.step == CACHES else 3 * margin // 4):
-            # Caches are kept so small that the margin is just there: it takes more for them to grow again.
+            # Caches are kept so small that the margin is just free: they grow again only with more than that.
             self._calm_since_s = None
         elif self._calm_since_s is None:
             self._calm_since_s = now
@@ -85,16 +85,16 @@ class MemoryGovernor:
         )
 
     def _pressed(self, reading: Reading, little: bool) -> bool:
-        """Whether tasks wait for memory: those of the own group, or of the box where it has `little` left.
+        """Whether tasks wait for memory: tasks of the own control group, or of the box where it has `little` left.
 
-        With plenty left, those who wait do so at a bound of their own: what is given up would not reach them.
+        With plenty left, tasks of the box wait at a limit of their own: memory given up would not reach them.
         """
         least = self._settings.now.governor.pressure_percent
         own, box = reading.cgroup_pressure_some_percent, reading.memory_pressure_some_percent
         return (own is not None and own >= least) or (little and box is not None and box >= least)
 
     def _harder(self, use: Use, now: float) -> None:
-        """The next step; at the last one, half as many sequences."""
+        """Take the next step; at the last one, halve the number of sequences."""
         if now - self._eased_s < 2.0 * self._calm_s:
             self._calm_s = min(_LONGEST_CALM_S, 2.0 * self._calm_s)
             self._eased_s = -math.inf
@@ -107,7 +107,7 @@ class MemoryGovernor:
         self._changed_s = now
 
     def _ease(self, use: Use, now: float) -> None:
-        """One step back; from the last one, twice as many sequences until all are allowed."""
+        """Go one step back; from the last one, double the number of sequences until all are allowed."""
         if not self.step:
             return
         if self._sequences is not None:
@@ -117,7 +117,7 @@ class MemoryGovernor:
         self._changed_s = self._eased_s = now
 
     def _budget(self, spare: int, margin: int, pressed: bool, use: Use) -> int | None:
-        """Pages that may take memory: from the first step on never more than before."""
+        """Pages that may take memory (None: all); from the first step on never more than before."""
         if not use.gives_back:
             return None
         pages = use.resident_pages
@@ -134,14 +134,14 @@ class MemoryGovernor:
 
 
 def _steps(use: Use) -> tuple[int, ...]:
-    """Those that help here, in order: what cannot be given back to the box helps no neighbour."""
+    """The steps that help on this box, in order: memory that cannot be given back to the box helps no other program."""
     if not use.gives_back:
         return (FINETUNING, ADMISSION)
     return (CACHES, PRUNING, FINETUNING, ADMISSION) if use.prunes else (CACHES, FINETUNING, ADMISSION)
 
 
 def _reason(reading: Reading, reserve: int, pressed: bool) -> str:
-    """Why, in one phrase."""
+    """The reason for the present step, in one phrase."""
     available, wanted = reading.memory_available_bytes >> 20, reserve >> 20
     text = f"{available} MiB are available, {wanted} MiB are to be"
     if pressed:

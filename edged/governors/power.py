@@ -1,10 +1,8 @@
-"""How much fine-tuning heat and power allow.
+"""The power governor: the share of the time that heat and power leave for fine-tuning.
 
-Pure: readings, the clock and the time of day go in, a share of the time comes out. Serving is never held back: it is
-what the box is for, and the hardware slows it down by itself where it must.
+The governor is pure: readings, the clock and the time of day go in, a share of the time comes out. Serving is never
+held back: it is what the box is for, and the hardware slows it down by itself where it must.
 """
-
-from collections.abc import Sequence
 
 from edged.settings.live import Live
 from edged.settings.load import GovernorSettings, Settings, minutes_of
@@ -12,61 +10,59 @@ from edged.telemetry.reading import Reading
 
 LEVELS = (1.0, 0.5, 0.25, 0.0)
 _HOLD_S = 30.0
-"""How long it must be better before the share rises by a level."""
+"""Seconds for which readings must allow more before the share rises by a level."""
 _DISTANCES = ((0.3, 0.0), (0.6, 0.25), (1.0, 0.5))
-"""Below these shares of the margin to the limit, these levels."""
+"""(share of the margin to the temperature limit, level below it)."""
 _RELIEF = 0.3
-"""Of the margin: how much further from the limit it must be for the share to rise again."""
+"""Share of the margin by which the temperature must be further from the limit for the share to rise again."""
 _MODES = ((0.6, 0.25), (0.9, 0.5))
-"""Below these shares of the clock or power that the box can have, these levels."""
+"""(share of the clock or power that the box can have, level below it)."""
 _BUSY_PERCENT, _SLOWED = 80.0, 0.85
-"""A GPU that is so busy at less than this share of the clock that it may have is slowed down."""
+"""A GPU counts as throttled if it is at least this busy at less than this share of its allowed clock."""
 _SLOW_LEVEL = 0.5
 
 
 class Hysteresis:
-    """One of a few levels, which follows what is wanted: at once where that is less, slowly where it is more."""
+    """A level out of LEVELS, at first the highest: it falls at once, and rises by one level every _HOLD_S."""
 
-    def __init__(self, levels: Sequence[float], hold_s: float) -> None:
-        """`levels` from the highest, where it starts, to the lowest; `hold_s` before each level up."""
-        self._levels, self._hold_s = tuple(levels), hold_s
+    def __init__(self) -> None:
         self._better_since_s: float | None = None
-        self.level = self._levels[0]
+        self.level = LEVELS[0]
 
     def follow(self, worst: float, easy: float, now: float) -> float:
-        """The level after a reading: at most `worst`; higher only once every reading for `hold_s` had a higher `easy`.
+        """Return the level after a reading: at most `worst`, and higher only once `easy` was higher for _HOLD_S.
 
-        `easy` is what is wanted with a margin, so at most `worst`: a reading between the two changes nothing.
+        `easy` is the allowed level with a margin, so at most `worst`: a reading between the two changes nothing.
         """
         if worst < self.level:
-            self.level = max(level for level in self._levels if level <= worst)
+            self.level = max(level for level in LEVELS if level <= worst)
             self._better_since_s = None
         elif easy <= self.level:
             self._better_since_s = None
         elif self._better_since_s is None:
             self._better_since_s = now
-        elif now - self._better_since_s >= self._hold_s:
-            self.level = min(level for level in self._levels if level > self.level)
+        elif now - self._better_since_s >= _HOLD_S:
+            self.level = min(level for level in LEVELS if level > self.level)
             self._better_since_s = now
         return self.level
 
 
 class PowerGovernor:
-    """Heat, throttled clocks, power mode, battery and quiet hours; the strictest of them counts."""
+    """The governor of heat, throttled clocks, power mode, battery and quiet hours; the strictest of them counts."""
 
     def __init__(self, settings: Live[Settings]) -> None:
         self._settings = settings
-        self._heat, self._clocks, self._mode = (Hysteresis(LEVELS, _HOLD_S) for _ in range(3))
+        self._heat, self._clocks, self._mode = (Hysteresis() for _ in range(3))
         self._highest_clock_hz = 0.0
         self.share = 1.0
-        """Of the time, for fine-tuning."""
+        """Share of the time that fine-tuning may work."""
         self.reasons: list[str] = []
-        """What holds it back."""
+        """Reasons why the share is below 1."""
         self.throttled: tuple[str, ...] = ()
-        """Why the device is slowed down just now."""
+        """Reasons why the device is slowed down now."""
 
     def update(self, reading: Reading, now: float, minute: int) -> float:
-        """The share after a reading, at `minute` of the local day."""
+        """Return the share after a reading, at `minute` of the local day."""
         settings, self.throttled = self._settings.now.governor, throttling(reading)
         quiet, slowed = minutes_of(settings.quiet_hours), _SLOW_LEVEL if self.throttled else 1.0
         on_battery = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}[settings.on_battery]
@@ -82,7 +78,7 @@ class PowerGovernor:
         return self.share
 
     def _by_heat(self, reading: Reading, now: float, settings: GovernorSettings) -> tuple[float, str]:
-        """Falls over the margin below the limit."""
+        """Share and reason by temperature: the share falls over the margin below the limit."""
         limit_c = settings.temperature_limit_c or reading.temperature_limit_c
         if reading.temperature_c is None or not limit_c:
             return self._heat.follow(1.0, 1.0, now), "temperature is not known any more"
@@ -91,7 +87,7 @@ class PowerGovernor:
         return share, f"{reading.temperature_c:.0f} °C of at most {limit_c:.0f} °C"
 
     def _by_mode(self, reading: Reading, now: float) -> tuple[float, str]:
-        """Falls with the clock that the power mode allows, against the highest that was seen, or with the power cap."""
+        """Share and reason by power mode: its clock over the highest seen, or its power cap over the default."""
         shares = [1.0]
         if reading.gpu_clock_max_hz:
             self._highest_clock_hz = max(self._highest_clock_hz, reading.gpu_clock_max_hz)
@@ -105,7 +101,7 @@ class PowerGovernor:
 
 
 def throttling(reading: Reading) -> tuple[str, ...]:
-    """Why the clocks are held down: the driver's reasons; else that a busy GPU runs slower than its mode allows."""
+    """Reasons why the clocks are held down: the driver's; else that a busy GPU runs slower than its mode allows."""
     if reading.throttle_reasons is not None:
         return reading.throttle_reasons
     clock, most = reading.gpu_clock_hz, reading.gpu_clock_max_hz

@@ -1,4 +1,4 @@
-"""Takes an engine's records in, a second's worth at a time, so that histograms know every event since start.
+"""The observer: it takes an engine's records in once a second, so that histograms know every event since start.
 
 Must not run on the engine's thread.
 """
@@ -49,7 +49,7 @@ class Histogram:
 
 
 class Observer:
-    """What the metrics know of one engine's past. Any thread may drain or show it."""
+    """Metrics accumulated from one engine's records. Any thread may call its methods."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The metrics of the present, by name and label: what status, store and learned adapters say now.
+"""Present values of metrics by name and label, from the status, the store and the learned adapters.
 
 A value that is None is not known; several labels are a tuple, in the catalogue's order.
 """
@@ -31,7 +31,7 @@ _MEANS = {
 
 
 def engine_readings(status: Mapping[str, Any]) -> Readings:
-    """What `Engine.status` reports, but its latencies: those have histograms."""
+    """Return the metrics of `Engine.status`, except its latencies, which have histograms."""
     totals, pages, prefix, spill = status["totals"], status["pages"], status["prefix"], status["prefix"]["spill"]
     cost, tuning = status["cost_model"], status["finetune"]
     idle = {state: pages[state] for state in ("cached", "free", "retired")}
@@ -63,7 +63,7 @@ def engine_readings(status: Mapping[str, Any]) -> Readings:
 
 
 def governor_readings(report: Mapping[str, Any]) -> Readings:
-    """What is held back, and the energy where power can be read."""
+    """Return the governors' steps and shares, and the energy where power can be read."""
     energy = report["energy"] or {}
     return {
         "edged_memory_governor_step": report["memory"]["step"],

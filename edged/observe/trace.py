@@ -8,7 +8,7 @@ Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-P
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any
 
 from edged.engine.stats.counters import Label
@@ -28,7 +28,7 @@ _Unit = tuple[str, float, float, int]
 
 
 class Tracer:
-    """Turns records into events; it remembers which tasks have a named track already."""
+    """A converter of records into events; it remembers which tasks have a named track already."""
 
     def __init__(self, labels: Iterable[Label]) -> None:
         """`labels` say which request and adapter a task is of; a task without one is shown by its number."""
@@ -49,16 +49,13 @@ class Tracer:
         yield held
 
     def _iteration(self, record: Iteration) -> Iterator[Event]:
-        started, end, starts = record.started_s, record.started_s + record.elapsed_s, _units(record)
+        started, end, units = record.started_s, record.started_s + record.elapsed_s, _units(record)
         yield _slice(ENGINE, DECISIONS, "plan", started - record.decision_s, started, number=record.number)
         yield _slice(ENGINE, ITERATIONS, record.mix, started, end, **_facts(record))
-        forward = max(started, starts[0] - record.forward_s), starts[0]
+        computed = units[0][1] if units else end
+        forward = max(started, computed - record.forward_s), computed
         if record.forward_s:
             yield _slice(ENGINE, FORWARDS, "forward", *forward, **_tokens(record))
-        units = [
-            (kind, begin, until, tokens)
-            for (kind, tokens, _), (begin, until) in zip(record.units, pairwise(starts), strict=True)
-        ]
         for kind, begin, until, tokens in units:
             yield _slice(ENGINE, UNITS, kind, begin, until, tokens=tokens)
         left = iter(units)
@@ -94,17 +91,18 @@ class Tracer:
             yield _slice(*track, kind, begin, until, tokens=tokens, iteration=record.number)
 
 
-def _units(record: Iteration) -> list[float]:
-    """When each unit began, and when the last one ended; they are the iteration's last part."""
+def _units(record: Iteration) -> list[_Unit]:
+    """Place the units, which are the iteration's last part, one after the other up to its end."""
     end = record.started_s + record.elapsed_s
-    edges = [max(record.started_s, end - sum(seconds for _, _, seconds in record.units))]
-    for _, _, seconds in record.units:
-        edges.append(min(end, edges[-1] + seconds))
-    return edges
+    begin, units = max(record.started_s, end - sum(seconds for _, _, seconds in record.units)), []
+    for kind, tokens, seconds in record.units:
+        units.append((kind, begin, min(end, begin + seconds), tokens))
+        begin = units[-1][2]
+    return units
 
 
 def _facts(record: Iteration) -> dict[str, Any]:
-    """What is shown of an iteration that is clicked on."""
+    """The details of an iteration, which the viewer shows on a click."""
     return {
         "number": record.number,
         "members": record.member_count,

@@ -1,4 +1,4 @@
-"""The daemon's memory on disk: one SQLite file, written by one thread, readable by any SQLite tool."""
+"""The store: one SQLite file, written by one thread, readable by any SQLite tool."""
 
 from edged.store.database import Store, StoreError
 from edged.store.timestamps import utc_now, utc_text

@@ -1,4 +1,4 @@
-"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps`: what each adapter became and how it does."""
+"""The tables `adapter_versions`, `alignment_metrics` and `skipped_steps` of adapters."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,21 +40,17 @@ def insert_version(db: Database, created_at: str, version: Mapping[str, Any]) ->
     insert_row(db, "adapter_versions", row, "INSERT OR REPLACE")
 
 
-def set_version_tested(
-    db: Database, adapter: str, version: int, now: str, nll: float | None, base_nll: float | None, problem: str
-) -> None:
-    """Record a version's test: the NLL of neutral text in nats per token, and why it is taken back ("": it is not)."""
-    test = {"tested_at": now, "neutral_nll": nll, "neutral_base_nll": base_nll, "problem": problem}
-    update_rows(db, "adapter_versions", test, adapter=adapter, version=version)
+def update_version(db: Database, adapter: str, version: int, **columns: Any) -> None:
+    """Set columns of a version's row.
 
-
-def set_version_answer(db: Database, adapter: str, version: int, answer: str) -> None:
-    """Keep a version's answer to the adapter's fixed prompt."""
-    update_rows(db, "adapter_versions", {"answer": answer}, adapter=adapter, version=version)
+    Such as `neutral_nll` and `neutral_base_nll`, NLLs of neutral text in nats per token; `problem`, why the version is
+    taken back ("": it is not); `answer`, to the adapter's fixed prompt.
+    """
+    update_rows(db, "adapter_versions", columns, adapter=adapter, version=version)
 
 
 def last_test(db: Database, adapter: str) -> tuple[int, float]:
-    """(newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
+    """Return (newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
     passed = "SELECT coalesce(max(version), -1) FROM adapter_versions WHERE adapter = ? AND problem = ''"
     newest = "SELECT step_scale FROM adapter_versions WHERE adapter = ? ORDER BY version DESC LIMIT 1"
     share = first_value(db, newest, [adapter])
@@ -63,9 +59,9 @@ def last_test(db: Database, adapter: str) -> tuple[int, float]:
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:
     """Record that `version` is on disk under `path` and that the `removed` ones no longer are."""
-    update_rows(db, "adapter_versions", {"path": path, "on_disk": 1}, adapter=adapter, version=version)
+    update_version(db, adapter, version, path=path, on_disk=1)
     for old in removed:
-        update_rows(db, "adapter_versions", {"path": None, "on_disk": 0}, adapter=adapter, version=old)
+        update_version(db, adapter, old, path=None, on_disk=0)
 
 
 def drop_newer(db: Database, adapter: str, version: int) -> None:
@@ -77,9 +73,9 @@ def drop_newer(db: Database, adapter: str, version: int) -> None:
 
 
 def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
-    """Delete everything that came from this adapter's user, on every base: rows per table, and the pairs' ids.
+    """Delete everything of this adapter's user, on every base; returns rows per table, and the pairs' ids.
 
-    Also what the user said through another adapter, with the pairs that hold it.
+    This includes what the user said through another adapter, with the pairs that contain it.
     """
     said = "SELECT id FROM completions WHERE adapter = :adapter OR user = :adapter"
     signals = f"user = :adapter OR completion_id IN ({said})"
@@ -105,7 +101,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
 
 
 def forget_learning(db: Database, adapter: str) -> None:
-    """Delete what the engine still recorded of a forgotten adapter; new feedback of its user stays."""
+    """Delete rows that the engine recorded after the forgetting began; the user's new feedback stays."""
     for table in ("skipped_steps", "adapter_versions"):
         db.execute(f"DELETE FROM {table} WHERE adapter = ?", [adapter])
 

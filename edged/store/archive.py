@@ -28,17 +28,17 @@ class Content:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As a backup's manifest has them."""
+        """The file's entry in a backup's manifest."""
         return {"bytes": self._size, "sha256": self._digest.hexdigest()}
 
 
 def chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """A file's bytes. Raises OSError."""
+    """Yield a file's bytes in chunks. Raises OSError."""
     return iter(partial(file.read, CHUNK_BYTES), b"")
 
 
 def member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
-    """A file of `size` bytes with what stands before and behind it."""
+    """Yield a tar member of `size` bytes: header, content, padding."""
     info = tarfile.TarInfo(name)
     info.size, info.mode, info.mtime = size, 0o600, int(utc_now().timestamp())
     yield info.tobuf(tarfile.PAX_FORMAT)
@@ -47,7 +47,7 @@ def member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def archive(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
-    """Open files one after the other, each under its own name without a folder. Raises OSError."""
+    """Yield a tar of open files, each under its own name without a folder. Raises OSError."""
     for file in files:
         yield from member(Path(file.name).name, os.fstat(file.fileno()).st_size, chunks(file))
     yield END

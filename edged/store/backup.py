@@ -37,10 +37,10 @@ class BackupError(RuntimeError):
 
 @contextmanager
 def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions: bool = False) -> Iterator[Path]:
-    """A folder that holds the parts of a backup while the context lasts. Blocks; nobody else waits for it.
+    """Stage the parts of a backup in a folder that lasts as long as the context. Blocks the caller alone.
 
-    `config` is the settings' text. `settle` returns when everything that was said of the adapters until then is in
-    the database. Raises BackupError.
+    `config` is the settings' text. `settle` returns when all records of the adapters until then are in the
+    database. Raises BackupError.
     """
     database = data_dir / DATABASE_FILE
     if not database.is_file():
@@ -86,7 +86,7 @@ def copy_database(source: Path, target: Path) -> None:
 
 
 def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
-    """Take every adapter's newest whole version (or all whole ones) of every base."""
+    """Link every adapter's newest whole version (or all whole ones) of every base."""
     for adapter in sorted(source.glob("*/*")):
         for version in sorted(adapter.glob("v[0-9]*"), reverse=True):
             copy = target / version.relative_to(source)
@@ -100,7 +100,7 @@ def _link_adapters(source: Path, target: Path, all_versions: bool) -> None:
 
 
 def _drop_unnamed(folder: Path) -> None:
-    """Leave out the versions that the copied database does not name: somebody was forgotten since they were taken."""
+    """Remove versions that the copied database does not name: their user was forgotten after they were linked."""
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
         named = set(
             connection.execute(
@@ -130,7 +130,7 @@ def is_whole(version: Path) -> bool:
 
 
 def stream(folder: Path, data_dir: Path) -> Iterator[bytes]:
-    """The tar of a staged folder, in chunks; the manifest is made on the way. Raises OSError."""
+    """Yield the tar of a staged folder in chunks; the manifest is made on the way. Raises OSError."""
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()

@@ -21,15 +21,15 @@ SHELVES = {
     "alignment_metrics": "shelved_metrics",
     "skipped_steps": "shelved_steps",
 }
-"""Where a table's rows wait while another base is served."""
+"""By learning table, the table that keeps its rows while another base is served."""
 _PROGRESS = "state, epochs_done, trained_version, ref_chosen_logp, ref_rejected_logp, ref_model, note"
-"""What a base changes of a pair."""
+"""Columns of a pair that training on a base changes."""
 _ASIDE = "note = 'given to another base model: store.new_base = \"learn\" queues it'"
 """Marks the pairs that the served base is not trained on until that is asked for."""
 
 
 class OtherBase(RuntimeError):
-    """The folder was taught on another base model; the message names both models and the ways out."""
+    """The data folder holds what another base model learned; the message names both models and the ways out."""
 
 
 def refuse_other_base(db: Database, data_dir: Path, fingerprint: str, name: str) -> None:

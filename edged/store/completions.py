@@ -1,4 +1,4 @@
-"""The tables `completions` and `choices`: what was asked and what was answered."""
+"""The tables `completions` and `choices`: requests and their answers."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ class Choice:
     ttft_ms: float = 0.0
     total_ms: float = 0.0
     repetition: float | None = None
-    """Share of its runs of tokens that stood in it before."""
+    """Share of the answer's token n-grams that occurred in it before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,8 @@ class Completion:
     prompt: str | None = None
 
     @property
-    def learner(self) -> str | None:
-        """The adapter that feedback on it teaches."""
-        return self.adapter
-
-    @property
     def size(self) -> int:
-        """About as many bytes as it takes in the store."""
+        """Approximate bytes of the completion in the store."""
         texts = [str(self.messages or self.prompt or ""), *(choice.text for choice in self.choices)]
         ids = (self.prompt_ids, *(choice.token_ids for choice in self.choices))
         return sum(map(len, texts)) + sum(len(str(part)) for part in ids)
@@ -102,7 +97,7 @@ def get_completion(db: Database, completion_id: str) -> Completion | None:
 
 
 def last_answers(db: Database) -> dict[str, str]:
-    """When each adapter answered last, as far as the latest LOOKED_AT completions tell."""
+    """Return the time of each adapter's last answer, as far as the latest LOOKED_AT completions tell."""
     sql = """SELECT adapter, max(created_at)
              FROM (SELECT adapter, created_at FROM completions ORDER BY rowid DESC LIMIT ?)
              WHERE adapter IS NOT NULL GROUP BY adapter"""
@@ -110,7 +105,7 @@ def last_answers(db: Database) -> dict[str, str]:
 
 
 def users_of_completion(db: Database, completion_id: str) -> set[str]:
-    """Whose a completion is: the user who asked, and the adapter that answered; empty where there is neither."""
+    """Return the user who asked for a completion and the adapter that answered; empty where there is neither."""
     rows = db.execute("SELECT user, adapter FROM completions WHERE id = ?", [completion_id]).fetchall()
     return {name for row in rows for name in row if name is not None}
 

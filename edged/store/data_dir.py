@@ -1,4 +1,4 @@
-"""Where the data folder is, what its parts are called, and what makes a file in it last."""
+"""The data folder: its place, the names of its parts, and syncing files in it."""
 
 import hashlib
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
 SCRATCH = ".scratch-"
-"""How the folders are called that hold a request's files: what is left of them is removed at the next start."""
+"""Name prefix of folders with a request's files; leftovers are removed at the next start."""
 
 
 def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
-    """The folder of database and adapters: the setting, systemd's, else the user's."""
+    """Return the folder of database and adapters: as set, else systemd's, else the user's."""
     if configured:
         return Path(configured).expanduser()
     if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
@@ -64,6 +64,6 @@ def erase_folder(folder: Path) -> None:
 
 
 def clear_leftovers(data_dir: Path) -> None:
-    """Remove what requests left that were ended by force. For who holds the folder's lock."""
+    """Remove scratch folders of requests that were killed. The caller holds the folder's lock."""
     for folder in data_dir.glob(f"{SCRATCH}*"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -48,8 +48,8 @@ class StoreError(RuntimeError):
 class _Write:
     fn: Callable[[Database], Any]
     future: Future[Any]
-    alone: bool = False
-    """Outside of any transaction."""
+    alone: bool
+    """Whether `fn` runs outside of any transaction."""
 
 
 class Store:
@@ -64,12 +64,12 @@ class Store:
         self.errors = 0
         """Reads and writes that failed since start."""
         self.failed = ""
-        """Why nothing is written any more, though the store is open: the disk did not keep what it was told to."""
+        """The reason why an open store writes nothing any more: a sync to the disk failed. "" when all is well."""
         self._mark = self.path.with_name(f"{self.path.name}.suspect")
         self.log_path = self.path.with_name(f"{self.path.name}-wal")
         """SQLite's write-ahead log."""
         try:
-            # What people said is in here and under it: others of this box have no business there.
+            # The folder holds what users said: other accounts of this box may not read it.
             self.path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock = FolderLock(self.path.parent)
         except FolderTaken as error:
@@ -85,32 +85,24 @@ class Store:
         self._gate = threading.Condition()
         self._closed, self._reads = False, 0
         self.problem = ""
-        """Why the latest transaction failed, or what is damaged; "" when all is well."""
+        """The reason why the latest transaction failed, or the damage; "" when all is well."""
         self._local = threading.local()
         self._readers: weakref.WeakSet[Database] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._write_loop, name="edged-store", daemon=True)
         self._thread.start()
 
-    def write(self, fn: Callable[[Database], T]) -> Future[T]:
+    def write(self, fn: Callable[[Database], T], alone: bool = False) -> Future[T]:
         """Run `fn` in a transaction on the writer thread; the future resolves after the commit reached the disk.
 
         Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
-        future's exception; SQLite's own errors become StoreError. Raises StoreError when the store is closed.
+        future's exception; SQLite's own errors become StoreError. With `alone`, `fn` runs outside of any transaction,
+        as VACUUM needs it. Raises StoreError when the store is closed.
         """
-        return self._queue(_Write(fn, Future()))
-
-    def write_alone(self, fn: Callable[[Database], T]) -> Future[T]:
-        """Run `fn` on the writer thread outside of a transaction, in order with the writes, as VACUUM needs it.
-
-        Its exceptions are the future's; SQLite's own become StoreError. Raises StoreError when the store is closed.
-        """
-        return self._queue(_Write(fn, Future(), alone=True))
-
-    def _queue(self, write: _Write) -> Future[Any]:
+        future: Future[T] = Future()
         with self._gate:
             self._refuse_if_closed()
-            self._writes.put(write)
-        return write.future
+            self._writes.put(_Write(fn, future, alone))
+        return future
 
     def read(self, fn: Callable[[Database], T]) -> T:
         """`fn` of a read-only connection that sees one consistent state.
@@ -138,7 +130,7 @@ class Store:
 
     @property
     def suspect(self) -> str:
-        """Why the disk under the database is not to be trusted, with the way out; "" once the mark is removed."""
+        """The reason why the disk is not to be trusted, with the way out; "" once the mark is removed."""
         if not self._mark.exists():
             return ""
         return (
@@ -223,7 +215,7 @@ class Store:
         return db
 
     def _write_loop(self) -> None:
-        """Take what waits, commit it together, answer; what arrives during a commit shares the next one."""
+        """Commit waiting writes together and resolve their futures; later ones share the next commit."""
         while True:
             group = [self._writes.get()]
             # Nothing may follow the store's end, or a write that runs alone.
@@ -307,7 +299,7 @@ class Store:
         return StoreError(f'database "{self.path}": {text}{way_out}')
 
     def _distrust(self, reason: str) -> None:
-        """A sync failed: what the system forgot of it a second try would not find, so there is none."""
+        """Mark the disk as failed after a failed sync, which is not retried: the kernel may have dropped the pages."""
         self.failed = (
             f'database "{self.path}": the disk did not keep what was written ({reason}); edged ends, and takes no '
             f'feedback when it is started again, until "{self._mark}" is removed: see dmesg for what the disk has'

@@ -18,26 +18,28 @@ from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
 _LEAST_CHARS = 24
-"""Shorter texts are what anybody says."""
+"""Shortest text to search for: others may write shorter ones by themselves."""
 _OTHERS = {
     "completions": "user IS NOT :name AND adapter IS NOT :name",
     "choices": "completion_id IN (SELECT id FROM completions WHERE user IS NOT :name AND adapter IS NOT :name)",
     "signals": "user != :name",
     "pairs": "adapter != :name",
 }
-"""Rows of people who may have said the same words by themselves."""
+"""SQL's conditions, by table, on rows of other users, who may have said the same words by themselves."""
 _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps"),
 )
-_NEW = {table: "created_at >= :since" for table in _DATED}
-_NEW["choices"] = "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)"
-"""Rows that came after the forgetting began."""
+_NEW = {
+    **dict.fromkeys(_DATED, "created_at >= :since"),
+    "choices": "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)",
+}
+"""SQL's conditions, by table, on rows that came after the forgetting began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Erased:
-    """What the deletion took: rows by table, ids of the pairs, and some of the user's texts to search for."""
+    """The deleted data: rows by table, ids of the pairs, and some of the user's texts to search for."""
 
     rows: dict[str, int]
     pair_ids: set[int]
@@ -58,14 +60,14 @@ def unfinished(db: Database) -> list[tuple[str, str]]:
 
 
 def end_forgetting(db: Database, name: str) -> None:
-    """Everything is gone: take the tombstone away."""
+    """Delete the tombstone, when everything is gone."""
     db.execute("DELETE FROM forgetting WHERE adapter = ?", [name])
 
 
 def erase_bytes(db: Database) -> None:
     """Give the room back and empty the write-ahead log, so that no byte of what was deleted is in either file.
 
-    To be run by `Store.write_alone`. Needs as much room on the disk as the database itself.
+    To be run by `Store.write` with `alone`. Needs as much room on the disk as the database itself.
     """
     db.execute("VACUUM")
     empty_log(db)
@@ -123,7 +125,7 @@ def search_files(folder: Path, name: str) -> list[str]:
 
 
 def _texts_of(db: Database, name: str) -> tuple[str, ...]:
-    """Some of what the user said and was told: the longest of each table."""
+    """The longest texts, of each table, that the user wrote or received."""
     own = "FROM completions WHERE user = :name OR adapter = :name"
     last_message = "SELECT json_extract(messages, '$[#-1].content') AS text"
     sources = (

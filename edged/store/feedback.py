@@ -1,4 +1,4 @@
-"""The tables `signals` and `pairs`: what users did, and the preference pairs that follow from it."""
+"""The tables `signals` and `pairs`: users' signals, and the preference pairs that follow from them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,6 +12,8 @@ from edged.store.quarantine import TRUSTED
 from edged.store.rows import column_value, field_values, first_column, first_value, insert_row, record_of, update_rows
 
 _COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
+_LEARNED_AFTER = "adapter = :adapter AND trained_version > :version AND state IN ('queued', 'trained', 'learnt')"
+"""SQL's condition on a row of `pairs`: a version of the adapter newer than `version` learned it last."""
 
 _OTHERWISE = ("id", "epochs_done", "trained_version", "ref_chosen_logp", "ref_rejected_logp", "ref_model", "trusted")
 """Fields of a pair that a new row gets from the database, or later."""
@@ -25,7 +27,7 @@ REPLAY_PAIRS = 64
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """One thing that a user did. `completion_id` is None for an explicit pair; `reason` says why there is no pair."""
+    """A signal of a user on an answer. `completion_id` None: an explicit pair; `reason` says why there is no pair."""
 
     id: str
     created_at: str
@@ -196,9 +198,10 @@ def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
 
 
 def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
-    """What learning resumes with: queued and held-out pairs, and the latest `replay` trained ones of each adapter.
+    """States by id, oldest first, of the pairs that learning resumes with after a restart.
 
-    Their states by id, oldest first. Call `requeue_lost` for every adapter before.
+    These are the queued and held-out pairs, and the latest `replay` trained ones of each adapter. Call `requeue_lost`
+    for every adapter before.
     """
     sql = """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
                  SELECT id FROM (
@@ -220,7 +223,7 @@ def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, ver
 
 
 def set_pair_note(db: Database, pair_id: int, note: str) -> None:
-    """Record what a person should know about a pair, such as that it was cut."""
+    """Set the note of a pair for people to read, such as that it was cut."""
     update_rows(db, "pairs", {"note": note}, id=pair_id)
 
 
@@ -236,11 +239,10 @@ def requeue_newer(db: Database, adapter: str, version: int) -> int:
     One that was first tested by such a version, or by `version`, has all its epochs again, another one the last. Where
     the version that tested it first is lost, so is that score: it is tested anew.
     """
-    lost = "trained_version > :version AND state IN ('queued', 'trained', 'learnt')"
     values = {"adapter": adapter, "version": version}
     db.execute(
         f"""UPDATE pairs SET epochs_done = 0
-           WHERE adapter = :adapter AND {lost} AND EXISTS (
+           WHERE {_LEARNED_AFTER} AND EXISTS (
                SELECT 1 FROM alignment_metrics AS tested
                WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version)""",
         values,
@@ -248,15 +250,10 @@ def requeue_newer(db: Database, adapter: str, version: int) -> int:
     db.execute(
         f"""DELETE FROM alignment_metrics
            WHERE adapter = :adapter AND split = 'prequential' AND version > :version
-               AND pair_id IN (SELECT id FROM pairs WHERE adapter = :adapter AND {lost})""",
+               AND pair_id IN (SELECT id FROM pairs WHERE {_LEARNED_AFTER})""",
         values,
     )
-    return db.execute(
-        f"""UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
-               note = 'queued again: version ' || trained_version || ' was lost'
-           WHERE adapter = :adapter AND {lost}""",
-        values,
-    ).rowcount
+    return _requeue(db, adapter, version, "'queued again: version ' || trained_version || ' was lost'")
 
 
 TAKEN_BACK = "queued again: a version was taken back"
@@ -268,19 +265,23 @@ def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
 
     Their first scores stay: those versions were served.
     """
+    return _requeue(db, adapter, restored, f"'{TAKEN_BACK} (' || trained_version || ')'")
+
+
+def _requeue(db: Database, adapter: str, version: int, note: str) -> int:
+    """Queue the pairs again that versions after `version` learned, for one epoch more; `note` is a SQL expression."""
     return db.execute(
-        """UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
-               note = :note || ' (' || trained_version || ')'
-           WHERE adapter = :adapter AND trained_version > :restored AND state IN ('queued', 'trained', 'learnt')""",
-        {"adapter": adapter, "restored": restored, "note": TAKEN_BACK},
+        f"""UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
+               note = {note}
+           WHERE {_LEARNED_AFTER}""",
+        {"adapter": adapter, "version": version},
     ).rowcount
 
 
 def foreign_since(db: Database, adapter: str, version: int) -> list[int]:
     """Ids of the pairs that are not the user's own direct signals, and that versions after `version` learned."""
-    foreign = f"""SELECT id FROM pairs WHERE adapter = ? AND trained_version > ? AND NOT direct
-                      AND id NOT IN ({TRUSTED}) AND state IN ('queued', 'trained', 'learnt') ORDER BY id"""
-    return first_column(db, foreign, [adapter, version])
+    foreign = f"SELECT id FROM pairs WHERE {_LEARNED_AFTER} AND NOT direct AND id NOT IN ({TRUSTED}) ORDER BY id"
+    return first_column(db, foreign, {"adapter": adapter, "version": version})
 
 
 def taken_back(db: Database, adapter: str) -> list[int]:

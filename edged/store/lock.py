@@ -16,7 +16,7 @@ class LockTaken(RuntimeError):
         self.holder = holder
 
 
-class FolderTaken(LockTaken):
+class FolderTaken(RuntimeError):
     """Another process holds the folder; the message names both."""
 
 
@@ -59,6 +59,5 @@ class FolderLock(FileLock):
         except LockTaken as error:
             raise FolderTaken(
                 f'data folder "{folder}" is in use by another edged (pid {error.holder}): '
-                "stop that one, or give this one another store.data_dir",
-                error.holder,
+                "stop that one, or give this one another store.data_dir"
             ) from None

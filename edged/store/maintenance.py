@@ -1,4 +1,4 @@
-"""The database over months: retention, giving pages back, the write-ahead log, the query planner's statistics.
+"""Maintenance of the database: retention, giving pages back, the write-ahead log, the query planner's statistics.
 
 Two things hold whatever the settings say: what a signal or a pair refers to stays as long as these do, and so do pairs
 that wait for training, are held out, or are replayed. The newest rows of a table stay whatever their date says, since
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 600.0
 FIRST_SWEEP_S = 30.0
-"""After the start, which has other things to do."""
+"""Seconds from the start to the first sweep."""
 CHECK_LOG_EVERY_S = 10.0
 OPTIMIZE_EVERY_S = 86400.0
 PAUSE_S = 0.01
-"""Between two slices."""
+"""Seconds between two slices."""
 SLICE_PAGES = 256
 """Most pages that are given back in one write."""
 FREE_SHARE = 0.1
-"""Of the file's pages may be free: they are filled again."""
+"""Share of the file's pages that may stay free, to be filled again."""
 LONG_LOG_BYTES = 16 * 2**20
 """From this size on, the write-ahead log is emptied as soon as readers let it."""
 LOG_WAIT_MS = 500
@@ -53,7 +53,7 @@ _TABLES = (
 
 
 class Maintenance:
-    """Keeps one store in order, on a thread of its own between `start` and `stop`."""
+    """The maintenance of one store, on a thread of its own between `start` and `stop`."""
 
     def __init__(self, store: Store, settings: Live[Settings]) -> None:
         self._store, self._settings = store, settings
@@ -63,7 +63,7 @@ class Maintenance:
         self._deleted: Counter[str] = Counter()
         # Counting takes long in a large table: there are no numbers yet.
         self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
-        self._full_told = False
+        self._full = False
 
     def start(self) -> None:
         """Begin: rows are counted at once, the first sweep comes a while later."""
@@ -86,9 +86,8 @@ class Maintenance:
             self._give_back()
             self._deleted.update(deleted)
             self._look()
-            full, told = self._too_large(), self._full_told
-            self._full_told = full
-            if full and not told:
+            was_full, self._full = self._full, self._too_large()
+            if self._full and not was_full:
                 log.warning(
                     "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and "
                     "the newest completions: raise that, or set store.keep_feedback_days",
@@ -100,7 +99,7 @@ class Maintenance:
         """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""
         with self._sweeping:
             before = self._store.path.stat().st_size
-            self._store.write_alone(vacuum).result()
+            self._store.write(vacuum, alone=True).result()
             self.empty_log()
             self._look()
             return before, self._store.path.stat().st_size
@@ -110,7 +109,7 @@ class Maintenance:
 
         Readers never wait. Writes do, until those who read an older state have ended, but no longer than LOG_WAIT_MS.
         """
-        return self._store.write_alone(checkpoint).result()
+        return self._store.write(checkpoint, alone=True).result()
 
     def report(self, fresh: bool = False) -> dict[str, Any]:
         """Sizes in bytes, rows by table, the oldest completion, what was deleted since the start.
@@ -143,7 +142,7 @@ class Maintenance:
                 self._try(self.sweep)
             if now >= optimize_s:
                 optimize_s = now + OPTIMIZE_EVERY_S
-                self._try(lambda: self._store.write_alone(_optimize).result())
+                self._try(lambda: self._store.write(_optimize, alone=True).result())
 
     def _try(self, work: Callable[[], object]) -> None:
         try:
@@ -211,7 +210,7 @@ def _optimize(db: Database) -> None:
 
 
 def _facts_of(db: Database) -> dict[str, Any]:
-    """What is known without reading tables."""
+    """The facts that are known without reading tables."""
     return {
         "used_bytes": used_bytes(db),
         "gives_pages_back": frees_pages(db),

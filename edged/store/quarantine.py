@@ -1,4 +1,4 @@
-"""The table `quarantine`: pairs that look poisoned, why, and what somebody decided about them.
+"""The table `quarantine`: pairs that look poisoned, the reasons, and the decisions about them.
 
 A pair without a decision has the state "quarantined"; a released one is queued like any other, and is trusted from
 then on; a dropped one is skipped for good, on every base model.
@@ -15,7 +15,7 @@ Decision = Literal["released", "dropped"]
 HELD = "SELECT pair_id FROM quarantine WHERE decision IS NULL OR decision = 'dropped'"
 """Ids of the pairs that nothing may be learned from."""
 TRUSTED = "SELECT pair_id FROM quarantine WHERE decision = 'released'"
-"""Ids of the pairs that were looked at and found good."""
+"""Ids of the pairs that a person released."""
 LATEST = 64
 """Losses and gradient norms of each adapter that a restart remembers."""
 
@@ -76,7 +76,7 @@ def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
 
 
 def burst_since(db: Database, adapter: str) -> str | None:
-    """When the latest burst of an adapter that waits for a decision began to be quarantined; None for none."""
+    """Return the start of an adapter's latest burst that waits for a decision; None for none."""
     begun = """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL
                    AND reason LIKE 'burst: %' AND reason NOT LIKE 'burst: it came %'"""
     return first_value(db, begun, [adapter])

@@ -1,4 +1,4 @@
-"""A backup read again: checked, and put into a data folder."""
+"""Restoring a backup: it is checked, and put into a data folder."""
 
 import json
 import os
@@ -155,7 +155,7 @@ def _check_database(file: Path, path: Path) -> dict[str, int]:
 
 
 def _relocate(draft: Path, data_dir: Path) -> None:
-    """Have the database say which versions are there, and where they will be."""
+    """Update the database to the versions that are there, and to their paths in `data_dir`."""
     with closing(sqlite3.connect(draft / DATABASE_FILE)) as connection, connection:
         bases = {"adapter_versions": "(SELECT fingerprint FROM served_base)", "shelved_versions": "base"}
         for table, base in bases.items():
@@ -170,7 +170,7 @@ def _relocate(draft: Path, data_dir: Path) -> None:
 
 
 def _settle(draft: Path, before: Path | None) -> None:
-    """Owner and mode of the folder that was there before; everything on the disk."""
+    """Give the draft the owner and mode of the folder before, and sync everything to the disk."""
     status = before.stat() if before is not None else None
     draft.chmod(0o750 if status is None else status.st_mode & 0o777)
     for path in [draft, *draft.rglob("*")]:

@@ -1,4 +1,4 @@
-"""How much is kept of each user, and making room within one user's own."""
+"""The quota of stored bytes per user, and trimming a user's own data to it."""
 
 import json
 import math
@@ -26,11 +26,11 @@ _PAIR = """length(coalesce(messages, '')) + length(coalesce(prompt, '')) + lengt
 
 
 class StorageFull(ValueError):
-    """As much is kept of a user as the settings allow; the message says how much and the way out."""
+    """The user's quota is used up; the message says how much and the way out."""
 
 
 class UserQuota:
-    """What is kept of whom, counted once and kept up from there. To be used inside `Store.write` alone."""
+    """Stored bytes by user, counted once and updated from there. To be used inside `Store.write` alone."""
 
     def __init__(self, settings: Live[Settings], clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock

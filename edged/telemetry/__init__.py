@@ -1,1 +1,1 @@
-"""Readings of the box: processor, memory, power, temperature."""
+"""Telemetry: readings of the box's processor, memory, power, temperature."""

@@ -1,4 +1,4 @@
-"""The control group (version 2) that this process is in: how much memory it may still take, and how it waits for it."""
+"""The control group (version 2) of this process: its memory limits and its memory pressure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class Bound(NamedTuple):
-    """The tightest bound on memory among a control group and those that it lies in."""
+    """The tightest memory limit of a control group and its ancestors."""
 
     available_bytes: int
-    """What is left below the bound; reclaimable page cache counts as left, as it does in MemAvailable."""
+    """Bytes left below the limit; reclaimable page cache counts as left, as it does in MemAvailable."""
     total_bytes: int
 
 
 class ControlGroup:
-    """A control group with its ancestors, the own one first."""
+    """A control group with its ancestors, innermost first."""
 
     def __init__(self, folder: Path, root: Path) -> None:
         """`folder` lies in `root`, where the hierarchy is mounted."""
@@ -24,14 +24,14 @@ class ControlGroup:
 
     @classmethod
     def own(cls, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> ControlGroup | None:
-        """This process's; None without version 2, or in its root group, which has no bounds."""
+        """Return this process's group; None without version 2, or in its root group, which has no limits."""
         lines = _text(proc / "self/cgroup").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/")
         folder = root / path.lstrip("/")
         return cls(folder, root) if path != "/" and (folder / "memory.current").is_file() else None
 
     def bound(self) -> Bound | None:
-        """The tightest of `memory.max` and `memory.high`; None where nothing is bounded."""
+        """The tightest of `memory.max` and `memory.high`; None where there is no limit."""
         bounds = []
         for folder in self._folders:
             used = _number(folder / "memory.current")
@@ -53,7 +53,7 @@ def pressure_percent(path: Path, kind: str) -> float | None:
 
 
 def _text(path: Path) -> str:
-    """What a file holds; "" where it cannot be read."""
+    """The text of a file; "" where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -67,6 +67,6 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache that nobody used lately, in bytes."""
+    """Bytes of inactive page cache."""
     found = re.search(r"^inactive_file (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0

@@ -1,4 +1,4 @@
-"""What the box is doing, read once a second on a thread of its own."""
+"""The device monitor: it reads the state of the box once a second on a thread of its own."""
 
 import logging
 import os
@@ -16,11 +16,11 @@ from edged.telemetry.reading import Reading, Source, SourceAbsent, merged
 log = logging.getLogger("edged.telemetry")
 EVERY_S = 1.0
 TRY_AGAIN_S = 60.0
-"""How long a source that was absent is left alone."""
+"""Seconds until a source that was absent is tried again."""
 
 
 class DeviceMonitor:
-    """Readings once a second, off the hot path. `latest`, `read` and `subscribe` may be used by any thread."""
+    """A thread that takes a reading once a second. Any thread may use `latest`, `read` and `subscribe`."""
 
     def __init__(self, name: str, sources: Sequence[Source] | None = None, every_s: float = EVERY_S) -> None:
         """`name` is the compute device's, such as "cpu" or "cuda:0"; `sources` are this box's own where None.
@@ -32,18 +32,18 @@ class DeviceMonitor:
             sources = (Host(cgroup=ControlGroup.own()), Jetson() if is_jetson() else Nvml(name, os.environ))
         self._sources = sources
         self._absent: dict[str, tuple[str, float]] = {}
-        """Why each source is absent, and when it is tried again."""
+        """By name of an absent source: the reason, and the monotonic time at which it is tried again."""
         self._subscribers: list[Callable[[Reading], None]] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="edged-telemetry", daemon=True)
         self.latest = self._sample()
 
     def start(self) -> None:
-        """Sample from now on."""
+        """Start the sampling thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """No more readings; sources are closed."""
+        """Stop the sampling thread and close the sources."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -51,11 +51,11 @@ class DeviceMonitor:
             source.close()
 
     def subscribe(self, hear: Callable[[Reading], None]) -> None:
-        """`hear` is called with every reading, on the sampler's thread; it must not block."""
+        """Have `hear` called with every reading, on the sampler's thread; it must not block."""
         self._subscribers.append(hear)
 
     def read(self) -> dict[str, Any]:
-        """The latest reading, as the status shows it, with why sources are absent."""
+        """Return the latest reading as the status shows it, with the reasons why sources are absent."""
         absent = {name: reason for name, (reason, _) in self._absent.copy().items()}
         return {"name": self._name, **self.latest.report(), "absent_sources": absent}
 
@@ -70,7 +70,7 @@ class DeviceMonitor:
                 for hear in self._subscribers:
                     hear(self.latest)
             except OSError as error:
-                # As when no file descriptor is free: the next second may have one.
+                # For instance no file descriptor is free: the next second may have one.
                 log.warning("no reading could be taken: %s", error)
             except Exception:
                 log.exception("a reading could not be taken or passed on")
@@ -80,7 +80,7 @@ class DeviceMonitor:
         return merged(now, [self._ask(source, now) for source in self._sources])
 
     def _ask(self, source: Source, now: float) -> dict[str, Any]:
-        """What a source reads; nothing while it is absent, of which the log hears once for each reason."""
+        """Return the values of a source; none while it is absent, which is logged once for each reason."""
         known, again_s = self._absent.get(source.name, ("", 0.0))
         if now < again_s:
             return {}

@@ -1,11 +1,11 @@
-"""Energy by what it was spent on: power over the device's busy seconds of each kind."""
+"""The energy account: joules of serving, fine-tuning and idleness, from power and the device's busy seconds."""
 
 _LONGEST_S = 10.0
-"""A gap between two readings that is longer than this is a sleep: nobody knows the power in it."""
+"""Longest gap between two readings that counts; a longer one is a sleep, whose power is not known."""
 
 
 class EnergyMeter:
-    """Joules since the first reading with a power.
+    """A meter of joules since the first reading with a power.
 
     A span's energy goes to serving and fine-tuning as the device was busy with each in it; what is left is idle. The
     power of a span is the mean of those at its ends.
@@ -14,13 +14,13 @@ class EnergyMeter:
     def __init__(self) -> None:
         self._joules = {"serving_j": 0.0, "finetune_j": 0.0, "idle_j": 0.0}
         self._output_tokens = self._pairs = 0
-        """Served and learned in the same time."""
+        """Tokens served and pairs learned in the same time."""
         self._last: tuple[float, float, float, float, int, int] | None = None
 
     def add(
         self, now: float, power_w: float | None, serving_s: float, finetune_s: float, output_tokens: int, pairs: int
     ) -> None:
-        """A reading, with the device's seconds, the tokens and the pairs since start."""
+        """Add a reading, with the device's seconds, the tokens and the pairs since start."""
         if power_w is None:
             self._last = None
             return
@@ -29,7 +29,7 @@ class EnergyMeter:
             return
         span_s, mean_w = now - last[0], (power_w + last[1]) / 2.0
         serving, finetune = serving_s - last[2], finetune_s - last[3]
-        # An iteration is counted when it ends, so a span may be told of more seconds than it has.
+        # An iteration is counted when it ends, so a span may be charged more seconds than it has.
         scale = min(1.0, span_s / (serving + finetune)) if serving + finetune > 0.0 else 0.0
         self._joules["serving_j"] += mean_w * serving * scale
         self._joules["finetune_j"] += mean_w * finetune * scale

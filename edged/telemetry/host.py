@@ -1,4 +1,4 @@
-"""What every Linux box tells: processor, memory, pressure, sensors, this process."""
+"""The source of readings on every Linux box: processor, memory, pressure, sensors, this process."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,14 @@ from edged.telemetry.cgroup import ControlGroup, pressure_percent
 from edged.telemetry.reading import Heat, plausible
 
 _OTHERS = ("nvme", "drivetemp", "iwlwifi", "ath", "mt79")
-"""Sensors of parts whose heat fine-tuning does not make."""
+"""Name prefixes of sensors whose heat does not come from fine-tuning."""
 _PRESSURE = Path("/proc/pressure/memory")
 _TRIPS = ("passive", "hot", "critical")
-"""Trip points of a thermal zone, by what they say of where it slows down."""
+"""Types of a thermal zone's trip points; the first that is there says where the part slows down."""
 
 
 class Host:
-    """psutil, pressure stall information, control group, thermal zones."""
+    """The source that reads psutil, pressure stall information, the control group and thermal zones."""
 
     name = "psutil"
 
@@ -53,7 +53,7 @@ class Host:
         }
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no resource is open."""
 
 
 def _hwmon() -> list[Heat]:

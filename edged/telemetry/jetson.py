@@ -1,4 +1,4 @@
-"""A Jetson through jetson-stats: its service reads the hardware as root, this is a client of its socket."""
+"""The source of readings on a Jetson: a client of the jetson-stats service, which reads the hardware as root."""
 
 import contextlib
 import multiprocessing
@@ -9,11 +9,11 @@ from typing import Any
 from edged.telemetry.reading import SourceAbsent, plausible
 
 _OFFLINE_C = -256.0
-"""What jtop shows of a sensor that is switched off."""
+"""Temperature that jtop shows of a sensor that is switched off."""
 
 
 class Jetson:
-    """`jtop.jtop`, opened at the first reading and again after its service was gone."""
+    """A source over `jtop.jtop`, opened at the first reading and again after its service was gone."""
 
     name = "jtop"
 
@@ -38,7 +38,7 @@ class Jetson:
             raise SourceAbsent(" ".join(str(error).split()) or type(error).__name__) from error
 
     def close(self) -> None:
-        """Leave the service."""
+        """Close the connection to the service."""
         if self._jtop is not None:
             with contextlib.suppress(Exception):
                 self._jtop.close()
@@ -56,7 +56,7 @@ def is_jetson(root: Path = Path("/")) -> bool:
 
 
 def _opened(interval_s: float) -> Any:
-    """A started `jtop.jtop`. Its import sets how multiprocessing starts processes, for everyone: that is undone."""
+    """Return a started `jtop.jtop`. Importing it sets multiprocessing's start method globally: that is undone."""
     method = multiprocessing.get_start_method(allow_none=True)
     try:
         import jtop
@@ -87,7 +87,7 @@ def values_of(jetson: Any) -> dict[str, Any]:
         "gpu_percent": gpu.get("status", {}).get("load"),
         "gpu_clock_hz": clocks["cur"] * unit_hz if clocks.get("cur") else None,
         "gpu_clock_max_hz": clocks["max"] * unit_hz if clocks.get("max") else None,
-        # Of sensors that are on; disks' are not this device's.
+        # Only sensors that are on; disks' temperatures are not this device's.
         "heats": [
             (sensor["temp"], plausible(sensor.get("max")) or plausible(sensor.get("crit")))
             for name, sensor in jetson.temperature.items()

@@ -1,4 +1,4 @@
-"""A desktop GPU through NVML."""
+"""The source of readings of a desktop GPU, through NVML."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +14,11 @@ _THROTTLES = {
     0x40: "thermal (hardware)",
     0x80: "power brake",
 }
-"""nvmlClocksEventReasons that are no one's choice; the others are idleness and settings."""
+"""Bits of nvmlClocksEventReasons that mean throttling; the others are idleness and settings."""
 
 
 class Nvml:
-    """One GPU. The library is loaded and initialised at the first reading."""
+    """A source that reads one GPU. The library is loaded and initialised at the first reading."""
 
     name = "NVML"
 
@@ -38,13 +38,13 @@ class Nvml:
             raise SourceAbsent(str(error)) from None
 
     def close(self) -> None:
-        """Unload, so that a driver that was updated is found."""
+        """Unload NVML, so that a driver that was updated is found."""
         if self._handle is not None:
             self._handle = None
             pynvml.nvmlShutdown()
 
     def _find(self) -> Any:
-        """The GPU that CUDA numbers so."""
+        """Return NVML's handle of the GPU that has the device's number in CUDA."""
         number = int(self._device.partition(":")[2] or 0)
         visible = [part.strip() for part in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
         name = visible[number] if number < len(visible) else str(number)
@@ -53,7 +53,7 @@ class Nvml:
         return pynvml.nvmlDeviceGetHandleByUUID(name)
 
     def _values(self, gpu: Any) -> dict[str, Any]:
-        # The temperature is the one thing that all GPUs tell: where it fails the driver is gone.
+        # All GPUs have a temperature: where reading it fails the driver is gone.
         temperature_c = float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
         limit_c = _asked(
             float, pynvml.nvmlDeviceGetTemperatureThreshold, gpu, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
@@ -76,7 +76,7 @@ class Nvml:
 
 
 def throttles(reasons: int) -> tuple[str, ...]:
-    """The names of the set bits of nvmlClocksEventReasons that hold clocks down against anyone's will."""
+    """Return the names of those set bits of nvmlClocksEventReasons that mean throttling."""
     return tuple(name for bit, name in _THROTTLES.items() if reasons & bit)
 
 
@@ -89,7 +89,7 @@ def _hertz(megahertz: int) -> float:
 
 
 def _asked(read: Callable[[Any], Any], question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer as `read` has it; None where this GPU has none."""
+    """Return `read` of the answer to an NVML query; None where this GPU does not support it."""
     try:
         return read(question(*arguments))
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NoPermission):

@@ -48,7 +48,7 @@ def test_limits_are_told_when_they_change_and_each_step_is_a_line(caplog: pytest
         ("memory_governor", {"step": 1, "before": 0, "holds": ["caches"]}),
         ("power_governor", {"finetune_share": 0.25, "before": 1.0}),
     ]
-    report = governors.report()
+    report = governors.report
     assert report["memory"]["holds"] == ["caches"]
     assert report["memory"]["kv_budget_bytes"] == 712 * MIB
     assert report["power"]["reasons"] == ["95 °C of at most 100 °C"]
@@ -69,10 +69,10 @@ def test_throttling_is_told_with_what_it_costs(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage() for record in caplog.records] == [
         "the device is throttled (thermal): iterations take 1.30 times as long as usual"
     ]
-    assert governors.report()["power"]["drift_by_throttling"] == 1.3
+    assert governors.report["power"]["drift_by_throttling"] == 1.3
     engine.use = replace(USE, drift=1.0)
     governors.hear(replace(ROOMY, at_s=1.0, throttle_reasons=("thermal",)))
-    assert governors.report()["power"]["drift_by_throttling"] is None
+    assert governors.report["power"]["drift_by_throttling"] is None
 
 
 def test_governors_that_are_off_hold_nothing_but_still_count_energy() -> None:
@@ -81,7 +81,7 @@ def test_governors_that_are_off_hold_nothing_but_still_count_energy() -> None:
     governors.hear(replace(ROOMY, at_s=0.0, memory_available_bytes=0, power_w=10.0))
     engine.use = replace(USE, serving_s=0.5, output_tokens=10)
     governors.hear(replace(ROOMY, at_s=1.0, memory_available_bytes=0, power_w=10.0))
-    report = governors.report()
+    report = governors.report
     assert engine.limits == []
     assert (report["enabled"], report["memory"]["step"]) == (False, 0)
     assert report["energy"]["joules_per_output_token"] == pytest.approx(0.5)
@@ -99,13 +99,13 @@ def test_governors_that_are_switched_off_forget_what_they_held() -> None:
     )
     for second in range(20):
         governors.hear(replace(short, at_s=float(second)))
-    assert governors.report()["memory"]["step"] == 4
+    assert governors.report["memory"]["step"] == 4
     engine.settings.now = live(enabled=False).now
     governors.hear(replace(ROOMY, at_s=20.0))
-    report = governors.report()
+    report = governors.report
     assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
     assert engine.limits[-1] == EngineLimits()
     engine.settings.now = live().now
     governors.hear(replace(ROOMY, at_s=21.0))
-    assert governors.report()["memory"]["step"] == 0
+    assert governors.report["memory"]["step"] == 0
     assert engine.limits[-1] == EngineLimits()

@@ -44,7 +44,7 @@ def test_what_governors_hold_and_what_was_drawn_can_be_read() -> None:
     governors.hear(reading)
     hot = replace(reading, at_s=1.0, temperature_c=95.0, temperature_limit_c=100.0, memory_pressure_full_percent=7.0)
     governors.hear(hot)
-    found = values(Samples(governor_readings(governors.report()) | device_readings(hot.report())))
+    found = values(Samples(governor_readings(governors.report) | device_readings(hot.report())))
     assert found["edged_memory_governor_step", ()] == 1
     assert found["edged_power_governor_share_ratio", ()] == 0.25
     assert found["edged_energy_joules_total", (("kind", "idle"),)] == 10.0
@@ -55,5 +55,5 @@ def test_what_governors_hold_and_what_was_drawn_can_be_read() -> None:
 def test_a_box_whose_power_cannot_be_read_has_no_energy() -> None:
     governors = Governors(live(), lambda: USE, lambda limits: None)
     governors.hear(Reading(0.0, memory_total_bytes=4096 << 20, memory_available_bytes=3000 << 20))
-    found = values(Samples(governor_readings(governors.report())))
+    found = values(Samples(governor_readings(governors.report)))
     assert {name for name, _ in found} == {"edged_memory_governor_step", "edged_power_governor_share_ratio"}

@@ -280,10 +280,10 @@ def test_erasing_waits_no_longer_for_a_reader(store):
         db.execute("SELECT count(*) FROM completions").fetchone()
         add(store, "b")
         with pytest.raises(RuntimeError, match="another program reads the database"):
-            store.write_alone(empty_log).result(10)
+            store.write(empty_log, alone=True).result(10)
 
     store.read(read)
-    store.write_alone(empty_log).result()
+    store.write(empty_log, alone=True).result()
 
 
 def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_small_else_when_told(

@@ -168,7 +168,7 @@ def note_next_turn(
     if completion is None or before is None or completion.messages is None:
         return None
     asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
-    learner = before.completion.learner or ""
+    learner = before.completion.adapter or ""
     if is_correction(asks) or is_rephrase(asked, asks):
         return _record(db, before, _new_signal(learner, before, "rephrase", asks, None, now))
     others = rated_others(db, before)
@@ -285,7 +285,7 @@ def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
 
 def _learner(completion: Completion, user: str | None) -> str:
     """The adapter that feedback on a completion teaches. Raises FeedbackError."""
-    if completion.learner is None:
+    if completion.adapter is None:
         raise FeedbackError(
             f'completion "{completion.id}" was asked for without a user, so there is no adapter to teach: '
             "send `user` with the request",
@@ -293,7 +293,7 @@ def _learner(completion: Completion, user: str | None) -> str:
         )
     if user is not None and user not in (completion.user, completion.adapter):
         raise FeedbackError(f'completion "{completion.id}" is not one of user "{user}"', "wrong_user")
-    return completion.learner
+    return completion.adapter
 
 
 def _choice(completion: Completion, report: Feedback) -> Choice:
@@ -408,7 +408,7 @@ def answer_of(db: Database, completion: Completion, choice: Choice, settings: Fe
 def rated_others(db: Database, answer: RatedAnswer) -> list[RatedAnswer]:
     """The other answers to the same prompt by the same adapter that have a rating, newest first."""
     completion = answer.completion
-    same = completions_of_prompt(db, completion.prompt_key, completion.learner or "", _LOOK_BACK, rated_only=True)
+    same = completions_of_prompt(db, completion.prompt_key, completion.adapter or "", _LOOK_BACK, rated_only=True)
     choices = [(other, choice) for other in same for choice in other.choices]
     answers = _with_signals(db, choices, answer.settings)
     return [other for other in answers if other.rating is not None and other.side != answer.side]
@@ -417,12 +417,12 @@ def rated_others(db: Database, answer: RatedAnswer) -> list[RatedAnswer]:
 def answer_before(db: Database, completion: Completion, settings: FeedbackSettings) -> RatedAnswer | None:
     """The stored answer that a chat's last user message replies to, as the same user got it, or None."""
     messages = completion.messages
-    if completion.learner is None or messages is None or len(messages) < 3:
+    if completion.adapter is None or messages is None or len(messages) < 3:
         return None
     if [message.get("role") for message in messages[-3:]] != ["user", "assistant", "user"]:
         return None
     shown = content_text(messages[-2]).strip()
-    for earlier in completions_of_prompt(db, prompt_key(messages[:-2], None), completion.learner, _LOOK_BACK):
+    for earlier in completions_of_prompt(db, prompt_key(messages[:-2], None), completion.adapter, _LOOK_BACK):
         for choice in earlier.choices:
             if shown and choice.text.strip() == shown:
                 return answer_of(db, earlier, choice, settings)
