@@ -1,1 +1,1 @@
-"""The paged K/V cache's bookkeeping: pool, prefix trie, spill, prompts that wait, pruning."""
+"""The paged K/V cache's bookkeeping: page pool, prefix trie, prefixes in flight, pruning budgets."""

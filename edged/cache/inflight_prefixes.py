@@ -1,9 +1,9 @@
-"""Prompts that wait together and begin alike: who computes what they share, and who waits for it.
+"""Prefixes in flight: which of the prompts with a common prefix computes it, and which ones wait for it.
 
 MACE (section 4.3, appendix A) walks the tree of the active prompts depth first, so that each shared beginning is
-computed once. Here the tree is one of whole pages, kept as prompts come and go: a prompt waits for the one that shares
-most of it, and goes on as soon as that one has computed what they share. Whoever is waited for comes earlier in the
-policy's order. So no two prompts can wait for each other, and no prompt waits behind one that is due later.
+computed once. Here the tree is one of whole pages, updated as prompts come and go: a prompt waits for the one that
+shares most of it, and goes on as soon as that one has computed what they share. A prompt waits only for one that comes
+earlier in the policy's order. So no two prompts can wait for each other, and none waits behind one that is due later.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from edged.cache.prefix_trie import Key
 
 Tokens = tuple[int, ...]
 Rank = tuple[float, ...]
-"""Where a prompt stands in the policy's order; unique among those that are pending."""
+"""A prompt's position in the policy's order; unique among the pending ones."""
 
 
 @dataclass(slots=True, eq=False)
 class _SharedPages:
-    """Pages [`start`, `end`) of all prompts in `through`, equal in all of them and up to the root."""
+    """A tree node: pages [`start`, `end`) of all prompts in `through`, equal in all of them, as are those above."""
 
     parent: _SharedPages | None
     tokens: Tokens
-    """A prompt that passes, whole."""
+    """All tokens of one of these prompts."""
     start: int
     end: int
     children: dict[Tokens, _SharedPages] = field(default_factory=dict)
-    """By the tokens of their first page."""
+    """Child nodes by the tokens of their first page."""
     through: list[_Prompt] = field(default_factory=list)
-    """In the policy's order."""
+    """The prompts that pass this node, in the policy's order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,14 +43,14 @@ class _Prompt:
     tokens: Tokens
     rank: Rank
     node: _SharedPages
-    """Where its full pages end."""
+    """The node that ends with its last full page."""
     ready: int = 0
-    """Pages that are known to be cached for it."""
+    """Number of its pages that are known to be cached."""
     shared: int = 0
-    """Pages that it waits for `leader` to compute."""
+    """Number of pages that it waits for `leader` to compute."""
     leader: _Prompt | None = None
     followers: list[_Prompt] = field(default_factory=list)
-    """By the pages that they wait for."""
+    """Prompts that wait for this one, by the number of pages that they wait for."""
 
 
 _by_rank: Callable[[_Prompt], Rank] = attrgetter("rank")
@@ -58,28 +58,28 @@ _by_shared: Callable[[_Prompt], tuple[int, Rank]] = attrgetter("shared", "rank")
 
 
 class InflightPrefixes:
-    """Prompts from when they ask for the scheduler until they are computed, or end.
+    """The pending prompts, from when they are to be scheduled until they are computed, or end.
 
-    `enter`, `computed` and `leave` say who waits and who goes on; names are the caller's, unique among the pending.
-    Entering is linear in the prompt; whatever else happens costs the tree's depth for each prompt that it concerns.
+    `enter`, `computed` and `leave` return which prompts wait or go on; names are the caller's, unique among the
+    pending. Entering is linear in the prompt; other calls cost the tree's depth for each prompt concerned.
     """
 
     def __init__(self, page_size: int, covered: Callable[[Key, Tokens], int]) -> None:
-        """`covered(key, tokens)` says how many tokens of a prompt are cached, as `PrefixTrie.covered` does."""
+        """`covered(key, tokens)` returns how many tokens of a prompt are cached, as `PrefixTrie.covered` does."""
         self._size = page_size
         self._covered = covered
         self._roots: dict[Key, _SharedPages] = {}
         self._prompts: dict[int, _Prompt] = {}
 
     def followed(self, name: int) -> bool:
-        """Whether a prompt's pages are waited for, so that they should be cached as soon as they are computed."""
+        """Whether others wait for a prompt, so that its pages should be cached as soon as they are computed."""
         prompt = self._prompts.get(name)
         return prompt is not None and bool(prompt.followers)
 
     def enter(self, name: int, key: Key, tokens: Tokens, rank: Rank, waits: bool = True) -> int | None:
-        """Take a prompt in. Returns whom it must wait for, or None when it may be scheduled now.
+        """Add a prompt. Returns the name of the one to wait for, or None when it may be scheduled now.
 
-        One that is scheduled already (`waits` False) enters only to be waited for. ValueError if `name` is pending.
+        A prompt that is scheduled already (`waits` False) is added to be waited for. ValueError if `name` is pending.
         """
         if name in self._prompts:
             raise ValueError(f"prompt {name} is pending already: it must leave before it enters again")
@@ -91,7 +91,7 @@ class InflightPrefixes:
         return None if prompt.leader is None else prompt.leader.name
 
     def computed(self, name: int, tokens: int) -> list[int]:
-        """The first `tokens` of a prompt are computed and cached: who waited for them and may be scheduled now."""
+        """Note that a prompt's first `tokens` are computed and cached. Returns those that need not wait any more."""
         prompt = self._prompts.get(name)
         if prompt is None:
             return []
@@ -103,9 +103,9 @@ class InflightPrefixes:
         return self._decide(ready)
 
     def leave(self, name: int) -> list[int]:
-        """A prompt is computed, or ended, or lost its pages: who waited for it and may be scheduled now.
+        """Remove a prompt that is computed, ended or lost its pages. Returns those that need not wait any more.
 
-        The others who waited for it have found the next one to wait for. Unknown names are ignored.
+        Others that waited for it now wait for another one. Unknown names are ignored.
         """
         prompt = self._prompts.pop(name, None)
         if prompt is None:
@@ -123,10 +123,10 @@ class InflightPrefixes:
             node = node.parent
         return self._decide(prompt.followers)
 
-    # -- who waits ---------------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _decide(self, prompts: Iterable[_Prompt]) -> list[int]:
-        """Those of `prompts`, which wait for nobody any more, that find nobody else to wait for."""
+        """Find a new leader for each of `prompts`, whose wait is over. Returns those that find none."""
         free = []
         for prompt in sorted(prompts, key=_by_rank):
             prompt.leader = None
@@ -137,7 +137,7 @@ class InflightPrefixes:
     def _follow(self, prompt: _Prompt) -> bool:
         """Have `prompt` wait for the one that shares most pages with it, the first of them in the policy's order.
 
-        False when nobody ahead shares more than what is cached. The last token is always left to compute.
+        False when none ahead shares more than what is cached. The last token is always left to compute.
         """
         most = (len(prompt.tokens) - 1) // self._size
         node: _SharedPages | None = prompt.node
@@ -159,7 +159,7 @@ class InflightPrefixes:
         return tokens[page * self._size : (page + 1) * self._size]
 
     def _insert(self, prompt: _Prompt, node: _SharedPages) -> None:
-        """Let `prompt` pass from the root `node` to the node that ends with its last full page."""
+        """Add `prompt` to the nodes from the root `node` to the one that ends with its last full page."""
         tokens, pages = prompt.tokens, len(prompt.tokens) // self._size
         insort(node.through, prompt, key=_by_rank)
         while node.end < pages:
@@ -174,14 +174,14 @@ class InflightPrefixes:
         prompt.node = node
 
     def _common(self, node: _SharedPages, tokens: Tokens, pages: int) -> int:
-        """The page up to which `tokens`, whose first `pages` are full, agree with `node`; the first one does."""
+        """Return the page up to which `tokens`, with `pages` full pages, agree with `node`; its first page does."""
         page, end = node.start + 1, min(node.end, pages)
         while page < end and self._page(node.tokens, page) == self._page(tokens, page):
             page += 1
         return page
 
     def _upper(self, node: _SharedPages, end: int) -> _SharedPages:
-        """The node of `node`'s pages before `end`: itself, or a new one above it."""
+        """Return the node of `node`'s pages before `end`: itself, or a new one above it."""
         if end == node.end:
             return node
         parent = node.parent
@@ -194,5 +194,5 @@ class InflightPrefixes:
 
 
 def _remove(items: list[_Prompt], prompt: _Prompt, key: Callable[[_Prompt], Any]) -> None:
-    """Take `prompt` out of a list that is sorted by `key`, which is unique."""
+    """Remove `prompt` from a list that is sorted by `key`, which is unique."""
     del items[bisect_left(items, key(prompt), key=key)]

@@ -1,10 +1,10 @@
-"""The page pool: which pages of K/V storage are free, and who else holds those that are not."""
+"""The page pool: which pages of K/V storage are free, and how many holders the others have."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class OutOfPages(RuntimeError):
-    """More pages were wanted than are free; nothing was allocated."""
+    """The error for wanting more pages than are free; nothing was allocated."""
 
     def __init__(self, wanted: int, free: int) -> None:
         super().__init__(f"wanted {wanted} pages, {free} are free: evict cached pages or preempt a sequence first")
@@ -13,7 +13,7 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """`pages` pages of `page_size` tokens each, numbered from 0; every operation is O(1) per page.
+    """A pool of `pages` pages of `page_size` tokens each, numbered from 0; operations are O(1) per page.
 
     A page has one reference for each sequence that holds it, and one more while the prefix trie keeps it
     (`adopt`, `abandon`). The pool counts the pages that only the trie keeps: those can be evicted at once.
@@ -25,22 +25,22 @@ class PagePool:
         self.pages = pages
         self.page_size = page_size
         self.capacity = pages
-        """Pages from this number on are retired: nobody gets them."""
+        """Pages from this number on are retired: they are not allocated."""
         self.touched = 0
-        """No page from this number on was handed out since it was last retired."""
+        """No page from this number on was allocated since it was last retired."""
         self.evictable_pages = 0
-        """Pages that only the prefix trie holds."""
+        """Number of pages that only the prefix trie holds."""
         self._references = [0] * pages
         self._adopted = bytearray(pages)
         self._free = list(range(pages - 1, -1, -1))  # a stack: the page freed last is the warmest
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
+        """Number of pages without a holder."""
         return len(self._free)
 
     def references(self, page: int) -> int:
-        """How many holders `page` has, the trie included; 0 when it is free."""
+        """Return the number of holders of `page`, the trie included; 0 when it is free."""
         return self._references[page]
 
     def is_adopted(self, page: int) -> bool:
@@ -48,7 +48,7 @@ class PagePool:
         return bool(self._adopted[page])
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one reference each, or OutOfPages and no page at all."""
+        """Allocate `count` pages with one reference each. Raises OutOfPages, and then allocates none."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free))
         taken = [self._free.pop() for _ in range(count)]
@@ -59,7 +59,7 @@ class PagePool:
         return taken
 
     def retain(self, pages: Iterable[int]) -> None:
-        """One more reference to each of `pages`; ValueError for a page that is free."""
+        """Add a reference to each of `pages`; ValueError for a page that is free."""
         for page in pages:
             references = self._references[page]
             if references == 0:
@@ -69,7 +69,7 @@ class PagePool:
             self._references[page] = references + 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give back one reference to each of `pages`; ValueError for a page that the caller cannot hold."""
+        """Drop a reference to each of `pages`; ValueError for a page that the caller cannot hold."""
         for page in pages:
             references = self._references[page] - 1
             if references < self._adopted[page]:
@@ -81,14 +81,14 @@ class PagePool:
                 self.evictable_pages += 1
 
     def adopt(self, page: int) -> None:
-        """The prefix trie keeps `page` from now on; the caller still holds it, so it is not evictable yet."""
+        """Give the prefix trie a reference to `page`; the caller still holds it, so it is not evictable yet."""
         if self._adopted[page]:
             raise ValueError(f"page {page} is in the prefix trie already")
         self.retain((page,))
         self._adopted[page] = 1
 
     def abandon(self, page: int) -> bool:
-        """The prefix trie lets go of `page`. True when that freed it, False when a sequence still holds it."""
+        """Drop the prefix trie's reference to `page`. True when that freed it, False when a sequence still holds it."""
         if not self._adopted[page]:
             raise ValueError(f"page {page} is not in the prefix trie")
         if self._references[page] == 1:
@@ -98,21 +98,23 @@ class PagePool:
         return self._references[page] == 0
 
     def held_from(self, first: int) -> list[int]:
-        """Pages from `first` on that somebody holds, in order; linear in their number."""
+        """Return the held pages from `first` on, in order; linear in the number of pages."""
         return [page for page in range(first, self.capacity) if self._references[page]]
 
-    def places(self, pages: Iterable[int], below: int) -> dict[int, int]:
-        """Free pages below `below` for what held `pages` hold, to be copied there before `move`. Raises OutOfPages."""
-        moving = list(pages)
+    def places(self, pages: Sequence[int], below: int) -> dict[int, int]:
+        """Return a free page below `below` for each of the held `pages`, to copy it there before `move`.
+
+        Raises OutOfPages.
+        """
         free = sorted(page for page in self._free if page < below)
-        if len(moving) > len(free):
-            raise OutOfPages(len(moving), len(free))
-        return dict(zip(moving, free, strict=False))
+        if len(pages) > len(free):
+            raise OutOfPages(len(pages), len(free))
+        return dict(zip(pages, free, strict=False))
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Put free pages in the place of held ones, as `places` gives them: who held one holds the other.
+        """Move the references of held pages to free ones, as `places` returns them.
 
-        The holders must be told.
+        The holders must update their page numbers.
         """
         for old, new in moved.items():
             self._references[new], self._references[old] = self._references[old], 0
@@ -128,6 +130,6 @@ class PagePool:
         if held := self.held_from(capacity):
             raise ValueError(f"page {held[0]} is held: only free pages can be retired")
         self._free = [page for page in self._free if page < capacity]
-        # They come last: they may have to be taken from the system first.
+        # New pages are allocated last, since the system may not have given their memory yet.
         self._free[:0] = range(capacity - 1, self.capacity - 1, -1)
         self.capacity, self.touched = capacity, min(self.touched, capacity)

@@ -1,8 +1,7 @@
-"""The prefix trie: finds the pages of a prompt's longest prefix that was computed before.
+"""The prefix trie finds the pages of the longest prefix of a prompt that was computed before.
 
-One node stands for one full page, so that a lookup hashes each page of the prompt once. A key says which weights
-computed K/V, which depend on them, and for whom where tenants shall not see each other's; nothing is shared between two
-keys.
+One node stands for one full page, so that a lookup hashes each page of the prompt once. A key has the weights that
+computed the K/V, and the tenant where tenants must not share; nothing is shared between two keys.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from edged.cache.page_pool import PagePool
 
 
 class Key(NamedTuple):
-    """Who may use K/V: adapter and version; (None, 0) is the base model. `tenant` "" is everybody."""
+    """The adapter, version and tenant whose requests may share K/V; (None, 0) is the base model, tenant "" all."""
 
     adapter: str | None
     version: int
@@ -26,22 +25,22 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class TrieStats:
-    """What the lookups brought since the start; all in tokens, except pages."""
+    """Counts of lookups and evictions since the start, in tokens or pages."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
     restored_tokens: int = 0
-    """Those of the hits that were brought back from the spill."""
+    """Hit tokens that were copied back from the spill."""
     evicted_pages: int = 0
     spilled_pages: int = 0
-    """Those of the evicted pages that went to the spill."""
+    """Evicted pages that were copied to the spill."""
 
 
 @dataclass(slots=True, eq=False)
 class _TrieNode:
-    """A cached page: `run` are its tokens, given the tokens of all nodes above it.
+    """A cached page with the tokens `run`, given the tokens of all nodes above it.
 
-    It has a page, or a handle of the spill; a root, and a node that was dropped, has neither (-1, None).
+    It has a page, or a handle of the spill; a root, or a node that was dropped, has neither (-1, None).
     """
 
     key: Key
@@ -53,28 +52,28 @@ class _TrieNode:
 
 
 class Spill(Protocol):
-    """Keeps copies of pages under handles. The trie decides which copies are given up when it is full."""
+    """A store of copies of evicted pages, by handle. When it is full, the trie decides which copies to drop."""
 
     @property
     def full(self) -> bool:
-        """Whether `save` finds no room until a handle is dropped."""
+        """Whether `save` has no room until a copy is dropped."""
 
     def save(self, page: int) -> int | None:
-        """A handle of a copy of `page`, which may be overwritten from now on; None when it cannot be taken now."""
+        """Copy `page`, which may be overwritten from now on. Returns a handle; None when it cannot be copied now."""
 
     def load(self, handle: int, page: int) -> bool:
-        """Copy back into `page`, which the caller has allocated; False when that cannot be done now, or at all."""
+        """Copy back into `page`, which the caller has allocated; False when that is not possible."""
 
     def drop(self, handle: int) -> None:
-        """Forget a copy."""
+        """Delete a copy."""
 
 
 class PrefixTrie:
     """A radix trie of whole pages over one PagePool.
 
     Eviction is least recently used, a node before its parent. A page that only the trie holds can always be evicted:
-    where a running sequence holds a page further down, that one merely stops being found. With a spill, what is evicted
-    is kept there, and comes back when it is matched; what the spill has no room for is dropped, the oldest first.
+    where a running sequence holds a page further down, that one is merely not found any more. With a spill, evicted
+    pages are kept there and copied back when they are matched; when it is full, the oldest are dropped.
     """
 
     def __init__(self, pool: PagePool, spill: Spill | None = None) -> None:
@@ -86,19 +85,19 @@ class PrefixTrie:
         self._spilled: OrderedDict[_TrieNode, None] = OrderedDict()  # likewise
 
     def __len__(self) -> int:
-        """Pages that the trie keeps in the pool."""
+        """Number of pages that the trie keeps in the pool."""
         return len(self._recency)
 
     @property
     def spilled_pages(self) -> int:
-        """Pages that the trie keeps in the spill."""
+        """Number of pages that the trie keeps in the spill."""
         return len(self._spilled)
 
     def match(self, key: Key, tokens: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
-        """Pages of the longest cached prefix of `tokens`, in order, retained for the caller.
+        """Return the pages of the longest cached prefix of `tokens`, in order, retained for the caller.
 
         Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
-        are brought back, as long as that leaves `reserve` pages free or evictable. `stats` hear of it where `counted`.
+        are copied back, as long as that leaves `reserve` pages free or evictable. `counted` adds it to `stats`.
         """
         path = self._path(key, tokens, len(tokens) - 1)
         resident = [node.page for node in path if node.handle is None]
@@ -112,12 +111,12 @@ class PrefixTrie:
         return pages
 
     def covered(self, key: Key, tokens: Sequence[int]) -> int:
-        """How many of `tokens` are cached in the pool, in whole pages; a question only, which counts as no use."""
+        """Return how many of `tokens` are cached in the pool, in whole pages; this does not count as a use."""
         resident = takewhile(lambda node: node.handle is None, self._path(key, tokens, len(tokens)))
         return sum(len(node.run) for node in resident)
 
     def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Make a sequence's full pages findable: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
+        """Add a sequence's full pages: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
 
         The caller keeps its references. Where a run is cached already, the page that the trie has stays. A page that is
         cached under another key ends the insertion: its K/V was computed by other weights.
@@ -144,7 +143,7 @@ class PrefixTrie:
     def evict(self, count: int) -> int:
         """Free `count` pages that only the trie holds, or all of them when there are fewer; returns how many.
 
-        More where the spill has no room and what it drops goes on in the pool.
+        It frees more where a full spill drops a node with descendants in the pool.
         """
         freed = 0
         wanted = min(count, self._pool.evictable_pages)
@@ -168,14 +167,14 @@ class PrefixTrie:
         return freed
 
     def move(self, moved: Mapping[int, int]) -> None:
-        """Pages that the pool has moved: what was in the keys is in the values."""
+        """Update page numbers after the pool moved pages: `moved` maps old numbers to new ones."""
         for node in self._recency:
             node.page = moved.get(node.page, node.page)
 
     def expire(self, key: Key) -> int:
-        """Forget everything under `key` (its version was replaced); returns the number of pages that this freed.
+        """Remove everything under `key`, whose version was replaced; returns the number of pages that this freed.
 
-        Pages that sequences still hold are freed when those let go of them.
+        Pages that sequences still hold are freed when these release them.
         """
         root = self._roots.get(key)
         if root is None:
@@ -185,20 +184,20 @@ class PrefixTrie:
         return freed
 
     def expire_version(self, adapter: str, version: int) -> None:
-        """Forget everything that a version of an adapter computed, for whomever."""
+        """Remove everything that a version of an adapter computed, for all tenants."""
         for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
             self.expire(key)
 
     def expire_all(self, name: str) -> None:
-        """Forget what a user may have said, or an adapter of that name computed.
+        """Remove all prefixes that a user may have sent, or that an adapter of that name computed.
 
-        Where all share, nobody knows whose a prefix is: all of those go, of the base and of every adapter.
+        It is not known whose the prefixes that all tenants share are: all of them go, whatever their adapter.
         """
         for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
     def _path(self, key: Key, tokens: Sequence[int], stop: int) -> list[_TrieNode]:
-        """The nodes of the first `stop` of `tokens`, in whole pages, as far as they are cached or spilled."""
+        """Return the nodes of the first `stop` of `tokens`, in whole pages, as far as they are cached or spilled."""
         size = self._pool.page_size
         path: list[_TrieNode] = []
         node = self._roots.get(key)
@@ -210,12 +209,12 @@ class PrefixTrie:
         return path
 
     def _touch(self, path: list[_TrieNode]) -> None:
-        """The deepest node is touched first, so that eviction meets a leaf before its parent."""
+        """Mark nodes as used, the deepest first, so that eviction meets a leaf before its parent."""
         for node in reversed(path):
             (self._recency if node.handle is None else self._spilled).move_to_end(node)
 
     def _keep(self, node: _TrieNode, page: int) -> None:
-        """`node`'s K/V are in `page` of the pool."""
+        """Keep `page` of the pool, which has `node`'s K/V."""
         self._pool.adopt(page)
         node.page = page
         self._recency[node] = None
@@ -223,10 +222,10 @@ class PrefixTrie:
     # -- the spill ---------------------------------------------------------------------------------------------------
 
     def _restored(self, path: list[_TrieNode], reserve: int) -> list[int]:
-        """Pages of `path`, whose pages in the pool are retained, up to the first that cannot be brought back."""
+        """Return the pages of `path` up to the first that cannot be copied back; those in the pool are retained."""
         room = self._pool.free_pages + self._pool.evictable_pages - reserve
         spilled = sum(node.handle is not None for node in path)
-        # All at once, before any of them is taken out of the spill.
+        # Evict all at once, before any of them is taken out of the spill.
         self.evict(min(room, spilled) - self._pool.free_pages)
         pages: list[int] = []
         for node in path:
@@ -240,7 +239,7 @@ class PrefixTrie:
         return pages
 
     def _restore(self, node: _TrieNode) -> None:
-        """Bring a spilled page back, retained for the caller, if a page is free and the spill can."""
+        """Copy a spilled page back, retained for the caller, if a page is free and the spill can."""
         assert self._spill is not None
         assert node.handle is not None
         if not self._pool.free_pages:
@@ -254,7 +253,7 @@ class PrefixTrie:
         self.stats.restored_tokens += self._pool.page_size
 
     def _put_away(self, node: _TrieNode, handle: int) -> bool:
-        """`node`'s page, of which the spill has a copy, goes back to the pool."""
+        """Give `node`'s page, of which the spill has a copy, back to the pool; True when that freed it."""
         page, node.page, node.handle = node.page, -1, handle
         del self._recency[node]
         self._spilled[node] = None
@@ -269,18 +268,16 @@ class PrefixTrie:
         del self._spilled[node]
 
     def _make_room(self) -> int:
-        """Drop the spilled page that was not used for longest, and what lies below it, if the spill is full.
+        """Drop the least recently used spilled page, and the nodes below it, if the spill is full.
 
         Returns how many pages of the pool that freed.
         """
-        freed = 0
-        if self._spill is not None and self._spill.full and self._spilled:
-            for part in list(_from_the_leaves(next(iter(self._spilled)))):
-                freed += self._drop(part)
-        return freed
+        if self._spill is None or not self._spill.full or not self._spilled:
+            return 0
+        return sum(self._drop(part) for part in list(_from_the_leaves(next(iter(self._spilled)))))
 
     def _drop(self, node: _TrieNode) -> bool:
-        """Take a childless node out, and a root that it leaves empty; True when its page became free."""
+        """Remove a childless node, and its root if that is empty then; True when its page became free."""
         assert node.parent is not None
         del node.parent.children[node.run]
         if node.parent.parent is None and not node.parent.children:
@@ -294,7 +291,7 @@ class PrefixTrie:
 
 
 def _from_the_leaves(node: _TrieNode) -> Iterator[_TrieNode]:
-    """`node` and all below it, children before their parents; iterative, for prompts of thousands of pages."""
+    """Iterate over `node` and all below it, children before parents; not recursive, since paths have thousands."""
     order = [node]
     for part in order:
         order.extend(part.children.values())

@@ -1,4 +1,4 @@
-"""Norm-based K/V pruning per head (MACE 4.3), as arithmetic: when, how many pages go, and what each head keeps."""
+"""Budgets of norm-based K/V pruning (MACE 4.3): when to prune, how many pages, and how much each head keeps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from edged.settings.load import CacheSettings
 
 SINK_PAGES = 1
-"""Pages at a sequence's beginning that every head keeps: attention sinks (Xiao et al. 2024)."""
+"""Number of pages at a sequence's beginning that every head keeps: attention sinks (Xiao et al. 2024)."""
 _STEP_SHARE = 0.25
-"""A sequence is pruned when its old pages exceed the budget by this share of it: pruning copies all that is kept."""
+"""A sequence is pruned when its old pages exceed the budget by this share of it, since pruning copies all kept rows."""
 _PRESSED, _RELIEVED, _NEAR = 0.10, 0.20, 0.30
-"""Shares of the pages that are free: below the first pruning begins, from the second on it ends, below the third the
-sequences that could be pruned are watched."""
+"""Shares of free pages: pruning begins below the first and ends at the second; below the third the sequences that could
+be pruned are observed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PruningRule:
-    """What becomes of a decoding sequence's pages; the unit is the page, over all layers and heads.
+    """The rule for a decoding sequence's pages; the unit is the page, over all layers and heads.
 
     Of its rows of K/V the latest `recent_tokens` are kept by every head. Of the full pages before, as much is kept as
     fits into `budget_pages`: in every layer the heads share these pages' blocks (`head_budgets`).
@@ -32,43 +32,43 @@ class PruningRule:
 
     @classmethod
     def of(cls, settings: CacheSettings) -> PruningRule:
-        """The rule as it is set: `pruned_tokens` are rounded up to whole pages, behind the sinks' one."""
+        """Make the rule of the settings: `pruned_tokens` are rounded up to whole pages, one at least behind sinks."""
         pages = max(SINK_PAGES + 1, -(-settings.pruned_tokens // settings.page_size))
         return cls(settings.page_size, pages, settings.prune_recent)
 
     def old_pages(self, rows: int) -> int:
-        """Full pages before the recent tokens of a sequence that holds `rows` rows, as they are after any pruning."""
+        """Return the number of full pages before the recent tokens of a sequence that holds `rows` rows."""
         return max(0, rows - self.recent_tokens) // self.page_size
 
     def returned_pages(self, rows: int) -> int:
-        """Pages that pruning takes from a sequence of `rows` rows; 0 while the step is not worth its copies."""
+        """Return how many pages pruning takes from a sequence of `rows` rows; 0 while not worth its copies."""
         over = self.old_pages(rows) - self.budget_pages
         return over if over >= max(1, round(_STEP_SHARE * self.budget_pages)) else 0
 
     def nears(self, rows: int) -> bool:
-        """Whether a sequence of `rows` rows fills its budget, so that it may be pruned before long."""
+        """Whether a sequence of `rows` rows fills its budget, so that it may be pruned soon."""
         return self.old_pages(rows) >= self.budget_pages
 
 
 class Pressure:
-    """Whether memory is short, with hysteresis: pruning costs accuracy, so it begins late and then gets somewhere."""
+    """The shortage of memory, with hysteresis: pruning costs accuracy, so it begins late and then frees enough."""
 
     def __init__(self, mode: Literal["auto", "on"]) -> None:
-        """Under "on" the heads' budgets hold whatever is free."""
+        """Under the mode "on" sequences are pruned to their budgets however many pages are free."""
         self._always = mode == "on"
         self.pressed = self._always
         """Whether sequences are to be pruned."""
         self.near = self._always
-        """Whether they are to be watched, because pressure may come."""
+        """Whether they are to be observed, because memory may become short."""
         self.urgent = False
         """Whether the next iterations may find no page."""
         self.forced = False
-        """A neighbour needs memory: whatever is free here."""
+        """Whether another process needs memory, so that sequences are pruned however many pages are free."""
         self.wanted_pages = 0
-        """Pages that the next two iterations may want."""
+        """Number of pages that the next two iterations may want."""
 
     def update(self, free_pages: int, total_pages: int, decoding: int) -> None:
-        """Before an iteration: `free_pages` are free or can be evicted, `decoding` sequences may each want one."""
+        """Update the state before an iteration; `free_pages` includes evictable ones, `decoding` counts sequences."""
         share = free_pages / total_pages
         self.wanted_pages = 2 * decoding
         self.urgent = free_pages < self.wanted_pages
@@ -79,7 +79,7 @@ class Pressure:
 
 
 def head_budgets(norms: np.ndarray, blocks: int, most: np.ndarray, least_norm: float) -> np.ndarray:
-    """Blocks of a page that each KV head keeps, C_h of MACE 4.3: int64 [layers, kv_heads], `blocks` in each layer.
+    """Share out each layer's `blocks` of a page: int64 [layers, kv_heads], those that a head keeps (C_h of MACE 4.3).
 
     `norms` [layers, kv_heads] are the means of the attention outputs' L2 norms, a_h; w_h = a_h / sum_j a_j and
     C_h = floor(w_h * blocks), the remainder going to the heads of the largest w_h, a block each in turn. No head gets
@@ -93,7 +93,7 @@ def head_budgets(norms: np.ndarray, blocks: int, most: np.ndarray, least_norm: f
 
 
 def _shared(norms: np.ndarray, most: np.ndarray, blocks: int, least_norm: float) -> np.ndarray:
-    """`head_budgets` of one layer."""
+    """Compute `head_budgets` of one layer."""
     norms = np.nan_to_num(norms.astype(np.float64), posinf=0.0)
     informative = np.where(norms < least_norm, 0.0, norms)
     total = informative.sum()
@@ -102,7 +102,7 @@ def _shared(norms: np.ndarray, most: np.ndarray, blocks: int, least_norm: float)
     heaviest = np.argsort(-weights, kind="stable")
     rest = blocks - int(shares.sum())
     while rest:
-        # Sinks of light heads may have taken more than there is: the lightest that have more give it back.
+        # Sinks of light heads may have exceeded the sum: the lightest heads with more than sinks give blocks back.
         open_heads = (
             [h for h in heaviest if shares[h] < most[h] and weights[h] > 0]
             or [h for h in heaviest if shares[h] < most[h]]

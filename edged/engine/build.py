@@ -39,16 +39,16 @@ _CPU_RATES = (4e10, 8e9)
 were, and measuring would cost every start what they cost once."""
 _UNKNOWN_CUDA_RATES = (2e13, 2e11)
 _REACHED_OPERATIONS, _REACHED_BYTES = 0.5, 0.8
-"""Of a GPU's peaks: what large products and copies come to."""
+"""Shares of a GPU's peak rates that large products and copies reach."""
 _TENSOR_OPERATIONS = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 1024}
-"""By major compute capability: operations of a multiprocessor's tensor cores in a cycle, at 16 bits (dense)."""
+"""Operations of a multiprocessor's tensor cores in a cycle, at 16 bits (dense), by major compute capability."""
 _CONSUMER_OPERATIONS = {(8, 6): 1024, (8, 9): 1024}
 _PLAIN_OPERATIONS = 256
-"""The same of its 128 plain cores, at 32 bits."""
+"""Operations of a multiprocessor's 128 plain cores in a cycle, at 32 bits."""
 
 
 def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelRunner:
-    """The runner of a loaded model, as settings, policy and device have it; `folder` is for evicted prefixes.
+    """Build the runner of a loaded model from settings, policy and device; `folder` is for evicted prefixes.
 
     Raises ModelRefused with the reason.
     """
@@ -91,7 +91,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
 def _graphs(
     model: ServedModel, kv: KvStore, paths: Backends, settings: Settings, width: int
 ) -> tuple[DecodeGraphs | None, str]:
-    """Captured decode iterations of sequences of up to `width` pages, or why there are none."""
+    """Capture decode iterations for sequences of up to `width` pages; or return None and the reason."""
     if model.device.type != "cuda":
         return None, f"there are no graphs on {model.device.type}"
     used = {"decode": paths.decode, "lora": model.lora.runs.kernel}
@@ -110,7 +110,7 @@ def _graphs(
 
 
 def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:
-    """What the adapters of a base model with these target linears look like."""
+    """Return the LoRA configuration of a base model's adapters; `shapes` are (in, out) of its target linears."""
     all_linear = align.target_modules == "all-linear"
     return LoraSpec(
         shapes=shapes,
@@ -126,7 +126,7 @@ def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: 
 
 
 def subject_of(model: ServedModel, name: str, settings: ModelSettings, threads: CpuThreads | None) -> Subject:
-    """What runs here: a profile of anything else does not fit it."""
+    """Return the model, device and numerics that run here: only a profile of the same subject is used."""
     stored = getattr(model.model.config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", "")
     quantization = settings.quantize or str(getattr(method, "value", method) or "")
@@ -141,23 +141,20 @@ def subject_of(model: ServedModel, name: str, settings: ModelSettings, threads: 
 
 
 def _device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and how many of its cores this process may use."""
+    """Return the GPU's name, or the processor's and how many of its cores this process may use."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{_processor()} {len(os.sched_getaffinity(0))} cores"
-
-
-def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
-    return next(names, "") or platform.processor() or platform.machine()
+    processor = next(names, "") or platform.processor() or platform.machine()
+    return f"{processor} {len(os.sched_getaffinity(0))} cores"
 
 
 def guess_of(model: ServedModel) -> Prices:
-    """A roofline of the model on its device."""
+    """Return the prices that a roofline of the model on its device gives."""
     operations, bandwidth = _CPU_RATES if model.device.type == "cpu" else _cuda_rates(model.device, model.dtype)
     shape = model.shape
     prices = roofline(shape.parameters, operations, bandwidth, shape.layers, model.dtype.itemsize)
@@ -167,7 +164,7 @@ def guess_of(model: ServedModel) -> Prices:
 
 
 def _cuda_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations and bytes per second from the clocks and widths that the driver tells (kHz, bits)."""
+    """Estimate operations and bytes per second from the clocks (kHz) and bus width (bits) that the driver reports."""
     properties = torch.cuda.get_device_properties(device)
     clock_khz, memory_khz = getattr(properties, "clock_rate", 0), getattr(properties, "memory_clock_rate", 0)
     width_bits = getattr(properties, "memory_bus_width", 0)
@@ -182,18 +179,16 @@ def _cuda_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]
 
 
 def first_cost_model(model: ServedModel, subject: Subject, setting: str, data_dir: Path | None) -> CostModel:
-    """From the profile that `setting` names or the data folder has for `subject`; a roofline where there is none.
+    """Make the cost model from the profile that `setting` names or the data folder has for `subject`, else a roofline.
 
     A profile of something else, or one that cannot be read, is refused with one line in the log.
     """
     guess = guess_of(model)
     try:
-        found = find_profile(setting, data_dir, subject)
+        if found := find_profile(setting, data_dir, subject):
+            path, profile = found
+            log.info("latencies come from the profile %s of %s", path, profile.created_at)
+            return CostModel.from_profile(profile, guess, str(path))
     except ProfileError as error:
         log.warning("%s; latencies are guessed and learned (edged profile measures them)", error)
-        found = None
-    if found is None:
-        return CostModel(guess)
-    path, profile = found
-    log.info("latencies come from the profile %s of %s", path, profile.created_at)
-    return CostModel.from_profile(profile, guess, str(path))
+    return CostModel(guess)

@@ -1,4 +1,4 @@
-"""Commands of other threads for the engine thread, and the order to stop."""
+"""The queue of commands that other threads have for the engine thread, with the order to stop."""
 
 import logging
 import math
@@ -12,25 +12,25 @@ from edged.engine.request import EngineStopping
 
 log = logging.getLogger("edged.engine")
 _STOPPING_WAIT_S = 0.01
-"""Between two looks at whether what runs has ended, and time is up."""
+"""Seconds between two checks, while stopping, of whether all requests have ended or the deadline has passed."""
 STOPPING = "the daemon is stopping"
-"""Why nothing is taken in, where nothing went wrong."""
+"""The reason for refusing commands after an orderly stop."""
 T = TypeVar("T")
 _DONE: Future[None] = Future()
 _DONE.set_result(None)
 
 
 class CommandQueue:
-    """Any thread posts, asks and stops; the engine thread takes, waits and closes."""
+    """A queue of commands: any thread posts, asks and stops; the engine thread runs them, waits and closes."""
 
     def __init__(self) -> None:
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._closed = ""
-        """Why nothing is taken in any more; "" while it is."""
+        """The reason for refusing commands; "" while they are accepted."""
         self.stopping = False
         self.deadline_s = math.inf
-        """What runs then is cancelled (monotonic clock)."""
+        """Requests that still run at this time are cancelled (monotonic clock)."""
 
     # -- from any thread ---------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ class CommandQueue:
             self._wake.notify()
 
     def offer(self, command: Callable[[], object]) -> bool:
-        """Have the engine thread run a command, unless it has ended; whether it will."""
+        """Have the engine thread run a command; False when that thread has ended."""
         try:
             self.post(command)
         except EngineStopping:
@@ -55,12 +55,15 @@ class CommandQueue:
         return self.ask_at_length(lambda: (command(), _DONE))
 
     def ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
-        """As `ask`, for what a command has to say when what it began, and returns besides, has ended or failed."""
+        """Have the engine thread run a command that starts slower work and returns (answer, the work's future).
+
+        The returned future gets the answer when the work has ended, or the exception of either.
+        """
         answer: Future[T] = Future()
 
         def end(value: Any, error: BaseException | None) -> None:
             if not answer.set_running_or_notify_cancel():
-                # Nobody waits for it any more.
+                # The caller cancelled the future.
                 return
             if error is None:
                 answer.set_result(value)
@@ -79,9 +82,9 @@ class CommandQueue:
         return answer
 
     def stop(self, deadline_s: float) -> None:
-        """Have the engine thread end when nothing runs any more, at the latest at `deadline_s`."""
+        """Have the engine thread end when no request runs any more, at the latest at `deadline_s`."""
         with self._wake:
-            # In this order: they are read without the lock.
+            # Set in this order, since both are read without the lock.
             self.deadline_s = deadline_s
             self.stopping = True
             self._wake.notify()
@@ -94,7 +97,7 @@ class CommandQueue:
         return bool(self._commands)
 
     def run_pending(self) -> None:
-        """Run the commands that wait, and those that they post."""
+        """Run the waiting commands, and those that they post."""
         while self._commands:
             try:
                 self._commands.popleft()()
@@ -102,12 +105,12 @@ class CommandQueue:
                 log.exception("a command failed")
 
     def wait(self, seconds: float | None) -> None:
-        """Rest until there is a command or the order to stop, at most `seconds`."""
+        """Sleep until there is a command or the order to stop, at most `seconds`."""
         with self._wake:
             if not self._commands:
                 self._wake.wait(_STOPPING_WAIT_S if self.stopping else seconds)
 
     def close(self, reason: str) -> None:
-        """Take nothing in any more; later commands are refused with the reason."""
+        """Refuse later commands with this reason."""
         with self._wake:
             self._closed = reason

@@ -1,9 +1,9 @@
-"""Decode iterations as CUDA graphs: captured by batch size at start, replayed instead of launched kernel by kernel.
+"""CUDA graphs of decode iterations: captured by batch size at start, replayed instead of launched kernel by kernel.
 
 A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one launch.
 
 A batch of n sequences runs in the next larger captured size. The rows beyond n are padding: they write to page 0,
-which nobody owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one
+which no sequence owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one
 without, and so is each of the two plain ways of drawing; rows with penalties or truncated distributions are drawn
 without one.
 """
@@ -25,14 +25,7 @@ from edged.engine.lora import triton as triton_lora
 from edged.engine.lora.segments import LoraTiles
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.params import SamplingRow
-from edged.engine.sampling.sampler import (
-    SampledRows,
-    choose,
-    choose_greedy,
-    is_plain,
-    plain_parameters,
-    sample,
-)
+from edged.engine.sampling.sampler import SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample
 from edged.runtime import logs
 from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
@@ -40,37 +33,37 @@ from edged.tensors.oom import out_of_memory
 log = logging.getLogger("edged.engine")
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _TOLERANCE = 0.02
-"""Of the largest logit: what a replay may differ by from the launches that it stands for."""
+"""Largest difference of a replay's logits from those of the launches it replaces, as a share of the largest logit."""
 Replay = Callable[[], None]
 
 
 class OutOfGraphMemory(RuntimeError):
-    """A capture did not fit into the memory that is there or allowed."""
+    """A capture did not fit into the memory that is available or allowed."""
 
 
 class CudaGraphRecorder:
-    """Makes launches over fixed tensors repeatable, as CUDA graphs that share one memory pool: one runs at a time."""
+    """Records launches over fixed tensors as CUDA graphs that share one memory pool: one may run at a time."""
 
     def __init__(self, device: torch.device, most_bytes: int) -> None:
         self._device, self._most_bytes = device, most_bytes
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: cuBLAS keeps a workspace for every stream that it has seen.
+        # One stream for all captures: cuBLAS keeps a workspace for every stream that it has seen.
         self._aside = torch.cuda.Stream(device)
         torch.cuda.empty_cache()
         self._before = torch.cuda.memory_reserved(device)
         self.memory_bytes = 0
-        """What the recordings hold."""
+        """Bytes of GPU memory that the recordings hold."""
 
     def record(self, run: Replay) -> Replay:
-        """Run `run`, and return what does the same again. Raises OutOfGraphMemory, or what allocators raise.
+        """Run `run`, and return a function that replays it. Raises OutOfGraphMemory, or what allocators raise.
 
-        A capture that adds memory, so that all would hold more than the limit, is given up.
+        A capture is given up if it adds memory and all recordings would hold more than the limit.
         """
-        # Also what a capture before this one held, if it was given up.
+        # This also frees what a capture that was given up before held.
         torch.cuda.empty_cache()
         held = self._held()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
-        # What is compiled, tuned or allocated at the first run must not be part of the capture.
+        # Compilation, tuning and allocation at the first run must not be part of the capture.
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
             run()
@@ -84,7 +77,7 @@ class CudaGraphRecorder:
             torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"),
         ):
             run()
-        # What the first run left in the allocator's cache is no capture's.
+        # Memory that the first run left in the allocator's cache does not belong to the capture.
         torch.cuda.empty_cache()
         self.memory_bytes = self._held()
         if is_too_much(self.memory_bytes, self.memory_bytes - held, self._most_bytes):
@@ -99,7 +92,7 @@ class CudaGraphRecorder:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """What makes the host wait for the GPU raises RuntimeError, in any thread: others begin later."""
+    """Make calls that wait for the GPU raise RuntimeError, in any thread: other threads start later."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -109,15 +102,15 @@ def _no_waits() -> Iterator[None]:
 
 
 def is_too_much(held: int, added: int, most: int) -> bool:
-    """Whether to give up a capture that added some of the bytes `held` now, of which there should be at most `most`.
+    """Whether to give up a capture that added `added` bytes to the `held` ones, of which `most` are allowed.
 
-    The pool goes on holding what a capture that was given up had: those that find their room in it cost nothing.
+    The pool keeps the memory of captures that were given up: later captures that fit into it cost nothing.
     """
     return held > most and added > 0
 
 
 class _Fixed:
-    """What captures read and write, for the largest size; a smaller one uses the first rows."""
+    """The tensors that captures read and write, for the largest size; smaller sizes use the first rows."""
 
     def __init__(self, rows: int, width: int, vocab: int, device: torch.device) -> None:
         self.ints = torch.zeros(4, rows, dtype=torch.int64, device=device)
@@ -132,7 +125,7 @@ class _Fixed:
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def fill(self, rows: int, segments: Sequence[Segment], parameters: np.ndarray | None, page_size: int) -> bool:
-        """This iteration's values, and whether any has an adapter; `segments` are single tokens, the rest padding."""
+        """Copy an iteration in; `segments` are single tokens, other rows padding. True if any has an adapter."""
         values, runs = packed_rows(segments, page_size)
         tables = page_tables(segments, page_size)
         ints, tiles = np.zeros((4, rows), np.int64), np.zeros((rows, 3), np.int64)
@@ -141,7 +134,7 @@ class _Fixed:
         if runs:
             used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
             tiles[: len(used)] = used
-        # Doubles travel as the integers that they look like: one transfer.
+        # Doubles are viewed as integers, so that one transfer takes all.
         drawn = [] if parameters is None else [parameters.reshape(-1).view(np.int64)]
         moved = upload([ints.reshape(-1), tiles.reshape(-1), padded.reshape(-1), *drawn], self.ints.device)
         self.ints[:, :rows].copy_(moved[0].view(4, rows))
@@ -153,7 +146,7 @@ class _Fixed:
 
 
 class DecodeGraphs:
-    """All captured sizes of one model; one thread at a time uses it."""
+    """Captured decode iterations of one model, by batch size; one thread at a time may use it."""
 
     def __init__(
         self, model: ServedModel, kv: KvStore, paths: Backends, recorder: CudaGraphRecorder, most_rows: int, width: int
@@ -167,19 +160,18 @@ class DecodeGraphs:
         sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
         started = time.monotonic()
         fixed: _Fixed | None = None
-        try:
-            for rows in reversed(sizes):
-                try:
-                    # Of the largest size that finds memory: the smaller ones use the first rows.
-                    fixed = self._fixed = fixed or _Fixed(rows, width, model.shape.vocab_size, model.device)
-                    self._replays[rows] = self._capture(rows)
-                except Exception as error:
-                    if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
-                        raise
-                    log.warning("decode iterations of %d sequences are not captured: %s", rows, logs.first_line(error))
-        except Exception as error:
-            # What was captured and compared before is right.
-            log.warning("no more decode iterations are captured: %s", logs.first_line(error))
+        for rows in reversed(sizes):
+            try:
+                # The tensors have the largest size that finds memory: smaller batches use the first rows.
+                fixed = self._fixed = fixed or _Fixed(rows, width, model.shape.vocab_size, model.device)
+                self._replays[rows] = self._capture(rows)
+            except Exception as error:
+                reason = logs.first_line(error)
+                if not (isinstance(error, OutOfGraphMemory) or out_of_memory(error)):
+                    # Earlier captures were compared with their launches: they stay in use.
+                    log.warning("no more decode iterations are captured: %s", reason)
+                    break
+                log.warning("decode iterations of %d sequences are not captured: %s", rows, reason)
         if self._replays:
             seconds, megabytes = time.monotonic() - started, recorder.memory_bytes >> 20
             captured = ", ".join(map(str, sorted(self._replays)))
@@ -187,11 +179,11 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, rows: int) -> dict[str, Replay]:
-        """The forward with adapters and without, and both plain ways of drawing, for `rows` rows."""
+        """Capture the forward with adapters and without, and both plain ways of drawing, for `rows` rows."""
         replays = {}
         for name, adapted in (("adapted", True), ("base", False)):
             replays[name] = self._recorder.record(partial(self._forward, rows, adapted))
-            # The recorder has run it once, and a capture computes nothing.
+            # These logits are of the runs before the capture, which itself computes nothing.
             wanted = self._fixed.logits[:rows].clone()
             self._fixed.logits.zero_()
             replays[name]()
@@ -226,11 +218,11 @@ class DecodeGraphs:
         fixed.broken[:rows].copy_(broken)
 
     def fits(self, sequences: int) -> bool:
-        """Whether a batch of so many was captured."""
+        """Whether a batch of so many sequences was captured."""
         return sequences <= max(self._replays, default=0)
 
     def run(self, segments: Sequence[Segment], rows: Sequence[SamplingRow]) -> SampledRows:
-        """The next token of each of `segments`: single tokens, as many as fit, those of one adapter side by side."""
+        """Sample the next token of each of `segments`: single tokens, as many as fit, sorted by adapter."""
         n, fixed = len(segments), self._fixed
         size = min(size for size in self._replays if size >= n)
         replays = self._replays[size]
@@ -246,12 +238,12 @@ class DecodeGraphs:
         return SampledRows(fixed.tokens[:n], fixed.broken[:n], rows, fixed.logits[:n])
 
     def watch(self, through: Callable[[Replay], Replay]) -> None:
-        """From now on every forward is replayed as what `through` makes of its replay."""
+        """Wrap every forward's replay in `through`, from now on."""
         for replays in self._replays.values():
             replays |= {name: through(replays[name]) for name in ("adapted", "base")}
 
     def report(self) -> dict[str, object]:
-        """Captured batch sizes, their memory and use."""
+        """Return the captured batch sizes, their memory and how often they were replayed."""
         return {
             "sizes": sorted(self._replays),
             "memory_mb": self._recorder.memory_bytes / 2**20,

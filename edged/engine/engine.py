@@ -1,4 +1,4 @@
-"""The engine as other threads use it: commands go to its thread, events and records come through two callbacks."""
+"""The engine's public interface: commands go to its thread, events and records come through two callbacks."""
 
 import logging
 import tempfile
@@ -41,9 +41,9 @@ log = logging.getLogger("edged.engine")
 
 
 class Engine:
-    """Serves requests and learns from pairs on one thread; every public method may be called from any thread.
+    """The engine: serves requests and trains on pairs on one thread; public methods may be called from any thread.
 
-    Its parts are for those who measure and test them while that thread does not run.
+    Its parts are public for measurements and tests while that thread does not run.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Engine:
         journal: Callable[[list[Record]], Future[None] | None] = lambda _records: None,
         data_dir: Path | None = None,
     ) -> None:
-        """See `build`; with the calling thread's own share of the cores."""
+        """Load the model and make all parts, as `build` does, with the calling thread's own share of the cores."""
         model = self.model = ServedModel.load(model_dir, settings.model)
         settings = bounded(settings, model)
         self._live, self._path = Live(settings), str(model_dir)
         self._temporary = None if data_dir else tempfile.TemporaryDirectory(prefix="edged-")
-        """Holds the adapters of an engine without a data folder; it goes with the engine."""
+        """The folder with the adapters of an engine without a data folder; it is deleted with the engine."""
         folder = Path(self._temporary.name) if self._temporary else Path(data_dir or "")
         runner = self.runner = build_runner(model, settings, folder)
         self.max_context_tokens = runner.max_context_tokens
@@ -68,9 +68,9 @@ class Engine:
         spec = lora_spec(shapes, name, model.fingerprint, settings.align)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
-        """Where the adapters' versions are."""
+        """The files of the adapters' versions."""
         self.subject = subject_of(model, name, settings.model, runner.threads)
-        """What a profile must be of to be used here."""
+        """The model, device and numerics that a usable profile must have been measured on."""
         cost = first_cost_model(model, self.subject, settings.scheduler.profile, data_dir)
         scheduler = self.scheduler = Scheduler(settings.scheduler, cost)
         adapter_cache = AdapterCache(spec, self._live, model.device, files)
@@ -89,7 +89,7 @@ class Engine:
             adapter_cache,
             self._live,
             runner.decoder,
-            runner.pages.release,
+            lambda pages: runner.pages.pool.release(pages.tolist()),
             (runner.pages.pool.pages - 1) * runner.pages.page_size,
             sequences.on_publish,
             writer.bring,
@@ -100,7 +100,7 @@ class Engine:
         limits = self.limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning)
         self.loop = EngineLoop(self._live, commands, limits, scheduler, runner, sequences, finetuning, deliver, journal)
         self._requests_waiting = 0
-        """Requests among the commands."""
+        """Number of submitted requests that the engine thread has not taken in yet."""
         self._counting = threading.Lock()
         self._thread = threading.Thread(target=self.loop.run, name="edged-engine", daemon=True)
 
@@ -117,19 +117,19 @@ class Engine:
 
         `deliver` and `journal` are called on engine threads and must not block; the journal's future, if it has one,
         resolves when all that it was given is on disk: a version is not saved before. Without a `data_dir` adapters
-        live in a temporary folder. From now on torch works alone on the calling thread (see `threads.beside`).
+        live in a temporary folder. From now on torch uses one thread on the calling thread (see `cpu_threads.beside`).
         """
         beside()
         return apart(lambda: cls(settings, model_dir, deliver, journal, data_dir))
 
     @property
     def settings(self) -> Settings:
-        """The settings in force, as far as memory allows them."""
+        """The settings in force, reduced to what memory allows."""
         return self._live.now
 
     @property
     def error(self) -> str | None:
-        """Why the engine ended without having been stopped; None while it has not."""
+        """The reason for which the engine ended without having been stopped; None while it has not."""
         return self.loop.recovery.error
 
     def start(self) -> None:
@@ -145,7 +145,7 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, asked_s: float | None = None) -> None:
-        """Queue a request; `asked_s` is when it was asked for, where that is some time ago (monotonic clock).
+        """Queue a request; `asked_s` is when the client sent it, where that is some time ago (monotonic clock).
 
         Raises EngineBusy or RequestRefused.
         """
@@ -177,21 +177,21 @@ class Engine:
         self.commands.post(take)
 
     def cancel(self, request_id: str, reason: FinishReason = "cancelled") -> None:
-        """End a request; its FinishEvent tells `reason`. Unknown or finished ids are ignored."""
+        """End a request; its FinishEvent has this `reason`. Unknown or finished ids are ignored."""
         self.commands.offer(lambda: self.sequences.cancel(request_id, reason, time.monotonic()))
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def submit_pairs(self, pairs: list[TokenPair]) -> None:
-        """Queue preference pairs for learning (or, by their state, for tests and replay)."""
+        """Queue preference pairs for training or, depending on their state, for held-out tests and replay."""
         if pairs:
-            # An engine that has ended learns nothing more; the pairs stay queued in the store.
+            # An engine that has ended trains no more; the pairs stay queued in the store.
             self.commands.offer(lambda: self.finetuning.submit(pairs))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
 
-        It raises UnknownAdapter, UnknownVersion, and StoreError where the new version is served but not on disk.
+        The future raises UnknownAdapter, UnknownVersion, or StoreError if the new version is served but not on disk.
         """
         publish = self.trainer.versions.rollback
         return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, version))
@@ -202,14 +202,14 @@ class Engine:
         return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
-        """Have an adapter that learned nothing applied as if it had: what its answers cost does not change later."""
+        """Apply an untrained adapter as if it were trained, so that the cost of its answers does not change later."""
         return self.commands.ask(lambda: self.trainer.versions.introduce(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
-        """Remove an adapter and its files, and learn nothing more from `pair_ids`; the future raises UnknownAdapter, or
-        OSError where files stay, which are never read again then.
+        """Remove an adapter and its files, and train no more on `pair_ids`.
 
-        No caller waits for the disk, and what the adapter learns from now on is new.
+        The future raises UnknownAdapter, or OSError where files stay, which are never read again then. The engine
+        thread does not wait for the disk; a later adapter of this name starts anew.
         """
 
         def run() -> tuple[None, Future[None]]:
@@ -219,56 +219,51 @@ class Engine:
         return self.commands.ask_at_length(run)
 
     def hold_back(self, adapter: str, held: bool = True) -> None:
-        """Files of a forgotten adapter could not be removed: save nothing new of it, which the next try would remove.
+        """Save no new versions of a forgotten adapter whose files could not be removed (or, not `held`, again).
 
-        Callable from any thread.
+        The next try to remove the files would remove those, too.
         """
         left = self.adapter_files.left
         (left.add if held else left.discard)(adapter)
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
-        """What was usual for each adapter when the daemon last ended; to be set before its pairs are submitted."""
+        """Restore each adapter's outlier history of before the restart; call it before its pairs are submitted."""
         self.commands.post(lambda: self.finetuning.recall(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:
-        """Test every version with this neutral text, too: see `edged.align.language`."""
+        """Test every version with this neutral text, too; see `edged.align.language`."""
         self.commands.post(lambda: setattr(self.trainer.pair_queues, "neutral", neutral))
 
     def examine(self, adapter: str) -> None:
-        """Have an adapter's present version tested as soon as can be; one whose language is broken is taken back."""
+        """Test an adapter's current version as soon as possible; a version that broke its language is rolled back."""
         self.commands.offer(lambda: self.trainer.examine(adapter))
 
     def calm(self, adapter: str) -> None:
-        """All of an adapter's quarantined pairs were decided about: a burst's alarm ends."""
+        """End the alarm about a burst of an adapter's pairs, since all its quarantined pairs were decided on."""
         self.commands.offer(lambda: self.trainer.pair_queues.calm(adapter))
 
     # -- settings and limits -----------------------------------------------------------------------------------------
 
     def configure(self, settings: Settings) -> Future[None]:
-        """Go on under other settings, between two iterations; those that `edged.reload` does not name are the same."""
-
-        def configure() -> None:
-            self._live.now = settings
-            self.loop.configure(settings.scheduler)
-
-        return self.commands.ask(configure)
+        """Change the settings between two iterations; those that `edged.reload` does not name must be the same."""
+        return self.commands.ask(lambda: self.loop.configure(settings))
 
     def limit(self, limits: EngineLimits) -> None:
-        """Keep to these limits from the next iteration on, as far as requests at hand allow."""
+        """Keep to these limits from the next iteration on, as far as open requests allow."""
         self.commands.offer(lambda: self.limits.take(limits))
 
-    # -- what there is to see ----------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------------------------
 
     def adapters(self) -> dict[str, int]:
-        """Current version by adapter name."""
+        """Return the current version of each adapter by name."""
         return dict(self.trainer.adapter_cache.versions)
 
     def version(self, adapter: str) -> int | None:
-        """An adapter's current version, 0 before it has learned; None of an unknown one."""
+        """Return an adapter's current version, 0 before its first training; None for an unknown one."""
         return self.trainer.adapter_cache.versions.get(adapter)
 
     def weights(self, adapter: str) -> Future[tuple[int, dict[str, torch.Tensor]]]:
-        """An adapter's version and its weights by PEFT's names, copied to the host; version 0 of one not in memory."""
+        """Copy an adapter's weights to the host: (version, tensors by PEFT's names); (0, {}) for one not in memory."""
 
         def copy() -> tuple[int, dict[str, torch.Tensor]]:
             state = self.trainer.adapter_cache.peek(adapter)
@@ -277,7 +272,7 @@ class Engine:
         return self.commands.ask(copy)
 
     def status(self) -> dict[str, Any]:
-        """What `GET /v1/status` shows of the engine; memory is what the parts hold, in bytes."""
+        """Return the engine's part of `GET /v1/status`; memory is in bytes."""
         model, adapter_cache, settings = self.model, self.trainer.adapter_cache, self.settings
         pages = self.runner.pages
         state_bytes = STATE_BYTES * adapter_weights(tuple(adapter_cache.spec.shapes.values()), adapter_cache.spec.rank)
@@ -313,13 +308,13 @@ class Engine:
         }
 
     def queue(self) -> dict[str, int]:
-        """Requests by stage, and pairs that wait to be learned."""
+        """Return the number of requests by stage, and of pairs that wait for training."""
         return {**self.sequences.queue_report(), "finetune": self.finetuning.pairs_queued}
 
     def iterations(self, since: int = 0) -> list[Iteration]:
-        """Records of the iterations after number `since` that are still kept, oldest first."""
+        """Return the kept records of iterations after number `since`, oldest first."""
         return self.stats.since(since)
 
     def busy(self) -> dict[str, Any]:
-        """The status' sums of where the time went, alone."""
+        """Return the sums of seconds by kind of work, as in `status`."""
         return asdict(self.stats.busy)

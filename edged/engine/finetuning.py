@@ -1,4 +1,4 @@
-"""Fine-tuning as the engine asks for it: pairs in, steps opened when they are due, versions made and taken back."""
+"""Fine-tune jobs: takes pairs in, opens steps when they are due, has versions published and rolled back."""
 
 import logging
 import math
@@ -29,13 +29,13 @@ from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.align")
 _GRAPH_SHARE = 0.25
-"""Of the free memory: what a step's kept graph may take."""
+"""Share of the free memory that a step's kept graph may take."""
 _MOST_TRIED = 256
-"""Adapters of which one iteration asks whether a step of theirs finds a slot."""
+"""Number of adapters for which one iteration tries to find a slot."""
 
 
 class FinetuneJobs:
-    """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, but for `report`."""
+    """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, except `report`."""
 
     def __init__(
         self,
@@ -49,17 +49,17 @@ class FinetuneJobs:
         stats: Counters,
         journal: Callable[[list[Record]], Future[None] | None],
     ) -> None:
-        """`journal` takes the records of what was learned; its future resolves when they are on disk."""
+        """`journal` takes the records of training; its future resolves when they are on disk."""
         self._settings, self._scheduler, self._trainer, self._slots = settings, scheduler, trainer, slots
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
         self.alarms: tuple[str, ...] = ()
-        """Users whose new pairs are quarantined unseen, for a burst."""
+        """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
-        """Whether pairs can ever be learned here; where not, they stay in the store."""
+        """Whether model and policy allow training; where not, pairs stay in the store."""
         self._held = False
-        """Governors allow no step."""
+        """Whether governors forbid steps."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._most_open = open_steps(settings.now.align.max_loaded_adapters)
@@ -67,7 +67,7 @@ class FinetuneJobs:
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps and tests under way, by task id."""
         self.resumes_s = math.inf
-        """After want of memory: when steps are opened again."""
+        """When steps are opened again after memory ran out; inf when nothing waits."""
 
     # -- pairs -------------------------------------------------------------------------------------------------------
 
@@ -79,15 +79,15 @@ class FinetuneJobs:
         self._trainer.submit(pairs)
 
     def recall(self, pasts: dict[str, OutlierHistory]) -> None:
-        """See `PairQueues.recall`."""
+        """Restore adapters' outlier histories; see `PairQueues.recall`."""
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
             self._trainer.pair_queues.recall(adapter, past)
 
-    # -- when steps are opened ---------------------------------------------------------------------------------------
+    # -- opening steps -----------------------------------------------------------------------------------------------
 
     def hold(self, held: bool) -> None:
-        """Open no new steps and drop those under way, whose pairs stay queued; or go on."""
+        """Stop opening steps and drop the open ones, whose pairs stay queued; or, not `held`, open steps again."""
         if held and not self._held:
             self.abandon_all()
         self._held = held
@@ -95,8 +95,8 @@ class FinetuneJobs:
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
-        While requests wait for LoRA slots (`slots_wanted`) only those that need no more of them, and the one that waits
-        longest, once it has waited for as long as serving may starve fine-tuning.
+        While requests wait for LoRA slots (`slots_wanted`), steps open only if they need no further slot; the step
+        that has waited longest gets one after `finetune_max_wait_s`.
         """
         self._trainer.pair_queues.tick(now)
         if self._scheduler.degraded:
@@ -112,12 +112,12 @@ class FinetuneJobs:
         for adapter in list(islice(ready, _MOST_TRIED)):
             if len(self.jobs) >= self._most_open or not self._rested(now):
                 return
-            # One may have joined another's step meanwhile.
+            # The adapter may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
-        """Open an adapter's step, or have the adapter read before, few at once; note who waits longest for a slot."""
+        """Open an adapter's step, or load the adapter first, few at once; note which waits longest for a slot."""
         longest_s = self._settings.now.scheduler.finetune_max_wait_s
         overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
@@ -134,15 +134,15 @@ class FinetuneJobs:
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     def publish(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
-        """Have a version published that no step made; its number, and a future that ends when it is on disk."""
+        """Publish a version that no step made; returns its number, and a future that ends when it is on disk."""
         self.abandon(adapter)
         version = publish(adapter, *which)
         return version, self._writer.saved(adapter, version)
 
     def release(self, busy: Collection[str]) -> bool:
-        """Let the adapters that answer nobody (not `busy`) leave memory; unsaved ones are saved first. True if any did.
+        """Remove adapters that answer no request (not `busy`) from memory, saving them first. True if any was removed.
 
-        One that cannot be saved stays, and is tried again as often as ever.
+        An adapter that cannot be saved stays; saving it is retried as usual.
         """
         adapter_cache = self._trainer.adapter_cache
         before = adapter_cache.count
@@ -167,7 +167,7 @@ class FinetuneJobs:
     # -- the record --------------------------------------------------------------------------------------------------
 
     def flush(self, now: float, answering: Callable[[], set[str]] = set) -> None:
-        """Hand records to the journal and a due version to the writer; idle adapters leave memory where it is crowded.
+        """Hand records to the journal and a due version to the writer; drop idle adapters when too many are in memory.
 
         `answering` are the adapters of open requests.
         """
@@ -184,11 +184,11 @@ class FinetuneJobs:
             self._journal(records)
         self._writer.save_due(now)
         if self._trainer.adapter_cache.crowded:
-            # The adapter that waits for a slot stays until its step has one.
+            # The adapter whose step waits for a slot must stay in memory until then.
             self._trainer.tidy(answering() | {self._slotless})
 
     def next_due_s(self) -> float | None:
-        """When the next version is due to be saved, or the next pair that waits for its time to be learned."""
+        """Return when the next version is due to be saved, or the next delayed pair to be trained on; None if never."""
         dues_s = (self._writer.next_save_s(), self._trainer.pair_queues.next_pair_s())
         return min((due for due in dues_s if due is not None), default=None)
 
@@ -210,7 +210,7 @@ class FinetuneJobs:
         return "" if policy.trains else f"the policy {policy.name} does not train"
 
     def report(self) -> dict[str, Any]:
-        """The finetune part of the status."""
+        """Return the finetune part of the status."""
         jobs = list(self.jobs.values())
         return {
             "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
@@ -228,17 +228,18 @@ class FinetuneJobs:
         }
 
     def _rested(self, now: float) -> bool:
-        """Whether no step waits for memory at `now`."""
+        """Whether the pause after memory ran out is over at `now`."""
         if now >= self.resumes_s:
             self.resumes_s = math.inf
         return self.resumes_s == math.inf
 
-    # -- steps under way ---------------------------------------------------------------------------------------------
+    # -- open steps --------------------------------------------------------------------------------------------------
 
     def _open(self, adapter: str, now: float, spare: int) -> bool:
-        """Open the adapter's next step or test; others who are in memory may share it. False when it got no slot.
+        """Open the adapter's next step or test, which other adapters in memory may join. False when it got no slot.
 
-        It leaves `spare` idle slots to requests, those others at least half of all: each is held until the step ends.
+        It leaves `spare` idle slots to requests; the adapters that join leave at least half of all slots idle. A slot
+        is held until the step ends.
         """
         slots: dict[str, int] = {}
 
@@ -277,7 +278,7 @@ class FinetuneJobs:
             self._slots.release(slot)
 
     def _may_keep_graph(self) -> bool:
-        """Whether the next step may spend memory to save time.
+        """Whether the next step may keep its graph, which spends memory to save time.
 
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
         free: then it is the packed forward that saves time.
@@ -286,16 +287,15 @@ class FinetuneJobs:
         serves = device.type == "cuda" and counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         if serves or not self._settings.now.align.keep_graph or self._trainer.size.graphs_fail:
             return False
-        # A step that is open and has computed nothing yet has its memory still to take.
+        # Open steps may not have allocated their memory yet.
         free = free_bytes(device)[0] + unused_bytes(device)
         return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
-        """Have the trainer take finished steps in, and bring the others' tasks up to date.
+        """Have the trainer take finished steps in, and update the tasks of the others.
 
-        `failed` has the task ids of those whose unit raised, and why.
-        `suspects` are (adapter, version) of answers that were not finite, and leave it here; where the version is the
-        cause, an earlier one is served.
+        `failed` has the error of each task whose unit raised, by task id. `suspects` are (adapter, version) of answers
+        that were not finite, removed here; where the version is the cause, an earlier one is served.
         """
         for task_id, job in list(self.jobs.items()):
             if task_id in failed:
@@ -320,14 +320,14 @@ class FinetuneJobs:
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
 
     def _drop(self, task_id: int) -> FineTuneStep:
-        """End a step's task, which the scheduler may have retired already."""
+        """End a step's task, which the scheduler may have removed already; returns the step."""
         job = self.jobs.pop(task_id)
         self._scheduler.remove(task_id)
         self._release(job.slots)
         return job.step
 
     def abandon(self, adapter: str) -> None:
-        """Drop the step that the adapter has part in; the pairs of all who share it stay queued."""
+        """Drop the step that trains this adapter; the pairs of all adapters in it stay queued."""
         for task_id, job in list(self.jobs.items()):
             if adapter in job.step.adapters:
                 self._drop(task_id)
@@ -341,7 +341,7 @@ class FinetuneJobs:
     # -- an iteration ------------------------------------------------------------------------------------------------
 
     def _sync(self, job: FineTuneJob) -> None:
-        """Bring a task's view of its step up to date."""
+        """Copy the state of a job's step into its task."""
         task, step = job.task, job.step
         streams = step.group.streams
         task.tokens, task.next_unit = step.group.tokens_left, 0
@@ -349,12 +349,12 @@ class FinetuneJobs:
         task.loss = self._trainer.loss(step)
         task.context = sum(stream.done for stream in streams)
         task.held_pages = sum(len(stream.pages) for stream in streams)
-        # Each stream begins on a page of its own: room is counted as if all of their last pages stayed empty.
+        # Each stream begins on a page of its own: capacity is counted as if all of their last pages stayed empty.
         unfinished = sum(stream.left > 0 for stream in streams)
         task.capacity = task.context - unfinished * self._pages.page_size
 
     def preempt(self, task_id: int, now: float) -> bool:
-        """Take a step's pages away; its forward starts again. False when the task is not a fine-tune task."""
+        """Free a step's pages, so that its forward starts again. False when the task is not a fine-tune task."""
         job = self.jobs.get(task_id)
         if job is None:
             return False
@@ -366,20 +366,20 @@ class FinetuneJobs:
         return True
 
     def restart_above(self, page: int) -> None:
-        """Steps that hold pages from this number on start again: what they know of their pages is theirs alone."""
+        """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""
         for task_id, job in list(self.jobs.items()):
             if any((stream.pages >= page).any() for stream in job.step.group.streams):
                 self.preempt(task_id, time.monotonic())
 
-    # -- failures and want of memory ---------------------------------------------------------------------------------
+    # -- failures and lack of memory ---------------------------------------------------------------------------------
 
     def fail(self, task_ids: set[int], reason: str) -> None:
-        """An iteration failed: the steps that were in it are skipped, with the reason on record."""
+        """Skip the steps of a failed iteration, with the reason on record."""
         for task_id in task_ids & self.jobs.keys():
             self._trainer.skip(self._drop(task_id), reason)
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
-        """A failed step is skipped; one that kept its graph is tried again without: it may have been too large."""
+        """Skip a failed step; one that kept its graph is tried again without, since it may have been too large."""
         job, reason = self.jobs[task_id], logs.first_line(error, with_kind=True)
         if out_of_memory(error):
             self.starved({task_id}, reason, now)
@@ -393,7 +393,7 @@ class FinetuneJobs:
             self._trainer.skip(self._drop(task_id), reason)
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
-        """Memory ran out in these steps: their pairs wait, and come in smaller steps; what repeats alone is skipped."""
+        """Drop steps in which memory ran out: their pairs come again in smaller steps, or are skipped if hopeless."""
         starved = task_ids & self.jobs.keys()
         for task_id in starved:
             self._trainer.starved(self._drop(task_id), len(starved) == 1, reason)

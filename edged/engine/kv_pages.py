@@ -1,9 +1,7 @@
-"""Pages of KV cache in the hands of sequences: allocated, found in the prefix trie, shared, freed."""
+"""KV-cache pages of sequences: allocated, found in the prefix trie, shared, freed."""
 
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from edged.cache.page_pool import PagePool
 from edged.cache.prefix_trie import PrefixTrie
@@ -12,27 +10,27 @@ from edged.engine.sequence import Sequence
 
 
 class KvPages:
-    """The page pool with the trie of shared prefixes and the place of evicted ones; used by the engine thread alone."""
+    """The page pool, the trie of shared prefixes and their offload store; used by the engine thread alone."""
 
     def __init__(self, pool: PagePool, shares_prefixes: bool, offload: KvOffload | None = None) -> None:
-        """Unless it `shares_prefixes` the trie stays empty; without an `offload` evicted prefixes are lost."""
+        """The trie stays empty unless `shares_prefixes`; without an `offload` evicted prefixes are lost."""
         self.pool, self.shares_prefixes, self.offload = pool, shares_prefixes, offload
         self.trie = PrefixTrie(pool, offload)
         self.page_size = pool.page_size
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give."""
+        """Number of pages that `allocate` can give."""
         return self.pool.free_pages + self.pool.evictable_pages
 
     def allocate(self, pages: int) -> list[int]:
-        """Free pages, evicting shared prefixes that no sequence uses. Raises OutOfPages."""
+        """Allocate pages, evicting shared prefixes that no sequence uses. Raises OutOfPages."""
         if pages > self.pool.free_pages:
             self.trie.evict(pages - self.pool.free_pages)
         return self.pool.allocate(pages)
 
     def grow(self, sequence: Sequence, tokens: int) -> int:
-        """Give a sequence the pages for up to `tokens` more; how many of them it has. Raises OutOfPages."""
+        """Give a sequence the pages for up to `tokens` more; returns how many of these it has. Raises OutOfPages."""
         tokens = min(tokens, len(sequence.tokens) - sequence.computed)
         needed = -(-(sequence.rows + tokens) // self.page_size) - len(sequence.pages)
         if needed > 0:
@@ -42,8 +40,8 @@ class KvPages:
     def match_prefix(self, sequence: Sequence, reserve: int, first: bool) -> None:
         """Give an admitted sequence the pages of the longest shared prefix, if there is one.
 
-        Offloaded pages come back into free ones, of which `reserve` are left to the others of this iteration. A prefix
-        found by a sequence that was admitted before, and not for the `first` time, is its own and counts as no hit.
+        Offloaded pages are copied into free ones, of which `reserve` are left to the others of this iteration. When a
+        sequence is not admitted for the `first` time, the prefix found is its own and counts as no hit.
         """
         if not self.shares_prefixes:
             return
@@ -61,17 +59,13 @@ class KvPages:
             self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.page_size], sequence.pages[:full])
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's pages back; it has computed nothing from here on."""
+        """Free a sequence's pages and reset it to nothing computed."""
         self.pool.release(sequence.pages)
         sequence.pages, sequence.computed = [], 0
         sequence.compacted = sequence.watch = None
 
-    def release(self, pages: np.ndarray) -> None:
-        """Take back the pages of a fine-tune stream."""
-        self.pool.release(pages.tolist())
-
     def report(self, page_bytes: int) -> dict[str, Any]:
-        """The status' parts on pages of so many bytes, and on what sharing prefixes saved.
+        """Return the status' parts on pages, of `page_bytes` each, and on shared prefixes.
 
         `hit_tokens` were not computed again, `restored_tokens` of them were offloaded.
         """

@@ -22,39 +22,39 @@ from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Plan, Resources, Task
 from edged.settings.live import Live
-from edged.settings.load import SchedulerSettings, Settings
+from edged.settings.load import Settings
 
 log = logging.getLogger("edged.engine")
 _SAMPLE_EVERY_S = 1.0
 _CALIBRATED_AFTER = 50
-"""Iterations after which the cost model is believed about what this device can do at all."""
+"""Number of iterations after which the cost model is trusted to judge whether targets can be met."""
 _GIVE_BACK_AFTER_S = 30.0
 """Idle seconds after which free heap memory is returned to the system."""
 
 
 class Runner(Protocol):
-    """Runs plans: `ModelRunner` on a device, `SimulatedRunner` in virtual time."""
+    """The interface of runners: `ModelRunner` on a device, `SimulatedRunner` in virtual time."""
 
     pages: KvPages
     pruner: Pruner | None
     max_context_tokens: int
-    """Tokens of the longest sequence."""
+    """Largest number of tokens of a sequence."""
     end_ids: frozenset[int]
-    """Tokens that end an answer."""
+    """Ids of tokens that end an answer."""
     overlaps: bool
-    """Whether the device computes while the calling thread does something else."""
+    """Whether the device computes while the calling thread works on."""
 
     def begin_thread(self) -> None:
         """Have the calling thread run plans from now on."""
 
     def begin_iteration(self, now: float) -> None:
-        """A plan is about to be made: follow what other programs leave of the device."""
+        """Adapt to what other programs leave of the device, before a plan is made."""
 
     def check_device(self) -> None:
         """Raise the error of a device that does nothing more."""
 
     def return_memory(self) -> None:
-        """Give memory that is free back to the device."""
+        """Return free memory to the system."""
 
     def run(
         self, plan: Plan, sequences: Any, jobs: Any, interrupted: Callable[[], bool], while_waiting: Callable[[], None]
@@ -62,59 +62,62 @@ class Runner(Protocol):
         """Run a plan over `sequences` and fine-tune `jobs`, both by task id; see `ModelRunner.run`."""
 
     def close(self) -> None:
-        """No plan comes any more."""
+        """End: no plan follows."""
 
 
 class Limits(Protocol):
-    """The resources that an iteration may use, as `ResourceLimits` has them."""
+    """The interface of `ResourceLimits`: the resources that an iteration may use."""
 
     @property
     def unsettled(self) -> bool:
         """Whether `apply` has more to do at once."""
 
     def apply(self) -> bool:
-        """Between two iterations: give pages back or take them again. True when that made plans void."""
+        """Give pages back or take them again, between two iterations. True when that made plans void."""
 
     def resources(self) -> Resources:
-        """What the next bin may use."""
+        """Return what the next bin may use."""
 
 
 class Finetuning(Protocol):
-    """Fine-tune steps, as `FinetuneJobs` has them."""
+    """The interface of `FinetuneJobs`: fine-tune steps as tasks."""
 
     resumes_s: float
 
     @property
     def jobs(self) -> Mapping[int, Any]:
-        """Steps and tests under way, by task id."""
+        """Open steps and tests, by task id."""
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
-        """Open the steps that are due; `slots_wanted`: requests wait for LoRA slots."""
+        """Open the steps that are due; `slots_wanted` is whether requests wait for LoRA slots."""
 
     def preempt(self, task_id: int, now: float) -> bool:
-        """Take a step's pages away; False when the task is no step."""
+        """Free a step's pages; False when the task is no step."""
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Take finished steps in; see `FinetuneJobs.close_finished`."""
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
-        """Memory ran out in these."""
+        """Drop steps in which memory ran out."""
 
     def fail(self, task_ids: set[int], reason: str) -> None:
-        """An iteration with these failed."""
+        """Skip the steps of a failed iteration."""
 
     def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
         """Hand over the records of the iteration."""
 
     def next_due_s(self) -> float | None:
-        """When something is due while nothing runs."""
+        """Return when something is due while nothing runs."""
 
     def close(self) -> None:
-        """End with every version saved."""
+        """Abandon steps and save every version."""
 
 
 class EngineLoop:
-    """Serving and fine-tuning by turns. Other threads read `recovery.error`, `degraded` and `last_sign_s` alone."""
+    """The loop that plans, runs and completes iterations.
+
+    Other threads read `recovery.error`, `degraded` and `last_sign_s` alone.
+    """
 
     def __init__(
         self,
@@ -132,25 +135,24 @@ class EngineLoop:
     ) -> None:
         """`deliver` takes the events of an iteration, `journal` a sample of it once a second; both must not block.
 
-        `clock` in seconds. So many iterations as `most_failures` that fail in a row end the engine.
+        `clock` is in seconds. The engine ends when `most_failures` iterations in a row have failed.
         """
         self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
         self._deliver, self._journal, self._clock = deliver, journal, clock
-        serving = settings.now.serving
-        self.recovery = Recovery(serving, scheduler, sequences, finetuning, runner, clock, most_failures)
+        self.recovery = Recovery(settings.now.serving, scheduler, sequences, finetuning, runner, clock, most_failures)
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
-        """Seconds that planning ahead has taken already."""
+        """Seconds that planning ahead took for the next iteration."""
         self.resumes_s = 0.0
-        """After a step without work: when there may be some."""
+        """When there may be work again, after a step without any."""
         self._sampled_at_s = 0.0
         self._idle_since_s: float | None = None
         """When the engine ran out of work; -inf once its free memory was given back."""
         self._sign_s, self._waiting = time.monotonic(), False
 
     def step(self) -> bool:
-        """One iteration; False when there is nothing to do before `resumes_s` or the next command."""
+        """Run one iteration; False when there is nothing to do before `resumes_s` or the next command."""
         self._commands.run_pending()
         self._ahead = None if self._limits.apply() else self._ahead
         now = self._clock()
@@ -164,14 +166,16 @@ class EngineLoop:
                 self._sequences.admit(plan, started)
                 sequences, jobs = self._sequences.by_task, self._finetuning.jobs
                 ahead = partial(self._look_ahead, plan, started)
-                output = self._runner.run(plan, sequences, jobs, interrupted=self._interrupted, while_waiting=ahead)
+                output = self._runner.run(
+                    plan, sequences, jobs, interrupted=lambda: self._commands.arrived, while_waiting=ahead
+                )
                 self.recovery.computed = True
                 self._complete(plan, output, started)
         self._publish()
         return bool(plan.grants or plan.preempt)
 
     def run(self) -> None:
-        """The engine thread from its start to its end."""
+        """Run the engine thread from its start to its end."""
         last = (self._publish, self._finetuning.close, self._publish, self._runner.close)
         with self.recovery.thread(self._commands, last):
             self._runner.begin_thread()
@@ -186,17 +190,18 @@ class EngineLoop:
 
     @property
     def last_sign_s(self) -> float:
-        """When the thread last went on (monotonic clock): a device call has returned; now, while it waits for work."""
+        """Time of the thread's latest iteration (monotonic clock), or now while it waits for work: a sign of life."""
         return time.monotonic() if self._waiting else self._sign_s
 
     @property
     def degraded(self) -> list[str]:
-        """A sentence for everything that is not as it should be."""
+        """A sentence for each problem that degrades the service."""
         return [problem for problem in (self._scheduler.degraded, self.recovery.memory_problem) if problem]
 
-    def configure(self, settings: SchedulerSettings) -> None:
-        """Plan by other settings."""
-        self._scheduler.configure(settings)
+    def configure(self, settings: Settings) -> None:
+        """Change the settings of all parts, and plan anew."""
+        self._settings.now = settings
+        self._scheduler.configure(settings.scheduler)
         self._ahead = None
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
@@ -228,11 +233,8 @@ class EngineLoop:
             if not self._finetuning.preempt(task.task_id, now):
                 self._sequences.preempt(task.task_id, now)
 
-    def _interrupted(self) -> bool:
-        return self._commands.arrived
-
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
-        """Take in what the iteration came to: tokens, finished steps, the cost model's lesson."""
+        """Take in the iteration's results: tokens, finished steps, and times for the cost model."""
         now, sequences = self._clock(), self._sequences
         outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.jobs)
         result, cost = IterationResult(outcomes, output.forward_s, output.units), self._scheduler.cost
@@ -244,7 +246,7 @@ class EngineLoop:
         self._finetuning.close_finished(now, output.failed, sequences.suspects)
 
     def _sample(self, iteration: Iteration, journal: Callable[[list[Record]], object], now: float) -> None:
-        """Journal an iteration a second, and warn of targets that the device cannot meet once its times are known."""
+        """Journal one iteration a second; warn once, when prices are known, of targets that the device cannot meet."""
         if iteration.number == _CALIBRATED_AFTER:
             for problem in self._scheduler.targets.impossible():
                 log.warning("%s", problem)
@@ -262,9 +264,9 @@ class EngineLoop:
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def _wait(self, resume_s: float) -> None:
-        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be learned.
+        """Wait for a command, for `resume_s`, or until an adapter is due to be saved or a pair to be trained on.
 
-        Free memory goes back to the system in time.
+        Free memory is returned to the system after a while.
         """
         now = time.monotonic()
         if self._idle_since_s is None:

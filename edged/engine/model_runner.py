@@ -1,4 +1,4 @@
-"""Runs one plan: a packed forward over serving and fine-tune tokens, sampling, then fine-tune units."""
+"""The model runner runs one plan: a packed forward over serving and fine-tune tokens, sampling, then units."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger("edged.engine")
 
 @dataclass(slots=True)
 class FineTuneJob:
-    """A step under way as a task of the scheduler, with the slots that its adapters' policy streams use."""
+    """An open fine-tune step as a task of the scheduler, with the LoRA slots of its adapters' policy streams."""
 
     step: FineTuneStep
     task: Task
@@ -51,32 +51,32 @@ class FineTuneJob:
 
 Taken = list[tuple[PairForward, Piece]]
 Takes = list[tuple[FineTuneJob, Taken, list[Segment]]]
-"""Pieces of steps in a forward, with their segments."""
+"""Pieces of steps in a forward, with their jobs and segments."""
 
 
 @dataclass(slots=True)
 class RunnerOutput:
-    """What a plan came to. `sampled` sequences are in the order of `drawn`."""
+    """The results of a plan. `sampled` sequences are in the order of `drawn`."""
 
     prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences whose K/V advanced, with the number of tokens."""
     segments: list[Segment] = field(default_factory=list)
-    """Of `prefilled`, in the same order."""
+    """Segments of `prefilled`, in the same order."""
     broken: set[int] = field(default_factory=set)
-    """Task ids of sequences in whose tokens something was not finite: their K/V are of no use."""
+    """Task ids of sequences with numbers that were not finite: their K/V are unusable."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
     finetuned: dict[int, int] = field(default_factory=dict)
-    """Task id of fine-tune jobs whose forward advanced -> the number of tokens."""
+    """Number of tokens by which fine-tune jobs' forwards advanced, by task id."""
     units_run: dict[int, int] = field(default_factory=dict)
-    """Task id -> units that ran."""
+    """Number of units that ran, by task id."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
-    """Task id of fine-tune jobs whose unit raised -> why."""
+    """Errors of fine-tune jobs whose unit raised, by task id."""
     forward_s: float = 0.0
 
     def finetune_outcomes(self, plan: Plan, jobs: Mapping[int, Any]) -> list[TaskOutcome]:
-        """What the grants of fine-tune `jobs`, by task id, came to."""
+        """Return the outcomes of the plan's grants to fine-tune `jobs`, which are by task id."""
         outcomes = []
         for task in (grant.task for grant in plan.grants if grant.task.task_id in jobs):
             tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
@@ -100,10 +100,8 @@ class ModelRunner:
         pruner: Pruner | None,
         why_not: Mapping[str, str],
     ) -> None:
-        """`graphs` replay iterations of decodes alone.
-
-        `why_not` tells by "decode", "prefill", "lora" and "graphs" why a part is computed the slower way.
-        """
+        """`graphs` replay iterations that consist of decodes; `why_not` has the reasons for which "decode", "prefill",
+        "lora" or "graphs" are computed the slower way."""
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
         self.max_context_tokens, self.end_ids, self.threads = max_context_tokens, model.end_ids(), threads
         self._backends, self._why_not = backends, why_not
@@ -113,7 +111,7 @@ class ModelRunner:
         self.overlaps = model.device.type == "cuda"
 
     def report(self, sequences: list[Sequence]) -> dict[str, Any]:
-        """The status' parts on pages, on pruned ones of `sequences`, and on what computes which part and why."""
+        """Return the status' parts on pages, on pruning of `sequences`, and on the kernels in use and why."""
         return {
             **self.pages.report(self.model.page_bytes(self.pages.page_size)),
             "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(sequences),
@@ -127,14 +125,14 @@ class ModelRunner:
         }
 
     def begin_thread(self) -> None:
-        """Have the calling thread compute: with the model's device, or with the cores that other programs leave."""
+        """Prepare the calling thread to run plans, on the model's device or the cores that other programs leave."""
         if self.model.device.type == "cuda":
             torch.cuda.set_device(self.model.device)
         if self.threads is not None:
             self.threads.begin()
 
     def begin_iteration(self, now: float) -> None:
-        """Compute with the cores that other programs leave now."""
+        """Follow the number of cores that other programs leave now."""
         if self.threads is not None:
             self.threads.follow(now)
 
@@ -143,7 +141,7 @@ class ModelRunner:
         self.model.check_device()
 
     def return_memory(self) -> None:
-        """Give memory that tensors left behind back to the system."""
+        """Return memory of freed tensors to the system."""
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back_memory()
@@ -156,9 +154,9 @@ class ModelRunner:
         interrupted: Callable[[], bool],
         while_waiting: Callable[[], None],
     ) -> RunnerOutput:
-        """Run a plan. Between units `interrupted` may ask to stop: a request has come.
+        """Run a plan. `interrupted` is asked between units whether to stop, since a command has arrived.
 
-        `while_waiting` is called when the forward is queued on the device and before its tokens are waited for.
+        `while_waiting` is called after the forward is queued on the device and before its tokens are waited for.
         """
         work = RunnerOutput()
         if self.pruner is not None:
@@ -178,7 +176,7 @@ class ModelRunner:
                     takes.append((job, taken, parts))
                     segments += parts
             except OutOfPages:
-                # The plan was made from the same counts, so this is rare: the task simply waits an iteration.
+                # This is rare, since the plan was made from the same counts: the task waits an iteration.
                 continue
         if segments:
             started = time.perf_counter()
@@ -235,7 +233,7 @@ class ModelRunner:
             work.finetuned[job.task.task_id] = tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
-        """Prompts whose chunk was not finite somewhere: their last token alone would not show it."""
+        """Find prompts whose chunk had numbers that were not finite: their last token alone would not show it."""
         rows = work.drawn.beside if work.drawn is not None else None
         if work.drawn is None and self._tap.broken is not None:
             rows = self._tap.broken.cpu().numpy()
@@ -246,13 +244,13 @@ class ModelRunner:
                     work.broken.add(sequence.task.task_id)
 
     def _replay(self, graphs: DecodeGraphs, segments: list[Segment], work: RunnerOutput) -> SampledRows:
-        """Decodes alone, as a captured iteration."""
+        """Replay a captured iteration over decodes, in the order of their adapters' slots."""
         order = sorted(range(len(segments)), key=lambda index: segments[index].slot)
         work.sampled = [work.sampled[index] for index in order]
         return graphs.run([segments[index] for index in order], self._sampling_rows(work))
 
     def _launch(self, segments: list[Segment], takes: Takes, work: RunnerOutput) -> SampledRows | None:
-        """A packed forward, kernel by kernel, and the drawing of what was asked for."""
+        """Launch a packed forward kernel by kernel, and sample the next tokens of `work.sampled`."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
         kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
@@ -271,7 +269,7 @@ class ModelRunner:
     def _run_units(self, job: FineTuneJob, units: int, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
         ran, started = 0, time.perf_counter()
         while ran < units:
-            # Something of fine-tuning runs, so that a stream of arrivals cannot starve a granted step for ever.
+            # At least one unit or forward of fine-tuning runs: a stream of arrivals must not starve a granted step.
             begun = work.units or work.finetuned
             if job.step.finished or job.step.group.tokens_left or (begun and interrupted()):
                 break
@@ -279,10 +277,10 @@ class ModelRunner:
                 unit = Unit(*job.step.run_unit())
             except Exception as error:
                 if not out_of_memory(error):
-                    # Not the step's fault where the device does nothing more: this raises there, too.
+                    # A device that has failed raises here, too: then the step is not to blame.
                     self.model.check_device()
                     log.exception("a fine-tune unit failed")
-                # Its frames hold what the step computed, which would stay until cycles are collected.
+                # The traceback's frames hold the step's tensors, which would stay until cycles are collected.
                 work.failed[job.task.task_id] = error.with_traceback(None)
                 break
             # A device that had all units queued could not be interrupted.
@@ -293,12 +291,12 @@ class ModelRunner:
         work.units_run[job.task.task_id] = ran
 
     def _wait(self) -> None:
-        """Until the device has done all that was launched."""
+        """Wait until the device has done all that was launched."""
         if self.overlaps:
             torch.cuda.current_stream(self.model.device).synchronize()
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Close the offload store; no plan follows."""
         if self.pages.offload is not None:
             self.pages.offload.close()
 
@@ -306,9 +304,9 @@ class ModelRunner:
 def segments_of(
     taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
 ) -> list[Segment]:
-    """Segments of taken pieces, in the same order, each under the slot of its pair's adapter.
+    """Make the segments of taken pieces, in the same order, each with the LoRA slot of its pair's adapter.
 
-    Their streams' pages grow to hold them.
+    The streams' pages are extended to hold them.
     """
     segments = []
     for stream, piece in taken:
@@ -329,7 +327,7 @@ def segments_of(
 
 
 def take_of(group: MicroBatch, taken: Taken, segments: list[Segment], device: torch.device) -> Take:
-    """What the layer tap shall keep of a packed batch that holds `segments`."""
+    """Return what the layer tap is to keep of a packed batch that holds `segments`."""
     rows: list[np.ndarray] = []
     last: list[np.ndarray] = []
     kept: list[np.ndarray] = []

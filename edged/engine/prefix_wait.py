@@ -1,4 +1,4 @@
-"""Sequences that are held back until another one has computed the beginning of their prompt.
+"""The wait of sequences whose prompt begins like one that another sequence is computing.
 
 `edged.cache.inflight_prefixes` decides which waits for which.
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class PrefixWait:
-    """Holds sequences of `table` back on their way to the scheduler; none where no prefix is shared."""
+    """Holds sequences of `table` back from the scheduler while another computes the beginning of their prompt."""
 
     def __init__(self, table: SequenceTable, pages: KvPages, scheduler: Scheduler) -> None:
         self._table, self._pages, self._scheduler = table, pages, scheduler
         self._inflight = InflightPrefixes(pages.page_size, pages.trie.covered)
 
     def enter(self, sequence: Sequence) -> None:
-        """Schedule a sequence, now or when the one that it shares most with has computed that."""
+        """Schedule a sequence now, or when the one that it shares most tokens with has computed these."""
         task, prompt = sequence.task, sequence.request.prompt_ids
         leader = None
         if self._pages.shares_prefixes:
@@ -41,25 +41,25 @@ class PrefixWait:
             self.advanced(self._table.by_task[leader])
 
     def lead(self, sequence: Sequence) -> None:
-        """A sequence that the scheduler has will compute all its tokens, under the version known now."""
+        """Let others wait for a scheduled sequence, which computes all its tokens under the version known now."""
         if self._pages.shares_prefixes and not sequence.forgotten:
             task, tokens = sequence.task, tuple(sequence.tokens)
             order = self._scheduler.order(task)
             self._inflight.enter(task.task_id, self._key(sequence), tokens, order, waits=False)
 
     def advanced(self, sequence: Sequence) -> None:
-        """A part of a sequence's prompt is computed: whoever waited for no more goes on."""
+        """Schedule the sequences that waited for the part of this prompt that is computed now."""
         task_id = sequence.task.task_id
         if self._inflight.followed(task_id):
             self._pages.share(sequence)
             self._go_on(self._inflight.computed(task_id, sequence.computed))
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence's prompt is computed and shared, or it ended or lost its pages: nobody waits for it any more."""
+        """End the wait for a sequence: its prompt is computed and shared, or it ended or lost its pages."""
         self._go_on(self._inflight.leave(sequence.task.task_id))
 
     def renew(self, adapter: str) -> None:
-        """An adapter has a new version: its prompts that have not begun will be computed, and shared, under that."""
+        """Enter an adapter's prompts that have not begun again, since its new version will compute and share them."""
         held = self._withdraw(lambda request: request.adapter == adapter)
         for sequence in self._table.by_task.values():
             if sequence.request.adapter == adapter and sequence.status in _TO_BEGIN:
@@ -68,12 +68,12 @@ class PrefixWait:
             self.enter(sequence)
 
     def forget(self, name: str) -> None:
-        """What running sequences of a user or an adapter compute is nobody else's, so nobody waits for it."""
+        """End all waits for sequences of a forgotten user or adapter, whose K/V must not be shared."""
         for sequence in self._withdraw(lambda request: request.is_of(name)):
             self._table.schedule(sequence)
 
     def _key(self, sequence: Sequence) -> Key:
-        """The key that a sequence will have if it is admitted now."""
+        """Return the key that a sequence's K/V will have if it is admitted now."""
         adapter = sequence.request.adapter
         pinned = sequence.pinned or adapter is None
         return sequence.key_under(sequence.version if pinned else self._table.adapter_cache.version(adapter))
@@ -83,12 +83,12 @@ class PrefixWait:
             self._table.schedule(self._table.by_task[task_id])
 
     def _withdraw(self, chosen: Callable[[Request], bool]) -> list[Sequence]:
-        """No prompt of the chosen requests is in flight any more. Returns their sequences that were held back."""
+        """Remove the chosen requests' prompts from those in flight. Returns their sequences that were held back."""
         mine = [sequence for sequence in self._table.by_task.values() if chosen(sequence.request)]
         held = [sequence for sequence in mine if _held(sequence)]
         withdrawn = {sequence.task.task_id for sequence in held}
         for sequence in sorted(mine, key=lambda sequence: not _held(sequence)):
-            # Others can have waited for it: all untrained adapters answer as the base.
+            # Other adapters' sequences may wait for it: all untrained adapters answer as the base.
             freed = self._inflight.leave(sequence.task.task_id)
             self._go_on(task_id for task_id in freed if task_id not in withdrawn)
         return held

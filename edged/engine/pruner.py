@@ -17,16 +17,16 @@ from edged.tensors.device_copy import upload
 
 log = logging.getLogger("edged.engine")
 _MOST_FAILURES = 3
-"""Prunings that may raise before no more are tried."""
+"""Number of failures after which no more prunings are tried."""
 _FIRST_LOOKS, _LOOK_EVERY = 4, 8
-"""A sequence is observed in so many iterations at first, then in each so many-th: in the same ones as all others, for
-captured iterations cannot be observed."""
+"""A sequence's attention is observed in its first `_FIRST_LOOKS` iterations, then in every `_LOOK_EVERY`-th. These are
+the same for all sequences, because captured iterations cannot be observed."""
 _LATEST_LOOK = 2 * _LOOK_EVERY
-"""Tokens after which a sequence is observed that took part in none of these."""
+"""Tokens after which a sequence is observed anyway if it took part in none of these iterations."""
 
 
 class Pruner:
-    """The engine thread alone uses it; `report` may be called from any thread."""
+    """Prunes K/V when memory is short; the engine thread alone uses it, except `report`."""
 
     def __init__(self, settings: CacheSettings, kv: KvStore | None, pages: KvPages) -> None:
         """`kv` is None where pages have no contents."""
@@ -36,19 +36,19 @@ class Pruner:
         self.pressure = Pressure(settings.pruning)
         self._kv, self._pages, self._pool = kv, pages, pages.pool
         self.prunings = self.pages_returned = 0
-        """Since the start; pages that other sequences go on holding are not counted."""
+        """Counts since the start; pages that other sequences still hold are not counted as returned."""
         self._failures = self._iteration = 0
 
     def begin_iteration(self) -> None:
-        """The decodes that `observer` is asked for next are of one iteration."""
+        """Begin an iteration: following calls of `observer` belong to it."""
         self._iteration += 1
 
     # -- when --------------------------------------------------------------------------------------------------------
 
     def due(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Before an iteration: those of the decoding `sequences` that are to be pruned, each before the next is asked.
+        """Yield those of `sequences` that are to be pruned before an iteration, the longest first.
 
-        The longest comes first. One is enough for an iteration, unless the next ones may find no page.
+        Each must be pruned before the next is asked for. One is enough, unless the next iterations may find no page.
         """
         if self._failures >= _MOST_FAILURES:
             return
@@ -65,20 +65,20 @@ class Pruner:
                     return
 
     def _worth(self, sequence: Sequence) -> bool:
-        """Whether the sequence has been observed, and what it would give back is wanted."""
+        """Whether the sequence was observed often enough and pruning it gains enough."""
         watch, rows = sequence.watch, sequence.rows
         looks = 1 if self.pressure.urgent else _FIRST_LOOKS
         if watch is None or watch.observations < looks or not self._rule.returned_pages(rows):
             return False
         references, adopted = self._pool.references, self._pool.is_adopted
-        # Those of its old pages that no other sequence holds.
+        # Which of its old pages no other sequence holds.
         alone = (references(page) - adopted(page) == 1 for page in sequence.pages[: self._rule.old_pages(rows)])
         freed = sum(alone) - self._rule.budget_pages
-        # Under "on" decoding is to be fast, even where others hold the same pages and no memory comes free.
+        # Under "on" pruning speeds decoding up, even where others hold the same pages and no memory is freed.
         return freed > 0 or (self._mode == "on" and self._pages.available + freed >= self.pressure.wanted_pages)
 
     def observer(self, sequence: Sequence) -> AttentionStats | None:
-        """What shall observe the decode that `sequence` is about to do, if it is time for that."""
+        """Return the statistics that are to observe the next decode of `sequence`; None if it need not be observed."""
         if not self.pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
             return None
         watch, iteration = sequence.watch, sequence.computed
@@ -97,8 +97,8 @@ class Pruner:
 
     @torch.inference_mode()
     def prune(self, sequence: Sequence) -> None:
-        """Compact the old pages of a sequence that is `due`. Whatever it raises, the sequence's pages are in order,
-        but perhaps not what is in them."""
+        """Compact the old pages of a sequence that is `due`. If it raises, the sequence's page table is still valid,
+        but perhaps not the pages' contents."""
         kv, slabs, watch = self._kv, self._rule.budget_pages, sequence.watch
         assert watch is not None
         assert kv is not None
@@ -110,13 +110,13 @@ class Pruner:
         watch.reserve(int(have.max()) * kv.page_size + recent)
         stale_before = sequence.computed - self._window
         keep = rows_to_keep(watch, torch.from_numpy(have), torch.from_numpy(counts), kv.page_size, stale_before)
-        # What others hold, the trie included, stays as it is. The rows of what nobody holds can still be read below,
-        # for nothing else runs meanwhile: so the pages for what is kept may be some of those that were given up.
+        # Pages that others hold, the trie included, stay unchanged. Released pages can still be read below, since
+        # nothing else runs meanwhile: so the kept rows may go into some of them.
         pages = list(sequence.pages)
         self._pool.release(pages[:old])
         own = self._pages.allocate(slabs)
         if self._pages.offload is not None:
-            # They are written before the next forward: after the copies of what was evicted for them.
+            # Pages that were evicted for these must be copied away before they are overwritten.
             self._pages.offload.settle()
         sequence.compact(own, old, PrunedLayout(slabs, counts, before.removed + (old - slabs) * kv.page_size))
         self.prunings += 1
@@ -142,13 +142,13 @@ class Pruner:
             kv.move(layer, rows[kept[layer] // keep.shape[2], kept[layer] % keep.shape[2]], to)
 
     def failed(self) -> None:
-        """A pruning raised; after a few of them no more are tried, since each costs its sequence a recomputation."""
+        """Count a pruning that raised; after a few no more are tried, since each costs a recomputation."""
         self._failures += 1
         if self._failures == _MOST_FAILURES:
             log.error("K/V is not pruned any more: it failed %d times", _MOST_FAILURES)
 
     def report(self, sequences: Iterable[Sequence]) -> dict[str, object]:
-        """What the status shows; `tokens_kept` of the compacted part of each pruned sequence, on the mean of heads."""
+        """Return the status' part; `tokens_kept` sums the pruned sequences' compacted parts, on the mean of heads."""
         compacted = [part for part in (sequence.compacted for sequence in sequences) if part is not None]
         return {
             "mode": self._mode,
@@ -163,10 +163,11 @@ class Pruner:
 def rows_to_keep(
     watch: AttentionStats, have: torch.Tensor, keep: torch.Tensor, page_size: int, stale_before: int
 ) -> torch.Tensor:
-    """Which old rows of each head stay: boolean [layers, kv_heads, rows]; `have` and `keep` [layers, kv_heads] blocks.
+    """Choose the old rows of each head to keep: boolean [layers, kv_heads, rows]; `have` and `keep` [layers, kv_heads]
+    are blocks.
 
-    The sinks stay. Then rows go that were last used before the iteration `stale_before` (t - t_last_used > W of MACE
-    4.3); and of the others those that get the least attention, the earlier of equals.
+    The sinks are kept. Rows last used before the iteration `stale_before` (t - t_last_used > W of MACE 4.3) are dropped
+    first, then those with the least attention, the earlier of equals.
     """
     device = watch.shares.device
     rows = int(have.max()) * page_size
@@ -183,7 +184,7 @@ def rows_to_keep(
 
 
 def _rearrange(watch: AttentionStats, keep: torch.Tensor, old_rows: np.ndarray, recent: int) -> None:
-    """The watch's rows as they are after pruning: those kept, and the `recent` ones behind each head's `old_rows`."""
+    """Reorder the watch's rows as pruning does: the kept rows, then the `recent` ones behind each head's `old_rows`."""
     device = keep.device
     old = torch.from_numpy(old_rows).to(device)[..., None]
     row = torch.arange(watch.shares.shape[2], device=device)

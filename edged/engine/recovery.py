@@ -1,6 +1,6 @@
-"""Failures of the engine loop: an iteration's ends the tasks that were in it, the third in a row ends the engine.
+"""Recovery from failures of the engine loop: a failed iteration ends its tasks, the third in a row the engine.
 
-Want of memory in the middle of an iteration is no failure: less is done at once, and no request fails for it.
+When memory runs out within an iteration, no request fails: smaller iterations follow.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("edged.engine")
 _LEAST_TOKENS = 16
-"""Chunks are not cut below this: a prompt's page."""
+"""Smallest token limit of an iteration: one page of a prompt."""
 _MOST_STRIKES = 4
-"""How often the smallest iteration of a single request is tried before that request fails."""
+"""Number of tries of a single request's smallest iteration before that request fails."""
 _PAUSE_S = 0.2
-"""Rest before the smallest iteration is tried again: a neighbour may give memory back."""
+"""Pause before the smallest iteration is tried again: another process may free memory."""
 _EASES_AFTER = 64
-"""Iterations that must have gone well before limits are doubled."""
+"""Number of successful iterations after which limits are doubled."""
 
 
 class Recovery:
-    """Has every `except` of the loop.
+    """The loop's error handling: every `except` of the loop is here.
 
-    For want of memory fine-tuning gives way first, then chunks shrink, then sequences are preempted; last, one request
+    When memory runs out, fine-tuning pauses first, then chunks shrink, then sequences are preempted; last, one request
     fails.
     """
 
@@ -51,24 +51,24 @@ class Recovery:
         clock: Callable[[], float],
         most_failures: int,
     ) -> None:
-        """`most_failures` in a row are raised."""
+        """`most_failures` is the number of failed iterations in a row at which the error is raised."""
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
         self._runner, self._clock, self._most_failures = runner, clock, most_failures
         self._failures = 0
         self.computed = False
-        """Whether the iteration has computed all: an error from there on is none of memory."""
+        """Whether the iteration's computation has ended: later errors are not treated as lack of memory."""
         self.error: str | None = None
-        """Why the engine thread ended, where it was not stopped."""
+        """The reason for which the engine thread ended without having been stopped; None otherwise."""
         self._most: dict[str, int] = {}
-        """What an iteration may have of "tokens" and "sequences" while memory is short."""
+        """Limits of an iteration's "tokens" and "sequences" while memory is short."""
         self._strikes = 0
         self._went_well = 0
         self.pause_s = 0.0
-        """How long to rest before the next iteration."""
+        """Seconds to pause before the next iteration."""
 
     @contextmanager
     def thread(self, commands: CommandQueue, last: tuple[Callable[[], object], ...]) -> Iterator[None]:
-        """Around the whole life of the engine thread: open requests end with it, then what is `last` is done."""
+        """Wrap the life of the engine thread: at its end, open requests end and the functions `last` are called."""
         try:
             yield
         except Exception as error:
@@ -85,7 +85,7 @@ class Recovery:
 
     @contextmanager
     def logged(self, message: str) -> Iterator[None]:
-        """Around what may fail without harm to anything else."""
+        """Log exceptions of a part whose failure harms nothing else."""
         try:
             yield
         except Exception:
@@ -93,7 +93,7 @@ class Recovery:
 
     @contextmanager
     def iteration(self, plan: Plan) -> Iterator[None]:
-        """Around one iteration, which sets `computed` when its forward and units have ended."""
+        """Handle the exceptions of one iteration, which sets `computed` when its forward and units have ended."""
         self.computed = False
         try:
             yield
@@ -110,21 +110,21 @@ class Recovery:
             self._failures = 0
 
     def _fail(self, plan: Plan, error: Exception) -> None:
-        # A device that does nothing more raises here, before the pairs of a step are blamed.
+        # A device that has failed raises here, before the pairs of a step are blamed.
         self._runner.check_device()
         ids = {grant.task.task_id for grant in plan.grants}
         hit = self._sequences.fail(ids, f"the iteration failed: {error}", self._clock())
         self._finetuning.fail(ids, str(error))
         for task_id in ids:
-            # Also of those that had ended when the iteration failed.
+            # This includes tasks that had ended when the iteration failed.
             self._scheduler.remove(task_id)
         name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
         logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
 
-    # -- want of memory ----------------------------------------------------------------------------------------------
+    # -- lack of memory ----------------------------------------------------------------------------------------------
 
     def limited(self, resources: Resources) -> Resources:
-        """What the next bin may use while memory is short."""
+        """Return the resources, limited while memory is short."""
         if not self._most:
             return resources
         most = {f"max_{what}": min(number, getattr(resources, f"max_{what}")) for what, number in self._most.items()}
@@ -132,19 +132,19 @@ class Recovery:
 
     @property
     def memory_problem(self) -> str:
-        """What is limited now, for people; "" when nothing is."""
+        """A sentence on the limits in force; "" when there are none."""
         most = " and ".join(f"{number} {what}" for what, number in self._most.items())
         return most and f"memory ran out: an iteration has at most {most} for now"
 
     def _relieve(self, plan: Plan, error: Exception, now: float) -> None:
-        """An iteration ran out of memory before anything came of it: free some, and have less tried."""
+        """Free memory after an iteration ran out of it, and limit the next ones."""
         self._went_well = 0
-        # Its frames hold what the iteration had computed.
+        # The traceback's frames hold the iteration's tensors.
         traceback.clear_frames(error.__traceback__)
         self._runner.return_memory()
         tasks = [grant.task for grant in plan.grants]
         for task in tasks:
-            # A sequence whose K/V went ahead of what the scheduler knows is computed again.
+            # A sequence with more K/V than the scheduler knows of is computed again.
             sequence = self._sequences.by_task.get(task.task_id)
             if sequence is not None and sequence.admitted and sequence.computed != task.context:
                 self._sequences.preempt(task.task_id, now)
@@ -152,7 +152,7 @@ class Recovery:
         if tuning:
             _warn("memory ran out beside fine-tuning, which waits", error)
             self._finetuning.starved(tuning, logs.first_line(error, with_kind=True), now)
-            # What was computed of sequences in this iteration does not count; they are as they were.
+            # The iteration's sequences are unchanged, since its results were not taken in.
             return
         serving = [task for task in tasks if task.task_id in self._sequences.by_task]
         tokens = sum(grant.tokens for grant in plan.grants if grant.task.task_id in self._sequences.by_task)
@@ -164,13 +164,13 @@ class Recovery:
         else:
             keep = self._most["sequences"] = max(1, len(serving) // 2)
             _warn(f"memory ran out: at most {keep} sequences at once follow", error)
-            # The pages of all but those that came first are computed again when there is room.
+            # All but the first to arrive lose their pages and are computed again when there is room.
             for task in sorted(serving, key=lambda task: (task.arrival_s, task.task_id))[keep:]:
                 if self._sequences.by_task[task.task_id].admitted:
                     self._sequences.preempt(task.task_id, now)
 
     def _try_again(self, tasks: list[Task], error: Exception, now: float) -> None:
-        """The smallest iteration there is: a few times more, then its request fails."""
+        """Have the smallest iteration tried again after a pause; after a few tries its request fails."""
         self._strikes += 1
         self.pause_s = _PAUSE_S
         if self._strikes >= _MOST_STRIKES:
@@ -181,7 +181,7 @@ class Recovery:
             self._sequences.fail([task.task_id for task in tasks], reason, now)
 
     def _ease(self) -> None:
-        """An iteration went well; after enough of them limits are doubled."""
+        """Count a successful iteration; after enough of them limits are doubled."""
         self._strikes, self.pause_s = 0, 0.0
         self._went_well += bool(self._most)
         if self._went_well >= _EASES_AFTER:

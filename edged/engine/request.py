@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers: requests, sampling parameters, events."""
+"""Requests to the engine, the events that answer them, and the errors that refuse them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,10 +23,10 @@ class RequestRefused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion asked for. `adapter` None is the base model.
+    """A request for one completion. `adapter` None is the base model.
 
-    Its K/V is shared with requests of the same `tenant` alone, "" being one that all may be. `user` is who asks, where
-    that is known, whatever the adapter.
+    Its K/V is shared only with requests of the same `tenant`; "" is the tenant of all who share. `user` is the
+    requesting user, where known, whatever the adapter.
     """
 
     request_id: str
@@ -38,25 +38,25 @@ class Request:
     user: str | None = None
 
     def is_of(self, name: str) -> bool:
-        """Whether it goes when this user or adapter is forgotten."""
+        """Whether the request belongs to this user or adapter, which is forgotten."""
         return name in (self.adapter, self.user, self.tenant)
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """One sampled token. `top` has (token id, log-probability), best first."""
+    """One sampled token. `top` has the likeliest (token id, log-probability), best first."""
 
     request_id: str
     token_id: int
     version: int = 0
-    """The adapter's version that it was sampled under."""
+    """The adapter's version under which the token was sampled."""
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
 
 
 @dataclass(slots=True)
 class FinishEvent:
-    """A request's end; nothing follows it. Times are seconds since submission (monotonic clock)."""
+    """The end of a request, its last event. Times are seconds since submission."""
 
     request_id: str
     reason: FinishReason

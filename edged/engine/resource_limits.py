@@ -1,4 +1,4 @@
-"""Keeps the engine within the limits that governors set: pages, pruning, fine-tuning, sequences."""
+"""Resource limits: keeps the engine within what governors allow of pages, pruning, fine-tuning, sequences."""
 
 import logging
 
@@ -17,13 +17,13 @@ from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.engine")
 _MOST_MOVED = 64 << 20
-"""Bytes of K/V that are copied between two iterations, at most."""
+"""Largest number of K/V bytes that are copied between two iterations."""
 
 
 def bin_resources(
     settings: ServingSettings, pages: KvPages, usable: int, free: int, sequences: int | None = None
 ) -> Resources:
-    """What the next bin may use of `usable` pages, `free` of which are; `sequences`: at most so many at once."""
+    """Return the resources of a bin: `free` of `usable` pages, and at most `sequences` sequences, if given."""
     # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
     most = min(settings.max_sequences, settings.max_batch_tokens // 2)
     return Resources(
@@ -36,7 +36,7 @@ def bin_resources(
 
 
 class ResourceLimits:
-    """Used by the engine thread alone, but for `use`, which only reads numbers."""
+    """Applies governors' limits. Used by the engine thread alone, except `use`, which only reads numbers."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class ResourceLimits:
         self._page_bytes = runner.model.page_bytes(page_size)
         self._most_moved = max(1, _MOST_MOVED // self._page_bytes)
         self._longest = -(-runner.max_context_tokens // page_size)
-        """Pages of the longest request that may come."""
+        """Pages of the longest request that can be submitted."""
         self._gives_back = self._kv.gives_back and not has_own_memory(runner.model.device)
         self.limits = EngineLimits()
         self._full = False
-        """The system had no memory for the pages that may be taken: not asked again before there are new limits."""
+        """Whether the system had no memory for more pages: it is not asked again before there are new limits."""
         self._starved = False
-        """The latest `apply` found no memory."""
+        """Whether the latest `apply` ran out of memory."""
 
     def use(self) -> Use:
-        """What the engine holds and has done."""
+        """Return what the engine holds and has done."""
         stats = self._sequences.stats
         resident = self._pool.touched if self._runner.model.device.type == "cpu" else self._pool.capacity
         return Use(
@@ -85,7 +85,7 @@ class ResourceLimits:
     # -- limits ------------------------------------------------------------------------------------------------------
 
     def take(self, limits: EngineLimits) -> None:
-        """New limits; pages follow in `apply`."""
+        """Take new limits; the number of pages follows in `apply`."""
         self.limits, self._full = limits, False
         self._scheduler.throttle.share = limits.finetune_share
         self._finetuning.hold(limits.finetune_share == 0.0)
@@ -95,24 +95,24 @@ class ResourceLimits:
             self._runner.return_memory()
 
     def resources(self) -> Resources:
-        """What the next bin may use."""
+        """Return the resources that the next bin may use."""
         limits, pool = self.limits, self._pool
         free, usable = self._pages.available, self._all_pages
         if limits.pages is not None or pool.capacity < pool.pages:
             usable = min(self._usable_pages(), pool.capacity - 1)
             free = min(free, usable + 1 - self._live_pages)
             if limits.sequences is None:
-                # Who runs is preempted only when fewer may run: before, the cache is as full as it may be.
+                # Running sequences are preempted only where governors limit their number; else no more pages are given.
                 free = max(0, free)
         return bin_resources(self._settings, self._pages, usable, free, limits.sequences)
 
     @property
     def _live_pages(self) -> int:
-        """Pages that sequences and steps hold, and the one for padding."""
+        """Number of pages that sequences and steps hold, and the one for padding."""
         return self._pool.capacity - self._pages.available
 
     def _usable_pages(self) -> int:
-        """As limited, but enough for the largest request at hand: somebody can always be answered."""
+        """Return the limit of pages, but enough for the largest open request: one can always be answered."""
         pages = self._all_pages if self.limits.pages is None else self.limits.pages
         if pages < min(self._longest, self._all_pages):
             largest = max((len(sequence.table) for sequence in self._sequences.by_task.values()), default=0)
@@ -122,9 +122,9 @@ class ResourceLimits:
     # -- pages -------------------------------------------------------------------------------------------------------
 
     def apply(self) -> bool:
-        """Between two iterations: give back pages and what is idle, or take pages again.
+        """Give back pages and idle memory, or take pages again, between two iterations.
 
-        True when pages changed: what was planned with the earlier ones is void. Where memory lacks it is tried again.
+        True when pages changed, which makes earlier plans void. Where memory runs out it is tried again later.
         """
         self._starved = False
         try:
@@ -144,7 +144,7 @@ class ResourceLimits:
 
     @property
     def unsettled(self) -> bool:
-        """Whether `apply` has more to give back, and is not to wait for memory."""
+        """Whether `apply` has more to give back and did not run out of memory."""
         return not self._starved and max(self._usable_pages() + 1, self._live_pages) < self._pool.capacity
 
     def _grow(self, capacity: int) -> bool:
@@ -158,7 +158,7 @@ class ResourceLimits:
         return True
 
     def _shrink(self, wanted: int) -> bool:
-        """Evict what nobody uses, move what lies above the pages that stay, give the rest back: a part each time."""
+        """Evict unused pages, move held ones below the new end, give the rest back: a part of them each time."""
         pool, pages, before = self._pool, self._pages, self._pool.capacity
         wanted = max(wanted, self._live_pages)
         pages.trie.evict(before - pool.free_pages - wanted)
@@ -173,7 +173,7 @@ class ResourceLimits:
             pages.offload.settle()
         if held:
             moved = pool.places(held, wanted)
-            # The copy needs memory: where there is none, everything is as it was.
+            # The copy needs memory: if there is none, this raises before anything has changed.
             with torch.inference_mode():
                 self._kv.move_pages(moved)
             pool.move(moved)

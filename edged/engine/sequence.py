@@ -21,28 +21,26 @@ NOT_SHARED = -1
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is between its request's arrival and its last event; `SequenceTable.move` alone changes it."""
+    """The status of a sequence, from its request's arrival to its last event; `SequenceTable.move` alone changes it."""
 
     ARRIVED = auto()
     WAITING_ADAPTER = auto()
-    """Its adapter is read from disk."""
+    """The sequence's adapter is being read from disk."""
     WAITING_PREFIX = auto()
-    """Another sequence computes the beginning of its prompt."""
+    """Another sequence is computing the beginning of its prompt."""
     WAITING = auto()
-    """The scheduler has it; it holds no pages."""
+    """The scheduler has the sequence, which holds no pages."""
     WAITING_SLOT = auto()
-    """It found no LoRA slot; the scheduler does not know it meanwhile, or it would get what others can use."""
+    """The sequence found no LoRA slot; the scheduler does not have it meanwhile, so that others get its tokens."""
     SLOT_OFFERED = auto()
-    """The scheduler has it again, since a slot is idle."""
+    """The scheduler has the sequence again, since a slot is idle."""
     PREFILL = auto()
     DECODE = auto()
     FINISHED = auto()
 
     def may_become(self, status: SequenceStatus) -> bool:
-        """Whether a sequence of this status may get that one next."""
-        if status is SequenceStatus.FINISHED:
-            return self is not SequenceStatus.FINISHED
-        return status in _NEXT.get(self, ())
+        """Whether `status` may follow this one."""
+        return self is not SequenceStatus.FINISHED and (status is SequenceStatus.FINISHED or status in _NEXT[self])
 
 
 _TO_SCHEDULE = {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING}
@@ -56,12 +54,12 @@ _NEXT = {
     SequenceStatus.PREFILL: {SequenceStatus.DECODE, SequenceStatus.WAITING},
     SequenceStatus.DECODE: {SequenceStatus.WAITING},
 }
-"""Besides FINISHED, which any other may become."""
+"""The statuses that may follow each one, besides FINISHED, which may follow any other."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` is the prompt and what was generated; K/V exist for the first `computed` of them, in `pages`."""
+    """A request under way: `tokens` are its prompt and answer; `pages` hold K/V of the first `computed` of them."""
 
     request: Request
     task: Task
@@ -73,19 +71,19 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     computed: int = 0
     compacted: PrunedLayout | None = None
-    """Where the K/V of its first pages lie, once it was pruned."""
+    """Layout of the K/V in its first pages, once it was pruned."""
     watch: AttentionStats | None = None
-    """What is known of its heads and rows, if it may be pruned before long."""
+    """Observed attention of its heads and rows, if it may be pruned soon."""
     counts: TokenCounts | None = None
-    """Of its tokens, where penalties need them."""
+    """Counts of its tokens, where penalties need them."""
     slot: int = NO_SLOT
     version: int = 0
     kv_version: int = 0
-    """Version under which the first K/V row was computed; differs from `version` after a hot update."""
+    """The version under which the first K/V row was computed; differs from `version` after a hot update."""
     pinned: bool = False
-    """It finishes on the version it started with, whatever becomes of its pages."""
+    """Whether it finishes on the version that it started with, even if it is preempted."""
     forgotten: bool = False
-    """Its user or adapter was forgotten: what it computes is nobody else's."""
+    """Whether its user or adapter was forgotten, so that its K/V must not be shared."""
     status: SequenceStatus = SequenceStatus.ARRIVED
     cached_tokens: int = 0
     started_s: float = 0.0
@@ -105,52 +103,52 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the request's prompt."""
+        """Number of tokens of the request's prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def generated(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def trie_key(self) -> Key:
-        """Under which key its pages may be shared."""
+        """The key under which its pages may be shared."""
         return self.key_under(self.kv_version)
 
     def key_under(self, version: int) -> Key:
-        """The key of K/V that `version` of its adapter computes: all untrained adapters answer as the base."""
+        """Return the key of K/V that `version` of its adapter computes; all untrained adapters answer as the base."""
         return Key(self.request.adapter if version else None, version, self.request.tenant)
 
     @property
     def shareable(self) -> bool:
-        """Whether all of its K/V are there and were computed under one version."""
+        """Whether its K/V are complete and were all computed under one version."""
         return self.version == self.kv_version and self.compacted is None
 
     @property
     def rows(self) -> int:
-        """Rows of K/V that it holds, on the mean of its heads."""
+        """Number of K/V rows that it holds, on the mean of its heads."""
         return self.computed - self.compacted.removed if self.compacted else self.computed
 
     def add_pages(self, pages: list[int]) -> None:
-        """Append pages to the table."""
+        """Append pages to the page table."""
         first = len(self.pages)
         self.pages += pages
         self.table[first : first + len(pages)] = pages
 
     def move_pages(self, moved: Mapping[int, int]) -> None:
-        """Pages that the pool has moved: what was in the keys is in the values."""
+        """Update the page table after the pool moved pages: `moved` maps old numbers to new ones."""
         self.pages = [moved.get(page, page) for page in self.pages]
         self.table[: len(self.pages)] = self.pages
 
     def compact(self, pages: list[int], old: int, compacted: PrunedLayout) -> None:
-        """Its first `old` pages were compacted into `pages`."""
+        """Replace its first `old` pages by `pages`, into which they were compacted."""
         self.pages = pages + self.pages[old:]
         self.table[: len(self.pages)] = self.pages
         self.compacted = compacted
 
     def row(self, end_ids: frozenset[int]) -> SamplingRow:
-        """How its next token is to be drawn."""
+        """Return how its next token is to be sampled."""
         s = self.request.sampling
         early = self.generated < s.min_tokens
         return SamplingRow(
@@ -162,7 +160,7 @@ class Sequence:
         )
 
     def _counted(self) -> TokenCounts:
-        """Its tokens counted; repetition alone asks for those of the prompt."""
+        """Return the counts of its tokens; only the repetition penalty needs those of the prompt."""
         if self.counts is None:
             repetition = self.request.sampling.repetition_penalty != 1.0
             self.counts = TokenCounts(self.request.prompt_ids if repetition else ())
@@ -170,7 +168,7 @@ class Sequence:
         return self.counts
 
     def end(self, token: int, end_ids: frozenset[int], max_context: int) -> FinishReason | None:
-        """Why it ends with `token` as its latest, or None."""
+        """Return the reason to end with `token` as the latest, or None."""
         s = self.request.sampling
         if token in s.stop_token_ids or (token in end_ids and not s.ignore_eos):
             return "stop"
@@ -179,7 +177,7 @@ class Sequence:
         return None
 
     def finish(self, reason: FinishReason, now: float, error: str = "") -> FinishEvent:
-        """The event that ends it."""
+        """Make its last event."""
         return FinishEvent(
             request_id=self.request.request_id,
             reason=reason,

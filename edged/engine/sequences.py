@@ -1,4 +1,4 @@
-"""The sequences of open requests: queued, admitted, prefilled, decoded, preempted, finished."""
+"""The table of open requests' sequences: queued, admitted, prefilled, decoded, preempted, finished."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ log = logging.getLogger("edged.engine")
 
 
 class AdapterVersions(Protocol):
-    """The adapters' current versions and states in memory, as `AdapterCache` has them."""
+    """The interface of `AdapterCache`: the adapters' current versions and their states in memory."""
 
     def version(self, adapter: str | None) -> int:
-        """The current version; 0 of an adapter that has not learned."""
+        """Return the current version; 0 for an untrained adapter."""
 
     def resident(self, adapter: str) -> bool:
-        """Whether `get` need not read files."""
+        """Whether the adapter's state is in memory, so that `get` reads no files."""
 
     def get(self, adapter: str) -> Any:
-        """The current state, with `name` and `version`; a slot takes its weights."""
+        """Return the current state, with `name` and `version`, for a slot."""
 
 
 class AdapterSlots(Protocol):
-    """The slots of a packed batch for adapters' weights, as `SlotTable` has them."""
+    """The interface of `SlotTable`: the LoRA slots of a packed batch."""
 
     @property
     def idle(self) -> int:
-        """Slots that no sequence or step uses."""
+        """Number of slots that no sequence or step uses."""
 
     def held(self, adapter: str, version: int) -> bool:
         """Whether a slot has these weights."""
 
     def acquire(self, state: Any, spare: int = 0) -> int | None:
-        """A slot with the state's weights, for one more user of it; None when none is idle beyond `spare`."""
+        """Return a slot with the state's weights, for one more user of it; None when none is idle beyond `spare`."""
 
     def release(self, slot: int) -> None:
-        """One user of a slot has ended."""
+        """Give a slot back for one user of it."""
 
     def publish(self, state: Any, previous: int, hot: bool) -> int | None:
-        """Put a new version's weights in the slot of the one before where it is `hot`; the slot."""
+        """Put a new version's weights in the slot of the previous one if `hot`; returns the slot."""
 
 
 class SequenceTable:
-    """The open requests' sequences. Other threads read `waiting`, `queue_report` and a copy of `by_task` alone."""
+    """The open requests' sequences. Other threads read only `waiting`, `queue_report` and a copy of `by_task`."""
 
     def __init__(
         self,
@@ -73,25 +73,25 @@ class SequenceTable:
         fetch: Callable[[str], None],
         stats: Counters,
     ) -> None:
-        """`fetch` has an adapter's state read from disk: `on_fetched` is the answer."""
+        """`fetch` starts to read an adapter's state from disk; `on_fetched` is called when it ends."""
         self._scheduler, self._slots, self.stats = scheduler, slots, stats
         self._pages, self._pruner, self._end_ids = runner.pages, runner.pruner, runner.end_ids
         self._max_context, self.adapter_cache, self._fetch = runner.max_context_tokens, adapter_cache, fetch
         self._pins = settings.on_update == "pin"
         self.by_task: dict[int, Sequence] = {}
-        """Sequences of open requests by their tasks' ids."""
+        """Sequences of open requests by task id."""
         self._by_request: dict[str, Sequence] = {}
         self._by_status: dict[SequenceStatus, dict[int, Sequence]] = {status: {} for status in SequenceStatus}
         self.admitted = 0
-        """Requests that hold pages."""
+        """Number of requests that hold pages."""
         self._prefix_wait = PrefixWait(self, runner.pages, scheduler)
         self._events: list[Event] = []
         self.suspects: deque[tuple[str, int]] = deque()
-        """(adapter, version) of answers that were not finite, for who takes them back to remove."""
+        """(adapter, version) of answers that were not finite; `FinetuneJobs.close_finished` removes them."""
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
-        """Change a sequence's status, which must be a legal step of its life."""
+        """Change a sequence's status; asserts that the new one may follow."""
         assert sequence.status.may_become(status), f"a sequence in {sequence.status} cannot become {status}"
         task_id, held = sequence.task.task_id, sequence.admitted
         self._by_status[sequence.status].pop(task_id, None)
@@ -105,8 +105,8 @@ class SequenceTable:
     def add(self, request: Request, now: float, asked_s: float | None = None) -> None:
         """Take a request in; one whose prompt begins like another that is being computed waits for that.
 
-        Its turn counts from now on, its latency from `asked_s`: who waited for a turn among users does not overtake
-        those who had theirs before.
+        Its place in the queue counts from `now`, its latency from `asked_s`: a request that waited for its user's turn
+        does not overtake requests that were taken in before.
         """
         task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
@@ -120,14 +120,14 @@ class SequenceTable:
             tokens=list(request.prompt_ids),
             table=np.zeros(-(-(tokens + request.sampling.max_tokens) // self._pages.page_size), np.int64),
         )
-        # Known before it is scheduled: who waits for whom depends on who is due first.
+        # Set before it is scheduled, because deadlines decide which sequence waits for the other.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
         self.stats.totals.requests += 1
         self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
-        """Give a sequence to the scheduler; or have it wait for its adapter, which is on disk, or for its prefix."""
+        """Give a sequence to the scheduler, or have it wait for its adapter on disk or for its prefix."""
         adapter = sequence.request.adapter
         if adapter is not None and self.adapter_cache.version(adapter) and not self.adapter_cache.resident(adapter):
             self.move(sequence, SequenceStatus.WAITING_ADAPTER)
@@ -136,7 +136,7 @@ class SequenceTable:
             self._prefix_wait.enter(sequence)
 
     def on_fetched(self, adapter: str, error: str, now: float) -> None:
-        """An adapter's state was read from disk, or could not be (`error`): its sequences go on, or end."""
+        """Let an adapter's sequences go on after its state was read from disk; or end them with `error`."""
         for sequence in list(self._by_status[SequenceStatus.WAITING_ADAPTER].values()):
             if sequence.request.adapter != adapter:
                 continue
@@ -147,12 +147,12 @@ class SequenceTable:
 
     @property
     def waiting_for_slot(self) -> bool:
-        """Whether a request waits for a LoRA slot: fine-tuning leaves it the next one."""
+        """Whether a request waits for a LoRA slot; fine-tuning leaves it the next one."""
         return bool(self._by_status[SequenceStatus.WAITING_SLOT] or self._by_status[SequenceStatus.SLOT_OFFERED])
 
     @property
     def adapters(self) -> set[str]:
-        """Whose adapters answer somebody now."""
+        """Names of the adapters of open requests."""
         return {sequence.request.adapter for sequence in self._by_request.values() if sequence.request.adapter}
 
     def schedule(self, sequence: Sequence) -> None:
@@ -172,7 +172,7 @@ class SequenceTable:
         plan.grants[:] = kept
 
     def prepare(self, now: float) -> None:
-        """Between two iterations: offer LoRA slots to sequences that found none, and make room in the cache."""
+        """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots()
         if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
@@ -189,7 +189,7 @@ class SequenceTable:
         totals.prunings, totals.pruned_pages = self._pruner.prunings, self._pruner.pages_returned
 
     def _offer_slots(self) -> None:
-        """Have those planned again that may find a slot now, in the order of the policy."""
+        """Give sequences that may find a slot now back to the scheduler, in the order of the policy."""
         slots, idle = self._slots, self._slots.idle
         without = self._by_status[SequenceStatus.WAITING_SLOT].values()
         for sequence in sorted(without, key=lambda sequence: self._scheduler.order(sequence.task)):
@@ -203,8 +203,8 @@ class SequenceTable:
             self._scheduler.add(task, task.arrival_s)
 
     def _yields(self, newcomer: Sequence, now: float) -> bool:
-        """Whether a newcomer would keep a slot from becoming idle for a sequence that comes before it and has waited
-        for twice its target."""
+        """Whether a newcomer must not share a slot, because an earlier sequence has waited twice its target for one to
+        become idle."""
         without = self._by_status[SequenceStatus.WAITING_SLOT]
         if not without or self._slots.idle:
             return False
@@ -243,7 +243,7 @@ class SequenceTable:
     # -- after an iteration ------------------------------------------------------------------------------------------
 
     def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
-        """Append sampled tokens, finish sequences that ended; the outcomes of all serving grants."""
+        """Append sampled tokens and finish sequences that ended. Returns the outcomes of all serving grants."""
         drawn = work.drawn
         rows = {id(sequence): row for row, sequence in enumerate(work.sampled)}
         outcomes = []
@@ -272,7 +272,7 @@ class SequenceTable:
         return outcomes
 
     def _not_finite(self, sequence: Sequence) -> str:
-        """Why such a sequence ends. Nothing that its version computed is found by others any more."""
+        """Expire the prefixes of a version whose numbers were not finite; returns the error message."""
         self._pages.trie.expire(sequence.trie_key)
         if sequence.version and sequence.request.adapter is not None:
             self.suspects.append((sequence.request.adapter, sequence.version))
@@ -293,7 +293,7 @@ class SequenceTable:
         self._events.append(event)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:
-        """The last thing that happens to a sequence: its pages are shared or freed, its event is queued."""
+        """End a sequence: share or free its pages, and queue its last event."""
         task_id = sequence.task.task_id
         if retire:
             self._scheduler.remove(task_id)
@@ -314,7 +314,7 @@ class SequenceTable:
         sequence.slot = NO_SLOT
 
     def preempt(self, task_id: int, now: float) -> None:
-        """Take a sequence's pages away; it will be recomputed, with all tokens it has, when there is room."""
+        """Free a sequence's pages; all its tokens are recomputed when there is room."""
         sequence = self.by_task[task_id]
         self._pages.share(sequence)
         self._pages.free(sequence)
@@ -330,7 +330,7 @@ class SequenceTable:
     # -- ends from outside -------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, reason: FinishReason, now: float, error: str = "") -> None:
-        """End a request, wherever it is; unknown ids are ignored."""
+        """End a request, whatever its status; unknown ids are ignored."""
         sequence = self._by_request.get(request_id)
         if sequence is not None:
             self._end(sequence, reason, now, error)
@@ -343,14 +343,14 @@ class SequenceTable:
         return [sequence.request.request_id for sequence in failed]
 
     def end_all(self, now: float, error: str = "") -> None:
-        """End everything: with an error, or as cancelled, as when a drain ran out of time."""
+        """End all requests, with an error if one is given, else as cancelled."""
         for sequence in list(self._by_request.values()):
             self._end(sequence, "error" if error else "cancelled", now, error)
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
     def on_publish(self, state: Any, previous: int) -> None:
-        """A new version: "hot" moves running sequences to it, "pin" leaves them; the old one's prefixes expire."""
+        """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
         slot = self._slots.publish(state, previous, not self._pins)
         if not self._pins:
             for sequence in self.by_task.values():
@@ -361,7 +361,7 @@ class SequenceTable:
         self._prefix_wait.renew(state.name)
 
     def forget(self, name: str) -> None:
-        """Nothing is shared that answers under way compute of a forgotten user, or with the adapter of that name."""
+        """Stop sharing K/V of the open requests of a forgotten user or adapter."""
         for sequence in self._by_request.values():
             if sequence.request.is_of(name):
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
@@ -381,11 +381,11 @@ class SequenceTable:
 
     @property
     def waiting(self) -> int:
-        """Requests that hold no pages yet."""
+        """Number of requests that hold no pages."""
         return max(0, len(self._by_request) - self.admitted)
 
     def queue_report(self) -> dict[str, int]:
-        """Requests by stage."""
+        """Return the number of requests by stage."""
         return {
             "waiting": self.waiting,
             "prefill": len(self._by_status[SequenceStatus.PREFILL]),
@@ -393,6 +393,6 @@ class SequenceTable:
         }
 
     def take_events(self) -> list[Event]:
-        """Events since the last call."""
+        """Return and remove the events since the last call."""
         events, self._events = self._events, []
         return events

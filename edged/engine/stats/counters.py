@@ -1,4 +1,4 @@
-"""What the engine counted: totals, rates of the last seconds, percentiles of the latest events.
+"""The engine's counters: totals, rates of the last seconds, percentiles of the latest events.
 
 Written by the engine thread, read by any: deques and integers are replaced, never iterated in place.
 """
@@ -20,7 +20,7 @@ _NOBODY_WAITS_S = 1e6
 
 @dataclass(slots=True)
 class TimeShares:
-    """Seconds since start in which the device worked, by what for; time between iterations and launches is in none.
+    """Seconds of work since start, by kind of work; time between iterations and launches is in none.
 
     Written by the engine thread, read by any.
     """
@@ -30,10 +30,10 @@ class TimeShares:
     finetune_s: float = 0.0
     iterations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MIXES, 0))
     iteration_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MIXES, 0.0))
-    """Whole iterations, from before the pages are taken until the tokens are delivered."""
+    """Seconds of whole iterations, from before pages are allocated until the tokens are known, by mix."""
 
     def add(self, iteration: Iteration) -> None:
-        """Count an iteration."""
+        """Add an iteration."""
         self.prefill_s += iteration.prefill_s
         self.decode_s += iteration.decode_s
         self.finetune_s += iteration.finetune_s
@@ -42,14 +42,13 @@ class TimeShares:
 
 
 def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float]:
-    """Seconds of a measured iteration for prefill, decode and fine-tuning; they add up to its forward and units.
+    """Split a measured iteration into seconds of prefill, decode and fine-tuning; the sum is its forward and units.
 
-    Fine-tune tokens pay what they are predicted to have added to the forward (MACE packs them into what serving leaves
-    free); prefill and decode share the rest as their predicted forwards alone are to one another.
+    Fine-tune tokens get the time that they are predicted to have added to the forward (MACE packs them into what
+    serving leaves free); prefill and decode share the rest in proportion to their predicted forwards alone.
     """
     units_s = sum(seconds for _, seconds in result.units)
-    members = {kind: [outcome for outcome in result.outcomes if outcome.task.kind is kind] for kind in Kind}
-    prefills, decodes, finetunes = members[Kind.PREFILL], members[Kind.DECODE], members[Kind.FINETUNE]
+    prefills, decodes, finetunes = ([each for each in result.outcomes if each.task.kind is kind] for kind in Kind)
     serving_s = result.forward_s
     if any(outcome.tokens for outcome in finetunes):
         whole_s = cost.forward_s(load_of(result))
@@ -61,22 +60,22 @@ def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float
 
 
 def _forward_s(cost: CostModel, outcomes: list[TaskOutcome]) -> float:
-    """Predicted seconds of a forward of these alone."""
+    """Predict the seconds of a forward of these outcomes alone."""
     return cost.forward_s(load_of(IterationResult(outcomes)))
 
 
 WAITS_KEPT = 1 << 15
-"""Records that are kept: a reader that looks once a second misses none below so many tokens a second."""
+"""Number of records kept: a reader that reads once a second misses none below as many tokens a second."""
 
 Wait = tuple[int, float, bool, ServiceClass]
-"""Number (from 1, without gaps), seconds, whether the target was met, whose targets."""
+"""Number (from 1, without gaps), seconds, whether the target was met, the class whose target it is."""
 
 _CLASSES = tuple(ServiceClass)
 _WAIT_CODES = {service: 2 * place for place, service in enumerate(_CLASSES)}
 
 
 class LatencyRing:
-    """The latest `WAITS_KEPT` waits of one sort: for first tokens, or from a token to the next.
+    """A ring of the latest `WAITS_KEPT` latencies of one kind: TTFT or TBT.
 
     The ring has its full size from the start, 9 bytes a record, whatever is recorded.
     """
@@ -85,24 +84,24 @@ class LatencyRing:
 
     def __init__(self) -> None:
         self.count = 0
-        """Waits since start."""
-        # One place more, which is written while the others are read.
+        """Number of latencies recorded since start."""
+        # One more place is written while the others are read.
         self._seconds = array("d", bytes(8 * (WAITS_KEPT + 1)))
         self._codes = bytearray(WAITS_KEPT + 1)
-        """Twice the place of the class, and one more where the target was met."""
+        """Twice the index of the class, plus one where the target was met."""
 
     def add(self, seconds: float, met: bool, service: ServiceClass) -> None:
-        """Record one; the engine thread alone calls it."""
+        """Record a latency; the engine thread alone calls it."""
         place = self.count % len(self._codes)
         self._seconds[place] = seconds
         self._codes[place] = _WAIT_CODES[service] + met
         self.count += 1
 
     def since(self, number: int) -> list[Wait]:
-        """Records after `number` that are still kept, newest first."""
+        """Return the kept records after `number`, newest first."""
         newest = self.count
         seconds, codes = self._seconds[:], bytes(self._codes)
-        # Meanwhile the oldest may have been overwritten, and one more may be about to be.
+        # The oldest records may have been overwritten meanwhile, and one more may be about to be.
         oldest = max(number, self.count + 1 - len(codes))
         return [
             (each, seconds[place], bool(codes[place] & 1), _CLASSES[codes[place] >> 1])
@@ -111,7 +110,7 @@ class LatencyRing:
         ]
 
     def latest(self, count: int) -> list[Wait]:
-        """The last `count` records, newest first."""
+        """Return the last `count` records, newest first."""
         return self.since(max(0, self.count - count))[:count]
 
 
@@ -120,13 +119,13 @@ _RATES = {
     **{name: name for name in ("output_tokens", "prompt_tokens", "finetune_tokens", "requests")},
     "pairs": "pairs_trained",
 }
-"""What the status calls a rate -> the total that it is of."""
+"""The total that each rate of the status is made of."""
 _BINS = 32
-"""Iterations that the status shows."""
+"""Number of iterations that the status shows."""
 _LATEST = 1000
-"""Latest tokens, iterations and decisions over which percentiles and attainment go."""
+"""Number of latest tokens, iterations and decisions from which percentiles and attainment are computed."""
 OUTCOMES = ("stop", "length", "cancelled", "error", "refused")
-"""How a request can end; "refused": the queue was full."""
+"""The ways in which a request can end; "refused" is when the queue was full."""
 _LABELS = 8192
 
 Label = tuple[int, str, str]
@@ -134,7 +133,7 @@ Label = tuple[int, str, str]
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the sorted values lie (nearest rank); 0 when there are none."""
+    """Return the value below which `share` of the values lie (nearest rank); 0 when there are none."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
@@ -151,18 +150,18 @@ class Totals:
     preemptions: int = 0
     iterations: int = 0
     plans_foreseen: int = 0
-    """Iterations whose plan was made while the one before ran."""
+    """Number of iterations whose plan was made while the one before ran."""
     followers: int = 0
-    """Times that a request waited for another to compute what their prompts share."""
+    """Number of times that a request waited for another to compute their shared prefix."""
     prunings: int = 0
-    """Times that a sequence's K/V was pruned."""
+    """Number of times that a sequence's K/V was pruned."""
     pruned_pages: int = 0
-    """Pages that came back by that."""
+    """Number of pages that pruning freed."""
     steps_skipped: int = 0
     rollbacks: int = 0
-    """Versions that were taken back because somebody asked for it."""
+    """Number of rollbacks that users asked for."""
     guard_rollbacks: int = 0
-    """Versions that the guard took back."""
+    """Number of versions that the guard rolled back."""
 
 
 @dataclass(slots=True)
@@ -174,17 +173,17 @@ class Counters:
     ttft: LatencyRing = field(default_factory=LatencyRing)
     tbt: LatencyRing = field(default_factory=LatencyRing)
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
-    """Requests that ended, by how."""
+    """Number of ended requests, by outcome."""
     task_ids: Iterator[int] = field(default_factory=partial(count, 1))
     labels: deque[Label] = field(default_factory=partial(deque, maxlen=_LABELS))
-    """What the latest tasks are, for those who read records of iterations."""
+    """Labels of the latest tasks, for readers of iterations' records."""
     decision_ms: deque[float] = field(default_factory=partial(deque, maxlen=_LATEST))
     iterations: deque[Iteration] = field(default_factory=partial(deque, maxlen=KEPT))
-    """Records of the latest ones, oldest first."""
+    """Records of the latest iterations, oldest first."""
     _marks: deque[tuple[float, Totals]] = field(default_factory=partial(deque, maxlen=256))
 
     def new_task(self, request_id: str, adapter: str) -> int:
-        """The id of a new task, which is labelled with the request and the adapter that it is for."""
+        """Return the id of a new task, which is labelled with its request and adapter."""
         task_id = next(self.task_ids)
         self.labels.append((task_id, request_id, adapter))
         return task_id
@@ -199,7 +198,7 @@ class Counters:
         free_pages: int,
         waiting: int,
     ) -> Iteration:
-        """Count an iteration and keep a record of it; call it before its tasks advance, for it reads their contexts."""
+        """Count an iteration and keep a record of it; call it before its tasks advance: it reads their contexts."""
         prefill_s, decode_s, finetune_s = split(cost, result)
         iteration = Iteration(
             number=self.totals.iterations + 1,
@@ -223,22 +222,22 @@ class Counters:
         self.totals.iterations += 1
         self.totals.plans_foreseen += plan.foreseen
         self.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
-        # The totals, at most ten times a second, for the rates.
+        # Rates are computed from copies of the totals, which are made at most ten times a second.
         if not self._marks or now - self._marks[-1][0] >= 0.1:
             self._marks.append((now, replace(self.totals)))
         return iteration
 
     def since(self, number: int) -> list[Iteration]:
-        """Records of the iterations after `number` that are still kept, oldest first."""
+        """Return the kept records of iterations after `number`, oldest first."""
         kept = list(self.iterations.copy())
         return kept[max(0, number + 1 - kept[0].number) :] if kept else []
 
     def latest(self, count: int) -> list[Iteration]:
-        """Records of the last `count` iterations, oldest first."""
+        """Return the records of the last `count` iterations, oldest first."""
         return list(self.iterations.copy())[-count:]
 
     def rates(self, now: float) -> dict[str, float]:
-        """Per second, over the last ten seconds at most."""
+        """Return rates per second over at most the last ten seconds."""
         marks = [mark for mark in list(self._marks) if now - mark[0] <= _RATE_SPAN_S]
         start, before = marks[0] if marks else (now, self.totals)
         span = max(now - start, 1e-3)
@@ -248,7 +247,7 @@ class Counters:
         }
 
     def report(self, now: float) -> dict[str, Any]:
-        """The parts of the status that are counted here."""
+        """Return the status' parts that are made from these counters."""
 
         def halves(values: list[float]) -> dict[str, float]:
             return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95)}

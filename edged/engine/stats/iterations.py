@@ -1,4 +1,4 @@
-"""What the latest iterations did, one record each: for the status, for a trace, for whoever watches.
+"""Records of the latest iterations, for the status, traces and metrics.
 
 Written by the engine thread, read by any: records are never changed.
 """
@@ -11,9 +11,9 @@ from typing import Any
 from edged.scheduler.task import Kind, ServiceClass, TaskOutcome
 
 MIXES = ("serving", "finetune", "hybrid")
-"""What an iteration can hold: requests alone, fine-tuning alone, both."""
+"""The mixes of an iteration: requests alone, fine-tuning alone, both."""
 KEPT = 8192
-"""Records that are kept: at ten milliseconds an iteration, more than a minute."""
+"""Number of records kept: at ten milliseconds an iteration, more than a minute."""
 _MEMBER = struct.Struct("<BqiiiB?")
 _KINDS, _CLASSES = tuple(Kind), tuple(ServiceClass)
 _KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
@@ -23,7 +23,7 @@ _FINETUNE = _KIND_CODES[Kind.FINETUNE]
 
 @dataclass(frozen=True, slots=True)
 class IterationShare:
-    """What one task did in an iteration: `tokens` of the forward, then `units` units."""
+    """The part of one task in an iteration: `tokens` of the forward, then `units` units."""
 
     kind: Kind
     task_id: int
@@ -36,65 +36,65 @@ class IterationShare:
 
 
 def pack_member(outcome: TaskOutcome) -> bytes:
-    """An `IterationShare` in 23 bytes; the object takes some 120: thousands of records with dozens of them are kept."""
+    """Pack an `IterationShare` into 23 bytes, for the object takes some 120 and hundreds of thousands are kept."""
     task, did, finished = outcome.task, (outcome.tokens, outcome.units), outcome.next_kind is None
     return _MEMBER.pack(_KIND_CODES[task.kind], task.task_id, *did, task.context, _CLASS_CODES[task.service], finished)
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration as it was planned and as it was measured; times in seconds."""
+    """The record of one iteration, as planned and as measured; times in seconds."""
 
     number: int
-    """Counts from 1, without gaps."""
+    """The iteration's number, from 1, without gaps."""
     started_s: float
-    """Of the monotonic clock."""
+    """Start of the iteration (monotonic clock)."""
     elapsed_s: float
-    """From before the pages are taken until the tokens are known."""
+    """Time from before pages are allocated until the tokens are known."""
     decision_s: float
     budget_s: float | None
-    """None: nobody was waiting."""
+    """The latency budget; None when no request was waiting for tokens."""
     predicted_s: float
-    """Of its forward and units."""
+    """Predicted time of its forward and units."""
     forward_s: float
     units: tuple[tuple[str, int, float], ...]
     """Kind, tokens and seconds of each unit, in the order in which they ran."""
     packed: bytes
-    """`members`, as `pack_member` has each."""
+    """`members`, each packed by `pack_member`."""
     preempted: tuple[int, ...]
-    """Tasks that gave their pages back for it."""
+    """Ids of tasks that were preempted for it."""
     prefill_s: float
     decode_s: float
     finetune_s: float
     free_pages: int
     waiting: int
-    """Requests that held no pages."""
+    """Number of requests that held no pages."""
 
     @property
     def members(self) -> Iterator[IterationShare]:
-        """What each task did."""
+        """The part of each task."""
         for kind, task_id, tokens, units, context, service, finished in _MEMBER.iter_unpack(self.packed):
             yield IterationShare(_KINDS[kind], task_id, tokens, units, context, _CLASSES[service], finished)
 
     @property
     def member_count(self) -> int:
-        """How many tasks did something."""
+        """Number of tasks that took part."""
         return len(self.packed) // _MEMBER.size
 
     @property
     def mix(self) -> str:
-        """What it held, in the words of `MIXES`."""
+        """The iteration's mix, one of `MIXES`."""
         kinds = {code for code, *_ in _MEMBER.iter_unpack(self.packed)}
         trained, served = bool(self.units) or _FINETUNE in kinds, bool(kinds - {_FINETUNE})
         return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
 
     def tokens(self, kind: Kind) -> int:
-        """Forward tokens of a kind."""
+        """Return the number of forward tokens of a kind."""
         code = _KIND_CODES[kind]
         return sum(tokens for of, _, tokens, *_ in _MEMBER.iter_unpack(self.packed) if of == code)
 
     def report(self) -> dict[str, Any]:
-        """As the status shows it; times in milliseconds."""
+        """Return the iteration as the status shows it; times in milliseconds."""
         return {
             "prefill_tokens": self.tokens(Kind.PREFILL),
             "decode_tokens": self.tokens(Kind.DECODE),
