@@ -22,7 +22,7 @@ from edged.api.services import Lifecycle, Services
 from edged.api.status import report
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
-from edged.models.source import find_model
+from edged.models import find_model
 from edged.reload import Reloader, ReloadResult, adopted
 from edged.settings.live import Live
 from edged.settings.load import Settings

@@ -29,7 +29,7 @@ from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_fu
 from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
 from edged.engine.model.served_model import ModelRefused
-from edged.models.source import ModelMissing
+from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult
 from edged.runtime import logs

@@ -72,7 +72,7 @@ def replay(model: str, pairs: str, config: Path | None, policy: str | None, run:
 
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
-    from edged.models.source import find_model
+    from edged.models import find_model
 
     transformers_logging.disable_progress_bar()
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
@@ -355,7 +355,7 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     prepare(settings.model.keep_freed_memory)
     from transformers.utils import logging as transformers_logging
 
-    from edged.models.source import find_model
+    from edged.models import find_model
     from edged.profiler.profile import profile_device
     from edged.store.data_dir import data_folder
 

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from edged.runtime.token_bucket import TokenBucket
 from edged.settings.load import LogSettings, Settings
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -92,18 +93,18 @@ class Sparing:
     def __init__(self, burst: int, every_s: float) -> None:
         self._burst, self._every_s = burst, every_s
         self._lock = threading.Lock()
-        self._state: dict[str, tuple[float, float, int]] = {}
+        self._state: dict[str, tuple[TokenBucket, int]] = {}
 
     def left_out(self, key: str, now: float | None = None) -> int | None:
         """How many were left out since the last one that was let through; None when this one is left out."""
         now = time.monotonic() if now is None else now
         with self._lock:
-            tokens, then, missed = self._state.get(key, (float(self._burst), now, 0))
-            tokens = min(float(self._burst), tokens + (now - then) / self._every_s)
-            if tokens < 1.0:
-                self._state[key] = (tokens, now, missed + 1)
+            bucket, missed = self._state.get(key) or (TokenBucket(self._burst, self._burst * self._every_s), 0)
+            held_back = bucket.wait_s(now) > 0.0
+            self._state[key] = bucket, missed + 1 if held_back else 0
+            if held_back:
                 return None
-            self._state[key] = (tokens - 1.0, now, 0)
+            bucket.take(now)
             return missed
 
 

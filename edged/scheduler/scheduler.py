@@ -112,7 +112,7 @@ class Scheduler:
         self.queues.throttled = self.throttle.closed(now)
         plan = foresight.corrected(self.queues, now) if foresight is not None else None
         if plan is None:
-            plan = self._ask(lambda policy: policy.plan(self.queues, now, resources))
+            plan = self._ask(lambda policy: policy.fill.plan(policy, self.queues, now, resources))
         if self.queues.throttled and self.queues.finetunes and not plan.grants:
             plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
         self._running = plan
@@ -129,7 +129,7 @@ class Scheduler:
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self.queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        ahead = self._ask(lambda policy: policy.plan(queues, end_s, resources))
+        ahead = self._ask(lambda policy: policy.fill.plan(policy, queues, end_s, resources))
         return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
 
     def order(self, task: Task) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ def test_every_policy_is_replaced_when_it_fails(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bin of no tasks")
 
-    monkeypatch.setattr(scheduler.policy, "plan", fail)
+    monkeypatch.setattr(scheduler.policy.fill, "plan", fail)
     for task_id in range(3):
         scheduler.add(Task(task_id, Kind.PREFILL, arrival_s=float(task_id), tokens=20), float(task_id))
     assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]

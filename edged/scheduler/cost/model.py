@@ -31,7 +31,10 @@ FORWARD_PRICES = (
     "decodes beside chunks",
     "more tokens than the knee",
 )
-"""What the seconds of a forward are made of, in the order of its prices."""
+"""Features whose prices add up to the seconds of a forward, in the order of `Prices.forward`.
+
+Decodes beside chunks cost once: single tokens and chunks are attended in two ways in every layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,6 @@ class Load:
         """All tokens of the forward."""
         return self.prefill_tokens + self.decodes + self.finetune_tokens
 
-    @property
-    def mixed(self) -> bool:
-        """Whether single tokens and chunks are attended in it: two ways of attention in every layer."""
-        return self.decodes > 0 and self.prefill_tokens + self.finetune_tokens > 0
-
     def features(self, knee_tokens: int) -> tuple[float, ...]:
         """Amounts in the order of FORWARD_PRICES."""
         tokens = self.tokens
@@ -99,7 +97,7 @@ class Load:
             self.pairs,
             float(self.finetune_tokens),
             float(self.adapters),
-            float(self.mixed),
+            float(0 < self.decodes < tokens),
             float(tokens > knee_tokens),
         )
 
@@ -197,7 +195,7 @@ class CostModel:
             + pair * load.pairs
             + finetune * load.finetune_tokens
             + adapter * load.adapters
-            + (beside if load.mixed else 0.0)
+            + (beside if 0 < load.decodes < tokens else 0.0)
         )
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:

@@ -122,10 +122,9 @@ class BinBuilder:
             reserved = min(1, self.pages(oldest, oldest.tokens))
         if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            self._grant_decodes((), now)
             decoding = {grant.task for grant in decodes}
-            need = reserved + sum(self.pages(task, 1) for task in decoding)
-            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
+            need = reserved + sum([self.pages(task, 1) for task in decoding]) - self.plan.pages
+            self._preempt(need, self._victims(spared=min(self._holders(), key=by_arrival, default=None)), decoding)
             decodes = [grant for grant in decodes if grant.task not in self.preempted]
             self._grant_decodes(decodes, now)
         if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
@@ -163,10 +162,10 @@ class BinBuilder:
         return [task for task in holders if task is not spared]
 
     def _holders(self) -> list[Task]:
-        """The sequences that hold pages, oldest first."""
+        """The sequences that hold pages."""
         queues = self._queues
         sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.waiting]
-        return sorted([task for task in sequences if task.held_pages], key=by_arrival)
+        return [task for task in sequences if task.held_pages]
 
     def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
         """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away

@@ -177,10 +177,6 @@ class Policy:
         }
         self.tell(Part.configure, settings, cost)
 
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The next bin, within `resources`; empty only if no task can run."""
-        return self.fill.plan(self, queues, now, resources)
-
     def tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
         """Call a hook of each part that has it."""
         for heard in self._hooks[hook]:

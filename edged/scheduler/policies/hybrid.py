@@ -51,12 +51,11 @@ class Hybrid(Fill):
 
         Fine-tuning that is due is left the tokens that it is owed.
         """
-        cost, load, step = policy.cost, draft.load, entry.step
-        base_s = cost.forward_s(load)
-        kept = 0
+        cost, load, step, kept = policy.cost, draft.load, entry.step, 0
         if owed_s and step is not None and step.tokens:
             most = max(0, draft.room(step))
-            kept = cost.chunk(draft.load_beside(step), step.context, most, base_s + owed_s, finetune=True)
+            forward_s = cost.forward_s(load)
+            kept = cost.chunk(draft.load_beside(step), step.context, most, forward_s + owed_s, finetune=True)
             kept = max(kept, min(most, SMALLEST_CHUNK))
         draft.tokens_left -= kept
         limit_s = draft.slack_s * (1.0 - cost.headroom) - owed_s

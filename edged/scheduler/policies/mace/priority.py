@@ -20,20 +20,17 @@ class Priorities:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         """The priorities under which fine-tuning waits at most `finetune_max_wait_s`."""
-        self.max_wait_s, self.gamma = settings.finetune_max_wait_s, settings.gamma
-        self.decode_per_s = DECODE_GROWTH / self.max_wait_s
-        self.prefill_per_s = PREFILL_GROWTH / self.max_wait_s
-        self.finetune_per_s = FINETUNE_GROWTH / self.max_wait_s
+        self._max_wait_s, self._gamma = settings.finetune_max_wait_s, settings.gamma
 
     def decode(self, wait_s: float) -> float:
         """Priority of a decode whose request arrived `wait_s` ago."""
-        return DECODE_BASE + self.decode_per_s * min(wait_s, self.max_wait_s)
+        return DECODE_BASE + DECODE_GROWTH * min(wait_s / self._max_wait_s, 1.0)
 
     def prefill(self, wait_s: float) -> float:
         """Priority of a prefill whose request arrived `wait_s` ago."""
-        return PREFILL_BASE + self.prefill_per_s * min(wait_s, self.max_wait_s)
+        return PREFILL_BASE + PREFILL_GROWTH * min(wait_s / self._max_wait_s, 1.0)
 
     def finetune(self, wait_s: float, loss: float) -> float:
         """Priority of a fine-tune task that has not run for `wait_s` and whose DPO loss was `loss`."""
-        gain = self.gamma * loss if loss > 0.0 and math.isfinite(loss) else 0.0
-        return FINETUNE_BASE + self.finetune_per_s * wait_s + min(gain, MOST_LOSS)
+        gain = self._gamma * loss if loss > 0.0 and math.isfinite(loss) else 0.0
+        return FINETUNE_BASE + FINETUNE_GROWTH * wait_s / self._max_wait_s + min(gain, MOST_LOSS)
