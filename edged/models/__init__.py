@@ -15,7 +15,7 @@ class ModelMissing(RuntimeError):
 
 
 def demo_model_dir() -> Path:
-    """The directory of the embedded demo model, as `save_pretrained` writes it.
+    """Return the directory of the embedded demo model, as `save_pretrained` writes it.
 
     Raises ModelMissing when the package was installed without its data.
     """
@@ -28,12 +28,12 @@ def demo_model_dir() -> Path:
 
 
 def name_of(settings: ModelSettings) -> str:
-    """The model's name in the API: the setting, else that of its directory or on the hub."""
+    """Return the model's name in the API: the setting, else that of its directory or on the hub."""
     return settings.name or ("demo" if settings.path == "demo" else Path(settings.path).expanduser().resolve().name)
 
 
 def find_model(settings: ModelSettings) -> tuple[Path, str]:
-    """(directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+    """Return (directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
     if settings.path == "demo":
         return demo_model_dir(), name_of(settings)
     path = Path(settings.path).expanduser()
