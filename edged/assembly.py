@@ -21,7 +21,7 @@ from edged.api.services import Lifecycle, Services
 from edged.api.status import report
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
-from edged.models.source import find_model
+from edged.models import find_model
 from edged.reload import Reloader, ReloadResult, adopted
 from edged.settings.live import Live
 from edged.settings.load import Settings
@@ -50,7 +50,7 @@ def assemble(
     OtherBase.
     """
     model_dir, name = find_model(settings.model)
-    # A backup's settings are read in another folder than the one that this was started in.
+    # The settings of a backup are read in another folder than that of this start.
     here = model_dir == Path(settings.model.path).expanduser()
     found = {"name": name, "path": os.path.abspath(model_dir) if here else settings.model.path}
     settings = settings.model_copy(update={"model": settings.model.model_copy(update=found)})
@@ -78,7 +78,7 @@ def assemble(
     if settings.store.new_base == "refuse":
         store.read(partial(refuse_other_base, data_dir=folder, fingerprint=facts["fingerprint"], name=name))
     for forgotten in left:
-        # The first thing that the engine does: whoever asks comes later.
+        # The engine does this first: requests come later.
         engine.hold_back(forgotten)
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
@@ -114,7 +114,7 @@ def assemble(
 
 
 def connect(services: Services, reloader: Reloader) -> None:
-    """Say who takes over settings that change at run time, in the order in which they do."""
+    """Register the parts that take over settings at run time, in the order in which they do."""
     engine = services.engine
 
     async def configure_engine(settings: Settings) -> None:

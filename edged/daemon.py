@@ -29,7 +29,7 @@ from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_fu
 from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
 from edged.engine.model.loading import ModelRefused
-from edged.models.source import ModelMissing
+from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult
 from edged.runtime import logs
@@ -50,7 +50,7 @@ _WATCH_EVERY_S = 1.0
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. What prevents a start goes to stderr in one sentence.
+    """Serve until SIGTERM or SIGINT; returns the exit code. A refused start has its reason on stderr.
 
     `load` reads the settings again when they shall be reloaded, as they were read for this start.
     """
@@ -92,7 +92,7 @@ class Daemon:
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
-        """Returns the exit code. Raises what prevents a start."""
+        """Run the daemon and return the exit code. Raises the error that prevents a start."""
         loop = asyncio.get_running_loop()
         tell_of_full_tables_once(loop)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,8 +126,8 @@ class Daemon:
             return await self._run_until_stopped(services, journal, runner)
 
     async def _unless_stopped(self, doing: str, fn: Callable[[], T], *opened: Store | Listeners) -> T:
-        """What `fn` returns, while systemd is asked for the time. It cannot be interrupted: a signal ends the process,
-        once what is `opened` is closed.
+        """Return the result of `fn`, while systemd is asked for the time. It cannot be interrupted: a signal ends the
+        process, once what is `opened` is closed.
 
         Each step of opening a store survives being cut off, and while a model is loaded nothing is acknowledged.
         """
@@ -156,7 +156,7 @@ class Daemon:
         services.engine.start()
         services.monitor.start()
         self._lifecycle.services, self._lifecycle.phase = services, "ready"
-        # It counts all rows first, which takes long in a large database.
+        # Maintenance counts all rows first, which takes long in a large database.
         services.upkeep.start()
         self._loaded.set()
         start_succeeded(os.environ)
@@ -177,7 +177,7 @@ class Daemon:
                 log.error("an adapter was not forgotten to the end: %s", outcome)
         started = time.monotonic()
         await _in_thread(lambda: engine.stop(drain_s))
-        # Governors hold the engine back to its end; a reading may take long, and nobody is to wait for it.
+        # Governors hold the engine back to its end; a reading may take long, and must not block the event loop.
         await _in_thread(services.monitor.stop)
         await runner.cleanup()
         services.feedback_intake.close()
@@ -204,7 +204,7 @@ class Daemon:
         logs.event(log, logging.INFO, "ready", message, **fields)
 
     def _on_signal(self) -> None:
-        """First signal: drain. Second: stop now; what was acknowledged is on disk."""
+        """Drain at the first signal, stop at once at the second; acknowledged data is on disk."""
         services = self._lifecycle.services
         if self._stop.is_set() and services is not None:
             threading.Thread(target=services.engine.stop, args=(0.0,), daemon=True).start()
@@ -216,7 +216,7 @@ class Daemon:
         reload.add_done_callback(self._reloads.discard)
 
     async def _reload_when_loaded(self) -> None:
-        """What is wrong with the settings is in the log."""
+        """Reload once the daemon is ready; errors in the settings are in the log."""
         await self._loaded.wait()
         if self._lifecycle.phase == "ready":
             with contextlib.suppress(ConfigError):
@@ -233,14 +233,14 @@ class Daemon:
 
 
 def _open_store(folder: Path) -> Store:
-    """After a power cut the whole file is read, and an upgrade may rewrite it: minutes on slow flash."""
+    """Open the store: after a power cut or at an upgrade that takes minutes on slow flash, as all of it is read."""
     store = Store(folder / DATABASE_FILE)
     clear_leftovers(folder)
     return store
 
 
 def _check_access(access: Access, settings: Settings) -> None:
-    """Raises ConfigError for rules or tokens that cannot take the place of those in use."""
+    """Raise ConfigError for rules or tokens that cannot take the place of those in use."""
     try:
         other = Access(settings.access, settings.api.token)
     except AccessError as error:
@@ -252,7 +252,7 @@ def _check_access(access: Access, settings: Settings) -> None:
 
 
 def _status(services: Services) -> str:
-    """What `systemctl status` shows."""
+    """Return the line that `systemctl status` shows."""
     counts = queue(services)
     running = counts["prefill"] + counts["decode"]
     return (
@@ -263,7 +263,7 @@ def _status(services: Services) -> str:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Have `work` done meanwhile; it is cancelled at the end."""
+    """Run `work` within the context; it is cancelled at the end."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -274,7 +274,7 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def _in_thread(fn: Callable[[], T]) -> T:
-    """`fn` on a thread of its own that does not keep the process alive."""
+    """Run `fn` on a thread of its own that does not keep the process alive."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 

@@ -1,6 +1,6 @@
-"""A start that is refused: said where somebody reads it, and tried again ever less often.
+"""Refused starts: how they are reported, and how long they wait under systemd, ever longer.
 
-Imports nothing slow: settings that are wrong are refused before torch is imported.
+Must not import anything slow: settings that are wrong are refused before torch is imported.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ log = logging.getLogger("edged")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 _TOLD_MARGIN_S = 60.0
-"""For which systemd waits beyond what it was told."""
+"""Seconds that systemd is asked to wait beyond the refusal's wait."""
 REFUSED = "start refused"
-"""How the status begins that systemd is told while a refusal waits."""
+"""Beginning of the status that systemd shows while a refusal waits."""
 _COUNT_FILE = "refused-starts"
-"""In a folder that outlives the process: how many starts were refused since the last one that served."""
+"""File that outlives the process, with the number of starts refused since the last one that served."""
 
 
 def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]) -> int:
-    """Tell `message`, the way out included; under systemd then wait, the longer the more starts were refused.
+    """Report `message`, the way out included; under systemd then wait, the longer the more starts were refused.
 
-    Returns the exit code. SIGTERM ends the waiting; who asks on systemd's sockets meanwhile is told as well.
+    Returns the exit code. SIGTERM ends the waiting; requests on systemd's sockets meanwhile get the message as well.
     """
     message = logs.without_secrets(message)
     if logs.writes_json(settings, environ, sys.stderr):
@@ -41,7 +41,7 @@ def refuse_start(message: str, settings: LogSettings, environ: Mapping[str, str]
         ends_s = time.monotonic() + wait_s
         status = f"STATUS={REFUSED}, tried again in {wait_s:.0f} s: {' '.join(message.split())}"
         notify(f"{status}\nEXTEND_TIMEOUT_USEC={(wait_s + _TOLD_MARGIN_S) * 1e6:.0f}", environ)
-        # Sockets that nobody can listen on may be what was refused.
+        # The refusal may be of these very sockets.
         with contextlib.suppress(ListenError, OSError):
             asyncio.run(answer_refusals(message, wait_s, environ))
         time.sleep(max(0.0, ends_s - time.monotonic()))
@@ -56,9 +56,9 @@ def start_succeeded(environ: Mapping[str, str]) -> None:
 
 
 def _wait_s(environ: Mapping[str, str]) -> float:
-    """How long this refusal waits, which is counted: the first in a row not at all, the others twice as long as before.
+    """Count this refusal and return its wait: the first in a row has none, the others twice that of the one before.
 
-    0 where systemd does not start this again, or nothing can be remembered.
+    0 where systemd does not start this again, or the count cannot be kept.
     """
     file = _count_file(environ)
     if file is None:

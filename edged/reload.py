@@ -1,4 +1,4 @@
-"""Settings that change while the daemon runs: which they are, and how they reach the parts."""
+"""Reloading: the settings that change while the daemon runs, and how they reach its parts."""
 
 import asyncio
 import inspect
@@ -40,12 +40,12 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "store": _all_of("store") - {"data_dir", "new_base"},
     "log": _all_of("log"),
 }
-"""What can change at run time, by section. Whoever adds a setting here sees to it that its part reads the new value:
-through `Reloader.on_change`, or at each use through `services_of(request).settings`."""
+"""Settings that can change at run time, by section. The part of each must read the new value: through
+`Reloader.on_change`, or at each use through `services_of(request).settings`."""
 
 _HIDDEN = "***"
 Apply = Callable[[Settings], Awaitable[None] | None]
-"""Takes over the settings that hold from now on."""
+"""A function that takes over the settings that hold from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class ReloadResult:
-    """What came of a reload."""
+    """The changes of a reload."""
 
     applied: tuple[Change, ...]
     needs_restart: tuple[Change, ...]
 
     def report(self) -> dict[str, Any]:
-        """As `POST /v1/reload` answers it."""
+        """Return the answer of `POST /v1/reload`."""
         return asdict(self)
 
     def sentence(self) -> str:
-        """For the log."""
+        """Return the line of the log."""
         applied = ", ".join(f"{change.setting} = {change.new!r}" for change in self.applied)
         waiting = ", ".join(change.setting for change in self.needs_restart)
         return f"settings reloaded: {applied or 'nothing to apply'}" + (
@@ -78,7 +78,7 @@ class ReloadResult:
 
 
 def compare(old: Settings, new: Settings) -> ReloadResult:
-    """How `new` differs from `old`; values of tokens are not shown."""
+    """Compare the settings `new` with `old`; values of tokens are not shown."""
     changes: dict[bool, list[Change]] = {True: [], False: []}
     before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
     for section, values in after.items():
@@ -91,7 +91,7 @@ def compare(old: Settings, new: Settings) -> ReloadResult:
 
 
 def adopted(current: Settings, new: Settings) -> Settings:
-    """`current` with what can change at run time taken from `new`."""
+    """Return `current` with the settings that can change at run time taken from `new`."""
     update = {}
     for section, keys in RELOADABLE.items():
         own, other = getattr(current, section), getattr(new, section)
@@ -103,18 +103,18 @@ class Reloader:
     """Reads the settings again and hands them to the parts. Used on the event loop's thread."""
 
     def __init__(self, settings: Settings, load: Callable[[], Settings] | None) -> None:
-        """`load` reads file, environment and flags as at the start, or raises ConfigError; None: nothing can."""
+        """Take `load`, which reads the settings as at the start or raises ConfigError; None where nothing can."""
         self.settings, self._load = settings, load
         self._parts: list[Apply] = []
         self._checks: list[Callable[[Settings], None]] = []
         self._one_at_a_time = asyncio.Lock()
 
     def on_change(self, apply: Apply) -> None:
-        """Have a part take over changed settings; parts are asked in the order in which they came."""
+        """Have a part take over changed settings; parts are called in the order in which they were added."""
         self._parts.append(apply)
 
     def check(self, check: Callable[[Settings], None]) -> None:
-        """Have settings looked at before any is applied; `check` raises ConfigError for what a part cannot take."""
+        """Have settings checked before any is applied; `check` raises ConfigError for what a part cannot take."""
         self._checks.append(check)
 
     async def reload(self) -> ReloadResult:

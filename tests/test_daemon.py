@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from edged.daemon import run_daemon
-from edged.models.source import ModelMissing, find_model
+from edged.models import ModelMissing, find_model
 from edged.settings.load import ModelSettings, Settings
 from edged.store.data_dir import data_folder
 from tests.api.live import LiveDaemon, running, started

@@ -326,7 +326,7 @@ def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, An
     if config is None and not means_installed(None):
         settings = served_settings(client, flags) or settings
     _silence_libraries()  # before the imports, some of which log
-    from edged.models.source import find_model
+    from edged.models import find_model
     from edged.rebuild.training import check_trl
     from edged.store.data_dir import data_folder
 

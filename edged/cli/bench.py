@@ -78,7 +78,7 @@ def replay(model: str, pairs: str, config: Path | None, policy: str | None, run:
     _prepare()
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
-    from edged.models.source import find_model
+    from edged.models import find_model
 
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     with explain_os_errors():
@@ -352,7 +352,7 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     """
     settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
     _prepare(settings.model.keep_freed_memory)
-    from edged.models.source import find_model
+    from edged.models import find_model
     from edged.profiler.profile import profile_device
     from edged.store.data_dir import data_folder
 

@@ -120,7 +120,7 @@ def restore(file: Path, data_dir: Path, force: bool) -> Any:
 def _next_start(data_dir: Path, contents: Contents) -> tuple[str, str]:
     """Return the command that serves a restored folder with its own settings and model, and what prevents it, or ""."""
     from edged.cli.doctor.model import find
-    from edged.models.source import name_of
+    from edged.models import name_of
     from edged.settings.load import ConfigError
     from edged.store.backup import CONFIG_FILE
     from edged.store.base_models import base_name

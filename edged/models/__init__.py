@@ -1,17 +1,55 @@
-"""The embedded demo model and the dialogues it was trained on. Must not import torch: only names and text are here."""
+"""The model that the settings name: a directory here, the embedded demo model, or one from the hub.
+
+Must not import torch.
+"""
 
 from importlib.resources import files
 from pathlib import Path
 
+from edged.runtime import logs
+from edged.settings.load import ModelSettings
+
+
+class ModelMissing(RuntimeError):
+    """The model that the settings name cannot be found; the message says where it was looked for."""
+
 
 def demo_model_dir() -> Path:
-    """The directory of the embedded demo model, as `save_pretrained` writes it.
+    """Return the directory of the embedded demo model, as `save_pretrained` writes it.
 
-    Raises FileNotFoundError when the package was installed without its data.
+    Raises ModelMissing when the package was installed without its data.
     """
     directory = Path(str(files(__package__))) / "demo"
     if not (directory / "model.safetensors").is_file():
-        raise FileNotFoundError(
+        raise ModelMissing(
             f'the demo model is missing from "{directory}": reinstall edged or run tools/train_demo_model.py'
         )
     return directory
+
+
+def name_of(settings: ModelSettings) -> str:
+    """Return the model's name in the API: the setting, else that of its directory or on the hub."""
+    return settings.name or ("demo" if settings.path == "demo" else Path(settings.path).expanduser().resolve().name)
+
+
+def find_model(settings: ModelSettings) -> tuple[Path, str]:
+    """Return (directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+    if settings.path == "demo":
+        return demo_model_dir(), name_of(settings)
+    path = Path(settings.path).expanduser()
+    if path.is_dir():
+        return path, name_of(settings)
+    if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
+        raise ModelMissing(
+            f'model "{settings.path}" is not a directory: give one that save_pretrained wrote, a hub name, or "demo"'
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        patterns += ["*.py"] if settings.trust_remote_code else []
+        return Path(snapshot_download(settings.path, allow_patterns=patterns)), name_of(settings)
+    except Exception as error:  # network, names and permissions, each with its own exception
+        raise ModelMissing(
+            f'model "{settings.path}" is not a directory here and could not be downloaded ({logs.first_line(error)})'
+        ) from error

@@ -26,13 +26,13 @@ class PageFile:
     tag: str
 
     def plain(self) -> bytes:
-        """Its content as it is."""
+        """Return its content uncompressed."""
         return gzip.decompress(self.body_gzip)
 
 
 @cache
 def page_file(name: str) -> PageFile:
-    """A file by its name, one of NAMES; the chart library takes a fraction of a second the first time."""
+    """Return a file by its name, one of NAMES; the chart library takes a fraction of a second the first time."""
     content = _content(name)
     return PageFile(
         body_gzip=gzip.compress(content, _COMPRESSION, mtime=0),
@@ -43,7 +43,7 @@ def page_file(name: str) -> PageFile:
 
 def _content(name: str) -> bytes:
     if name == CHARTS:
-        # Found without importing it: only this file of it is of use.
+        # The package is found without importing it: only this file of it is of use.
         package = find_spec("plotly")
         assert package is not None
         return (Path(package.origin or "").parent / "package_data" / "plotly.min.js").read_bytes()

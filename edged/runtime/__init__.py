@@ -1,1 +1,1 @@
-"""The process: its log, heap and service manager."""
+"""The process: its log, heap and service manager; the token bucket."""

@@ -1,4 +1,4 @@
-"""What the daemon says: one line per event that an operator needs, JSON under systemd, plain on a terminal."""
+"""The log: one line per event that an operator needs, JSON under systemd, plain on a terminal."""
 
 import json
 import logging
@@ -10,21 +10,22 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from edged.runtime.token_bucket import TokenBucket
 from edged.settings.load import LogSettings, Settings
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The request that the present task works for; every line that it causes carries it."""
+"""Id of the request that the present task works for; every line that it causes carries it."""
 
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-"""syslog's, by level; journald takes them from a prefix `<N>` (sd-daemon(3))."""
+"""Priorities of syslog by level; journald takes them from a prefix `<N>` (sd-daemon(3))."""
 _SECRET_ENDS = ("TOKEN", "PASSWORD", "SECRET", "API_KEY")
 _SHORTEST_SECRET = 6
-"""Shorter ones would blank out parts of ordinary words."""
+"""Least length of a secret: shorter ones would blank out parts of ordinary words."""
 _HIDDEN = "***"
 
 
 def event(log: logging.Logger, level: int, name: str, message: str, *, exc_info: bool = False, **fields: Any) -> None:
-    """One line about something that happened: `message` for people, `name` and `fields` for programs.
+    """Log one line about an event: `message` for people, `name` and `fields` for programs.
 
     With `exc_info` the exception that is being handled is a part of it.
     """
@@ -32,7 +33,7 @@ def event(log: logging.Logger, level: int, name: str, message: str, *, exc_info:
 
 
 def first_line(error: BaseException, *, with_kind: bool = False) -> str:
-    """What an error says first, or else its kind, for one line of a log or a message; `with_kind`: kind, then that."""
+    """Return the first line of an error's text, or else its kind; `with_kind`: the kind, then the line."""
     said, kind = str(error).strip().partition("\n")[0][:400], type(error).__name__
     return f"{kind}: {said}" if with_kind and said else said or kind
 
@@ -43,7 +44,7 @@ def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str
     May be called again, as when settings change; `secrets` never appear from then on.
     """
     handler = _Handler(stream, secrets)
-    # For people: the time, the level, who speaks, the sentence, the request.
+    # For people: the time, the level, the logger, the sentence, the request.
     handler.setFormatter(
         _JsonLines(_is_journal(stream, environ))
         if writes_json(settings, environ, stream)
@@ -58,14 +59,14 @@ def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str
 
 
 def take_down() -> None:
-    """Write no more lines to where `set_up` sent them."""
+    """Remove the handler of `set_up`."""
     root = logging.getLogger()
     for handler in [known for known in root.handlers if isinstance(known, _Handler)]:
         root.removeHandler(handler)
 
 
 def without_secrets(text: str) -> str:
-    """`text` as a line of the log would show it, for what is told elsewhere."""
+    """Return `text` as a line of the log would show it, for use elsewhere."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Handler):
             text = handler.redact(text)
@@ -81,34 +82,34 @@ def writes_json(settings: LogSettings, environ: Mapping[str, str], stream: TextI
 
 
 def secrets_of(settings: Settings, environ: Mapping[str, str]) -> set[str]:
-    """What must never be logged: tokens among the settings, and whatever the environment calls a secret."""
+    """Return the secrets that must never be logged: tokens among the settings, and those of the environment."""
     found = {settings.api.token, *(value for name, value in environ.items() if name.upper().endswith(_SECRET_ENDS))}
     return {secret for secret in found if len(secret) >= _SHORTEST_SECRET}
 
 
 class Sparing:
-    """Lets few of many like events through: `burst` at once, then one every `every_s` of each `key`."""
+    """A rate limit of like events, which lets few through: `burst` at once, then one every `every_s` of each `key`."""
 
     def __init__(self, burst: int, every_s: float) -> None:
         self._burst, self._every_s = burst, every_s
         self._lock = threading.Lock()
-        self._state: dict[str, tuple[float, float, int]] = {}
+        self._state: dict[str, tuple[TokenBucket, int]] = {}
 
     def left_out(self, key: str, now: float | None = None) -> int | None:
-        """How many were left out since the last one that was let through; None when this one is left out."""
+        """Return how many were left out since the last one let through; None when this one is left out."""
         now = time.monotonic() if now is None else now
         with self._lock:
-            tokens, then, missed = self._state.get(key, (float(self._burst), now, 0))
-            tokens = min(float(self._burst), tokens + (now - then) / self._every_s)
-            if tokens < 1.0:
-                self._state[key] = (tokens, now, missed + 1)
+            bucket, missed = self._state.get(key) or (TokenBucket(self._burst, self._burst * self._every_s), 0)
+            held_back = bucket.wait_s(now) > 0.0
+            self._state[key] = bucket, missed + 1 if held_back else 0
+            if held_back:
                 return None
-            self._state[key] = (tokens - 1.0, now, 0)
+            bucket.take(now)
             return missed
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """What `set_up` made; the next one takes its place. Its lines name their request, and no secret."""
+    """The handler of `set_up`, which a later call replaces. Its lines name their request, and no secret."""
 
     def __init__(self, stream: TextIO, secrets: Collection[str]) -> None:
         super().__init__(stream)
@@ -122,14 +123,14 @@ class _Handler(logging.StreamHandler[TextIO]):
         return self.redact(super().format(record))
 
     def redact(self, text: str) -> str:
-        """`text` with every secret blanked out."""
+        """Return `text` with every secret blanked out."""
         for secret in self._secrets:
             text = text.replace(secret, _HIDDEN)
         return text
 
 
 class _JsonLines(logging.Formatter):
-    """For programs: one object a line. `prefixed` lines begin with the level as journald reads it."""
+    """The format for programs: one JSON object a line. `prefixed` lines begin with the level as journald reads it."""
 
     def __init__(self, prefixed: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How this process uses memory and threads on the CPU, next to others that want both.
+"""The process's memory and threads on the CPU, which other processes want as well.
 
 `prepare` must run before numpy and torch are imported, and imports neither: the first threads fix both.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_FROM_HEAP = 32 << 20
-"""glibc's own upper bound of the threshold above which an allocation is mapped by itself."""
+"""Upper bound, in glibc, of the threshold above which an allocation is mapped by itself."""
 _LARGEST_FROM_FRUGAL_HEAP = 64 << 10
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""Ask for transparent huge pages wherever the heap grows."""
+"""glibc tunable for transparent huge pages wherever the heap grows."""
 
 _keeps_freed_memory = False
-"""As `prepare` was told: the heap is never trimmed by itself."""
+"""Whether `prepare` has turned trimming of the heap off."""
 
 
 def prepare(keep_freed_memory: bool = True) -> None:
@@ -70,14 +70,14 @@ def quiet() -> None:
 
 @contextmanager
 def frugal() -> Iterator[None]:
-    """Within it, what is freed goes back to the system at once, and cycles of garbage are found soon.
+    """Return freed memory to the system at once within the context, and collect cycles of garbage soon.
 
     Quantizing a weight takes many times its packed size for a moment. Left to the heap, packed weights come to lie
     between such holes, and quantized parameters hold the plain ones in cycles: three times the weights at the peak.
     """
     thresholds = gc.get_threshold()
     _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_FRUGAL_HEAP)
-    # What is there already is not searched again and again.
+    # Objects that exist already are not searched again and again.
     gc.freeze()
     gc.set_threshold(100, 2, 2)
     try:
@@ -108,7 +108,7 @@ def give_back_memory() -> None:
 
 
 def heap_bytes() -> tuple[int, int] | None:
-    """(in use, free within it) of the C heap, in bytes; None without glibc 2.33 or newer.
+    """Return (in use, free within it) of the C heap, in bytes; None without glibc 2.33 or newer.
 
     Walks the list of free pieces: milliseconds for a heap in many of them.
     """

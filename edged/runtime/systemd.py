@@ -1,4 +1,4 @@
-"""What systemd is told of the daemon's life, and what it has told the daemon: sd_notify(3), sd_watchdog_enabled(3).
+"""Messages to systemd about the daemon's life, and its watchdog: sd_notify(3), sd_watchdog_enabled(3).
 
 Without systemd nothing is sent.
 """
@@ -18,16 +18,16 @@ log = logging.getLogger("edged")
 
 _EXTEND_EVERY_S, _EXTEND_BY_S = 10.0, 60.0
 _LONGEST_START_S = 3600.0
-"""A model that comes from the hub over a slow line takes its time; one that hangs is given up."""
+"""Longest start that systemd is asked to wait for: a download over a slow line may take long."""
 _STOP_MARGIN_S = 30.0
-"""Beyond the drain: adapters are saved and the database is closed."""
+"""Seconds of a stop beyond the drain: adapters are saved and the database is closed."""
 _TOLD_EVERY_S = 5.0
 _HUNG_AFTER_S = 60.0
-"""Without a watchdog: when the log has a line of it."""
+"""Seconds of silence after which the log has a line, where there is no watchdog."""
 
 
 def notify(state: str, environ: Mapping[str, str]) -> None:
-    """Send `state` (lines of `NAME=VALUE`) to where systemd asked to be told. Nobody there is no error."""
+    """Send `state` (lines of `NAME=VALUE`) to systemd's socket. A missing receiver is no error."""
     address = environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
@@ -41,7 +41,7 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
 
 
 def watchdog_s(environ: Mapping[str, str], pid: int) -> float | None:
-    """Seconds after which systemd restarts a service that sent no sign of life; None where it does not watch `pid`."""
+    """Return the seconds without a sign of life after which systemd restarts `pid`; None where it does not watch it."""
     microseconds, meant = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
     if not microseconds.isdigit() or not int(microseconds) or meant not in ("", str(pid)):
         return None
@@ -49,7 +49,7 @@ def watchdog_s(environ: Mapping[str, str], pid: int) -> float | None:
 
 
 class ServiceManager:
-    """One daemon's messages."""
+    """The messages of one daemon to systemd."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
@@ -57,23 +57,23 @@ class ServiceManager:
         self._status = ""
 
     async def busy(self, doing: str) -> None:
-        """Until it is cancelled: say what is being done before requests are served, and ask for the time it takes."""
+        """Report, until cancelled, what is being done before requests are served, and ask for the time it takes."""
         started = time.monotonic()
         while (seconds := time.monotonic() - started) < _LONGEST_START_S:
             self._tell(f"STATUS={doing} for {seconds:.0f} s", f"EXTEND_TIMEOUT_USEC={_EXTEND_BY_S * 1e6:.0f}")
             await asyncio.sleep(_EXTEND_EVERY_S)
 
     def ready(self, status: str) -> None:
-        """Requests are served from now on, or again after `reloading`."""
+        """Report that requests are served, from now on or again after `reloading`."""
         self._status = status
         self._tell("READY=1", f"STATUS={status}")
 
     def reloading(self) -> None:
-        """Settings are being read again; `ready` ends that."""
+        """Report that settings are being read again; `ready` ends that."""
         self._tell("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def stopping(self, drain_s: float) -> None:
-        """Nothing new is begun; running answers have `drain_s`."""
+        """Report that nothing new is begun and running answers have `drain_s`."""
         patience_s = drain_s + _STOP_MARGIN_S
         self._tell(
             "STOPPING=1",
@@ -82,7 +82,7 @@ class ServiceManager:
         )
 
     async def watch(self, last_sign_s: Callable[[], float], status: Callable[[], str]) -> None:
-        """Until it is cancelled: feed the watchdog with the engine's signs of life, and say how things are.
+        """Feed the watchdog, until cancelled, with the engine's signs of life, and report the status.
 
         `last_sign_s` is when the engine last did something, on the monotonic clock; "now" where it has nothing to do.
         The watchdog is fed only after a new one, so that a hung device call starves it.

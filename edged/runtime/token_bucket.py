@@ -1,9 +1,9 @@
-"""The token bucket behind limits of what may happen in an hour or a minute."""
+"""The token bucket: limits of what may happen in an hour or a minute."""
 
 import math
 
 _HAIR = 1e-9
-"""What may lack of an amount that was waited for, so that rounding never makes anybody wait twice."""
+"""Most that may lack of a wanted amount, so that rounding never makes a caller wait twice."""
 
 
 class TokenBucket:
@@ -19,7 +19,7 @@ class TokenBucket:
         self._level, self._period_s, self._seen_s = self.most, period_s, -math.inf
 
     def level(self, now: float) -> float:
-        """The tokens in it."""
+        """Return the tokens in it."""
         if now > self._seen_s:
             gained = (now - self._seen_s) * self.most / self._period_s
             self._level, self._seen_s = min(self.most, self._level + gained), now
@@ -30,6 +30,6 @@ class TokenBucket:
         self._level = min(self.most, self.level(now) - amount)
 
     def wait_s(self, now: float, wanted: float = 1.0) -> float:
-        """How many seconds pass until `wanted` tokens are in it; 0.0 for now."""
+        """Return the seconds until `wanted` tokens are in it; 0.0 where they are."""
         missing = wanted - self.level(now)
         return missing * self._period_s / self.most if missing > _HAIR else 0.0

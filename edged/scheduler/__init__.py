@@ -1,1 +1,1 @@
-"""Which tokens of which task the next iteration computes."""
+"""The scheduler: it decides which tokens of which task the next iteration computes."""

@@ -1,7 +1,7 @@
 """The plan of the iteration after the present one, made while the present one runs.
 
-A decode is foreseen to go on, a chunk to be computed; that an answer ends is not, and only takes its grant away. What
-the plan predicts it takes was predicted before the present iteration was learned from.
+A decode is expected to go on, a chunk to be computed; an answer that ends instead only takes its grant away. The plan's
+predicted seconds are from before the cost model learned from the present iteration.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ _LATE = 0.25
 """Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
 
 _state = attrgetter("kind", "tokens", "context", "capacity", "units", "next_unit")
-"""What has to be as it was expected of a task; its deadline may differ by what the iteration was off."""
+"""Fields of a task that have to be as foreseen; its deadline may differ by the iteration's prediction error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LookaheadPlan:
     now: float
 
     def corrected(self, queues: TaskQueues, now: float) -> Plan | None:
-        """The plan over the real tasks, without those that have ended; None when something else came, too."""
+        """Return the plan over the real tasks, without ended ones; None when anything else was not foreseen."""
         late = now - self.now > _LATE * (self.now - self.made_s)
         if self.plan.preempt or (late and any(grant.task.kind is not Kind.DECODE for grant in self.plan.grants)):
             return None
@@ -52,10 +52,10 @@ class LookaheadPlan:
 
 
 def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues, list[Task]]:
-    """Queues of copies, as they will be when every serving grant of `plan` has come to what was granted.
+    """Return queues of copies as they will be when every serving grant of `plan` is computed, and the copies that will
+    have got a token by then, whose deadlines are not set.
 
-    Waiting prompts that `plan` leaves waiting are in them as they are. Also returned are those of the copies that will
-    have got a token by then: their deadlines are not set.
+    Prompts that `plan` leaves waiting are not copied.
     """
     ahead = TaskQueues(queues.order)
     ahead.throttled = queues.throttled

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Scheduler:
-    """Plans iterations and applies what came of them.
+    """Plans iterations and applies their results.
 
     A task is the same object from `add` until an outcome retires it or `remove` takes it away; only the engine sets its
     `held_pages` and `capacity`, only the scheduler its kind, `tokens`, `context` and `next_unit` meanwhile (but see
@@ -33,10 +33,10 @@ class Scheduler:
     """
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel, policy: Policy | None = None) -> None:
-        """With `policy` None, the one that the settings name."""
+        """Take `policy`, or where it is None the one that the settings name."""
         self.policy = policy or Policy(ROWS[settings.policy], settings, cost)
         self.degraded = ""
-        """Why the policy is not asked any more; "" while it is."""
+        """Reason why the policy is not asked any more; "" while it is."""
         self._plain = Policy(FCFS, settings, cost)
         self.cost = cost
         self._running = Plan()
@@ -47,8 +47,7 @@ class Scheduler:
         self.targets = SloTargets(settings, cost)
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Decide by other settings from the next plan on; the policy stays with its state, and is asked again after it
-        failed."""
+        """Decide by other settings from the next plan on; the policy keeps its state; a failed one is asked again."""
         degraded, self.degraded = self.degraded, ""
         self._tell(Part.configure, settings, self.cost)
         self.targets = SloTargets(settings, self.cost)
@@ -59,7 +58,7 @@ class Scheduler:
                 self._degrade(error)
 
     def add(self, task: Task, now: float) -> None:
-        """A new task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
+        """Add a task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
         if task.task_id in self.queues.tasks:
             raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
         if math.isinf(task.deadline_s):
@@ -88,7 +87,7 @@ class Scheduler:
         self._parked[task.task_id] = task
 
     def restart(self, task: Task, tokens: int, now: float) -> None:
-        """A preempted task, whose pages are gone, starts over with `tokens` to compute; it keeps its arrival."""
+        """Start a preempted task, whose pages are gone, over with `tokens` to compute; it keeps its arrival."""
         self._take(task)
         self._now = now
         if task.kind is not Kind.FINETUNE:
@@ -99,7 +98,7 @@ class Scheduler:
         self._guarded(self.queues.file, task)
 
     def update(self, task: Task) -> None:
-        """The engine changed a waiting task: a loss, a prefix hit, or the next step of a fine-tune task.
+        """File a waiting task that the engine changed anew: a loss, a prefix hit, or a fine-tune task's next step.
 
         The next step of a fine-tune task has context 0 and next_unit 0, and is not `underway`. One that has no work is
         removed, not updated: fine-tuning is owed work for as long as it has tasks.
@@ -107,12 +106,12 @@ class Scheduler:
         self._guarded(self.queues.file, task, self._take(task))
 
     def plan(self, now: float, resources: Resources, foresight: LookaheadPlan | None = None) -> Plan:
-        """The next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
+        """Return the next iteration's bin, the foreseen one where it came true; empty only if no task can run."""
         self._tell(Part.before, self.queues, now)
         self.queues.throttled = self.throttle.closed(now)
         plan = foresight.corrected(self.queues, now) if foresight is not None else None
         if plan is None:
-            plan = self._ask(lambda policy: policy.plan(self.queues, now, resources))
+            plan = self._ask(lambda policy: policy.fill.plan(policy, self.queues, now, resources))
         if self.queues.throttled and self.queues.finetunes and not plan.grants:
             plan.resume_s = min(plan.resume_s, self.throttle.opens_s(now))
         self._running = plan
@@ -120,26 +119,26 @@ class Scheduler:
         return plan
 
     def foresee(self, plan: Plan, now: float, resources: Resources) -> LookaheadPlan | None:
-        """What to do after `plan`, which has begun at `now` and has its pages (they are not in `resources` any more).
+        """Plan the iteration after `plan`, which has begun at `now` and has its pages (no longer in `resources`).
 
-        None where the plan has a part in fine-tuning: what that leaves to do is known when it is done.
+        None where `plan` fine-tunes or preempts: what that leaves to do is known when it is done.
         """
         if any(grant.task.kind is Kind.FINETUNE for grant in plan.grants) or plan.preempt:
             return None
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self.queues, plan, resources.page_size)
         self._set_due(decoded, queues.decodes, end_s)
-        ahead = self._ask(lambda policy: policy.plan(queues, end_s, resources))
+        ahead = self._ask(lambda policy: policy.fill.plan(policy, queues, end_s, resources))
         return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
 
     def order(self, task: Task) -> tuple[float, ...]:
-        """A prompt's place among all at this moment; the least goes first."""
+        """Return a prompt's place among all at this moment; the least goes first."""
         return self._ask(lambda policy: policy.order(task))
 
     # -- a policy that fails -----------------------------------------------------------------------------------------
 
     def _ask(self, question: Callable[[Policy], T]) -> T:
-        """The policy's answer; that of first come, first served from the moment that the policy fails."""
+        """Return the policy's answer, or that of first come, first served once the policy has failed."""
         if not self.degraded:
             try:
                 return question(self.policy)
@@ -154,7 +153,7 @@ class Scheduler:
             self._degrade(error)
 
     def _guarded(self, change: Callable[[*Happened], T], *arguments: *Happened) -> T:
-        """Change the queues; where the policy's order fails, in the order of arrival."""
+        """Call `change` on the queues; where the policy's order fails, again in the order of arrival."""
         try:
             return change(*arguments)
         except Exception as error:
@@ -217,7 +216,7 @@ class Scheduler:
         self._set_due(decoded, queues.decodes, now)
 
     def counts(self) -> dict[Kind, int]:
-        """Live tasks by kind."""
+        """Return the number of live tasks by kind."""
         queues = self.queues
         return {
             Kind.PREFILL: len(queues.started) + len(queues.waiting),
@@ -226,7 +225,7 @@ class Scheduler:
         }
 
     def _set_due(self, tasks: Sequence[Task], decodes: Sequence[Grant], now: float) -> None:
-        """When the next tokens of `tasks`, which are among `decodes`, are due."""
+        """Set when the next tokens of `tasks`, which are among `decodes`, are due."""
         if not tasks:
             return
         adapters = {grant.task.adapter for grant in decodes}

@@ -1,4 +1,4 @@
-"""What the scheduler packs: tasks, the grants of one iteration, and what came of them."""
+"""The scheduler's records: tasks, the grants of an iteration, and its results."""
 
 import math
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class ServiceClass(StrEnum):
-    """Whose targets a request is held to: somebody waits for every token, or for the whole."""
+    """The class of a request's latency targets: its reader waits for every token, or for the whole answer."""
 
     INTERACTIVE = "interactive"
     BATCH = "batch"
@@ -48,45 +48,45 @@ class Task:
     tokens: int = 1
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
-    """Tokens that are computed already."""
+    """Number of tokens that are computed already."""
     pruned: int = 0
-    """Of these, whose K/V were given up: the rest is attended to."""
+    """Computed tokens whose K/V were pruned; the rest is attended to."""
     adapter: int = 0
-    """A number of the adapter that answers it; 0: the base, or not known yet."""
+    """Number of its adapter; 0: the base, or not known yet."""
     held_pages: int = 0
-    """Pages that it holds (and would give back if preempted)."""
+    """Number of pages that it holds (and would give back if preempted)."""
     capacity: int = 0
-    """Tokens for which it holds room: `held_pages * page_size`, less what a prefix hit occupies twice."""
+    """Number of tokens for which it holds room: `held_pages * page_size`, less what a prefix hit occupies twice."""
     loss: float = 0.0
     """Latest DPO loss of a fine-tune task; ln 2 before its first forward."""
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
     underway: bool = False
-    """Of a fine-tune task: whether parts of its step before those that `tokens` and `units` tell of are computed."""
+    """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
-    """Whose request it is: the user's, else the adapter's; "" where neither is named."""
+    """Owner of the request: the user, else the adapter; "" where neither is named."""
 
     @property
     def begun(self) -> bool:
-        """Of a fine-tune task: whether it is in the middle of a step."""
+        """Whether a fine-tune task is in the middle of a step."""
         return self.underway or self.context > 0 or self.next_unit > 0
 
     @property
     def has_work(self) -> bool:
-        """Of a fine-tune task: whether anything of its step is still to run."""
+        """Whether anything of a fine-tune task's step is still to run."""
         return self.tokens > 0 or self.next_unit < len(self.units)
 
     def pages_for(self, tokens: int, page_size: int) -> int:
-        """Pages that it must get to compute `tokens` more."""
+        """Return the pages that it must get to compute `tokens` more."""
         missing = self.context + tokens - self.capacity
         return -(-missing // page_size) if missing > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What one task may do in this iteration: `tokens` of forward, then up to `units` units."""
+    """The work that one task may do in this iteration: `tokens` of forward, then up to `units` units."""
 
     task: Task
     tokens: int
@@ -103,22 +103,22 @@ class Plan:
     grants: list[Grant] = field(default_factory=list)
     preempt: list[Task] = field(default_factory=list)
     pages: int = 0
-    """Pages that the grants will allocate."""
+    """Number of pages that the grants will allocate."""
     budget_s: float = math.inf
     """Latency budget: the least slack of the members, less what fine-tuning may not take of it."""
     predicted_forward_s: float = 0.0
     predicted_units_s: float = 0.0
     resume_s: float = math.inf
-    """Of an empty plan: when there will be something to do though nothing comes."""
+    """Moment at which an empty plan is to be made anew though no task comes."""
     foreseen: bool = False
-    """It was made while the iteration before it ran."""
+    """Whether it was made while the iteration before it ran."""
     prepaid: bool = False
-    """Fine-tuning gets more than it is owed, because the memory that it holds is wanted; it waits longer afterwards."""
+    """Whether fine-tuning gets more than it is owed, because its memory is wanted; it waits longer afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """What a grant came to. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
+    """The result of a grant. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
 
     task: Task
     tokens: int
@@ -128,7 +128,7 @@ class TaskOutcome:
 
 @dataclass(slots=True)
 class IterationResult:
-    """An iteration as it was measured."""
+    """The outcomes of an iteration and its measured times."""
 
     outcomes: list[TaskOutcome] = field(default_factory=list)
     forward_s: float = 0.0
@@ -139,10 +139,10 @@ class IterationResult:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the next bin may use."""
+    """The pages, tokens and sequences that the next bin may use."""
 
     free_pages: int
-    """Pages that are free or can be evicted at once."""
+    """Number of pages that are free or can be evicted at once."""
     total_pages: int
     page_size: int
     max_tokens: int

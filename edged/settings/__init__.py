@@ -1,1 +1,1 @@
-"""What can be set, and how it is read."""
+"""The settings, and how they are read."""

@@ -11,11 +11,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic_core import PydanticCustomError
 
 USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-"""What a user (and so an adapter) may be called: it becomes a folder's name."""
+"""Pattern of the names of users, and so of adapters: they become names of folders."""
 SELF = "@self"
-"""Among `users` of a rule: the peer's own name."""
+"""An entry of a rule's `users` that stands for the peer's own name."""
 API_TOKEN = "api.token"
-"""What the operator's token is called; no other may be."""
+"""Name of the operator's token; no other may have it."""
 Role = Literal["use", "train", "metrics", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
@@ -26,7 +26,7 @@ def _refuse(message: str) -> Any:
 
 
 def _like(pattern: str, otherwise: str) -> AfterValidator:
-    """Takes texts that match `pattern`; `otherwise` says what is wrong with another one."""
+    """Return a validator of texts that match `pattern`; `otherwise` says what is wrong with another one."""
 
     def check(text: str) -> str:
         return text if re.fullmatch(pattern, text) else _refuse(f'"{text}" {otherwise}')
@@ -57,7 +57,7 @@ def token_hash(token: str) -> str:
 
 
 def setting(default: Any, description: str, **bounds: Any) -> Any:
-    """A field of a section, which every document of the settings describes."""
+    """Return a field of a section with its description, which all documents of the settings show."""
     return Field(default, description=description, **bounds)
 
 
@@ -68,7 +68,7 @@ class Section(BaseModel):
 
 
 class _Grant(Section):
-    """What both rules and tokens give."""
+    """The roles and users that a rule or token grants."""
 
     roles: list[Role]
     users: list[Annotated[str, _USERS]] = [SELF]
@@ -81,13 +81,13 @@ class _Grant(Section):
 
 
 class AccessRule(_Grant):
-    """What some peers of the Unix socket may do."""
+    """The rights of some peers of the Unix socket."""
 
     peers: Annotated[list[Annotated[str, _PEER]], Field(min_length=1)]
 
 
 class AccessToken(_Grant):
-    """What the holder of a token may do over TCP."""
+    """The rights of a token's holder over TCP."""
 
     name: Annotated[str, _TOKEN_NAME]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -109,7 +109,7 @@ class AccessSettings(Section):
     @field_validator("rules", "tokens", mode="before")
     @classmethod
     def _from_the_environment(cls, value: Any) -> Any:
-        """An environment variable holds the list as JSON."""
+        """Read the list as JSON where it comes from an environment variable."""
         if not isinstance(value, str):
             return value
         try:

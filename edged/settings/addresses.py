@@ -1,4 +1,4 @@
-"""Where the daemon's Unix socket is: the one place that daemon and commands look it up.
+"""Addresses of the daemon's Unix socket, for daemon and commands.
 
 Must not import anything slow: every command does.
 """
@@ -13,7 +13,7 @@ MOST_PATH_BYTES = 107
 
 
 def socket_paths(named: str, environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """`named` by a flag or setting, else `EDGED_SOCKET`, else `edged.sock` in every runtime folder there is, in order.
+    """Return the path `named` by flag or setting, else `EDGED_SOCKET`, else `edged.sock` in each runtime folder.
 
     The daemon listens on the first; commands take the first that answers.
     """

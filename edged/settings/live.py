@@ -1,4 +1,4 @@
-"""Settings that change while their readers live."""
+"""A cell of settings that change at run time."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar

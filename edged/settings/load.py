@@ -20,7 +20,7 @@ from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
-"""Their values are in no message, no log and no backup."""
+"""Settings whose values are in no message, no log and no backup."""
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -235,7 +235,7 @@ class GovernorSettings(Section):
 
 
 def minutes_of(hours: str) -> tuple[int, int] | None:
-    """(first, end) minute of the day of hours such as "22:00-06:00"; None for "". PydanticCustomError otherwise."""
+    """Return (first, end) minute of the day of hours like "22:00-06:00"; None for "". Raises PydanticCustomError."""
     if not hours:
         return None
     found = _HOURS.fullmatch(hours.strip())
@@ -320,9 +320,9 @@ def load_settings(
     overrides: dict[str, Any] | None = None,
     policies: Collection[str] = (),
 ) -> Settings:
-    """Settings from a TOML file, then `EDGED_SECTION__KEY` variables, then dotted `overrides`.
+    """Read settings from a TOML file, then `EDGED_SECTION__KEY` variables, then dotted `overrides`.
 
-    `scheduler.policy` must be one of `policies`, where they are given: composition knows which there are.
+    `scheduler.policy` must be one of `policies`, where they are given: this package does not know them.
     Raises ConfigError that names the file, the key and the nearest valid name.
     """
     values: dict[str, Any] = {}
@@ -355,7 +355,7 @@ def load_settings(
 
 
 def _explain(item: Any) -> str:
-    """One validation error as a sentence: the dotted name, the value, the way out."""
+    """Return one validation error as a sentence: the dotted name, the value, the way out."""
     where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
@@ -364,7 +364,7 @@ def _explain(item: Any) -> str:
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
     if item["type"] == "edged" or _is_secret(dotted):
-        # What was meant to be a token is nobody's to read.
+        # A value that was meant to be a token stays hidden.
         return f'setting "{dotted}": {item["msg"]}'
     return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
 
@@ -375,13 +375,13 @@ def _is_secret(dotted: str) -> bool:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not one of `known`."""
+    """Return a hint at the names in `known` that may have been meant by `name`."""
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
 def _fields_at(where: Iterable[str]) -> dict[str, Any]:
-    """The settings of a section, or of a table in one of its lists."""
+    """Return the settings of a section, or of a table in one of its lists."""
     model: Any = Settings
     for part in where:
         if not part.isdigit():

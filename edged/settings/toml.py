@@ -10,7 +10,7 @@ from edged.settings.load import SECRET_SETTINGS, Settings
 
 
 def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
-    """All settings as TOML, each under its description.
+    """Return all settings as TOML, each under its description.
 
     With `defaults`: one line per setting without descriptions, and a mark where it differs from them.
     """
@@ -29,7 +29,7 @@ def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
 
 
 def to_toml_value(value: Any) -> str:
-    """A TOML value; JSON's notation is TOML's for strings, numbers, booleans and lists of them, but not for tables."""
+    """Return a value in TOML: JSON's notation for strings, numbers, booleans and lists of them, but not for tables."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def to_toml_value(value: Any) -> str:
 
 
 def without_secrets(settings: Settings) -> Settings:
-    """The settings with every token at its default."""
+    """Return the settings with every token at its default."""
     clean = {}
     for dotted in SECRET_SETTINGS:
         name, key = dotted.split(".")

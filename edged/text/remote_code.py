@@ -1,4 +1,4 @@
-"""What in a model's directory could run code while it is loaded, and the sentence that refuses it.
+"""Checks for code that a model's directory could run while it is loaded.
 
 Two things can: Python files of the model's own, which `auto_map` in its JSON names (they run only where the operator
 set `model.trust_remote_code`), and pickled weights, which are never read.
@@ -22,7 +22,7 @@ class Untrusted(ValueError):
 
 
 def check_weights(directory: Path) -> None:
-    """Raises Untrusted where the only weights are pickled ones."""
+    """Raise Untrusted where the only weights are pickled ones."""
     if any(directory.glob("*.safetensors")):
         return
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
@@ -34,7 +34,7 @@ def check_weights(directory: Path) -> None:
 
 
 def check_code(directory: Path, trusted: bool) -> None:
-    """Raises Untrusted where model or tokenizer need Python code of their own, and the operator does not trust it."""
+    """Raise Untrusted where model or tokenizer need Python code of their own, and the operator does not trust it."""
     if trusted:
         return
     config = read_json(directory / "config.json")
@@ -55,7 +55,7 @@ def _maps(config: dict[str, Any], *names: str) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or nothing: what is wrong with the file is told by who needs it."""
+    """Return a JSON object, empty where the file has none: its reader raises the error."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ _STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACT
 """Marks where a chat template writes an answer."""
 _WINDOW_TOKENS = 16
 _CONTEXT_TOKENS = 8
-"""Tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
+"""Number of tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
 
 
 class TokenizerError(ValueError):
@@ -86,13 +86,13 @@ class Tokenizer:
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation up to where the assistant's answer starts.
+        """Return the tokens of a conversation up to where the assistant's answer starts.
 
         Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
         """
         if not any(self._special.search(message["content"]) for message in messages):
             return self._encode(self._chat_text(messages, True))
-        # What somebody wrote is text, also where it reads like the marks between turns: it is encoded apart.
+        # The content of a message is text, also where it reads like the marks between turns: it is encoded apart.
         mark = f"\N{OBJECT REPLACEMENT CHARACTER}{secrets.token_hex(8)}\N{OBJECT REPLACEMENT CHARACTER}"
         marked = [{**message, "content": f"{mark}{index}{mark}"} for index, message in enumerate(messages)]
         pieces = re.split(f"{mark}(\\d+){mark}", self._chat_text(marked, True))
@@ -104,7 +104,7 @@ class Tokenizer:
         return [*next(template), *chain.from_iterable(chain(*pair) for pair in zip(written, template, strict=True))]
 
     def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
-        """Tokens of an assistant's answer as the chat template writes it behind `render_chat`'s, up to its last word.
+        """Return the tokens of an answer as the chat template writes it after `render_chat`'s, up to its last word.
 
         That is how TRL tokenizes conversational pairs, and what the model would have said: templates put a space or a
         mark between prompt and answer. Raises like `render_chat`.
@@ -135,30 +135,30 @@ class Tokenizer:
             raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
+        """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
         return list(self._tokenizer.encode(text))
 
     def encode_answer(self, text: str) -> list[int]:
-        """Tokens of a text that continues others; names of special tokens in it are text."""
+        """Return the tokens of a text that continues others; names of special tokens in it are text."""
         if not self._special.search(text):
             return self._encode(text)
         return list(self._plain.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
-        """Tokens of a text in which special tokens are named."""
+        """Return the tokens of a text in which special tokens are named."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @cached_property
     def _plain(self) -> Any:
-        """A tokenizer for texts alone: how one reads special tokens would change for all threads that use it."""
+        """A copy of the tokenizer for plain text: how the shared one reads special tokens must not change."""
         return copy.deepcopy(self._tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of tokens; special tokens have none."""
+        """Return the text of tokens; special tokens have none."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
-        """How one token reads alone, special tokens by name; bytes that are no text show as U+FFFD."""
+        """Return the text of one token alone, special tokens by name; bytes that are no text show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -175,7 +175,7 @@ class Tokenizer:
         return str(token).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     def ids_of_text(self, ids: Sequence[int], text: str) -> list[int]:
-        """Tokens of an answer whose text was cut at a stop string: the generated ids where they still say `text`.
+        """Return tokens of an answer whose text was cut at a stop string: the generated ids if they decode to `text`.
 
         `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
         """
@@ -199,12 +199,12 @@ class Detokenizer:
         self._codec = codec
         self._window: list[int] = []
         self._shown = ""
-        """What has been given out of the window's text."""
+        """Part of the window's text that was given out."""
         self._fresh = 0
-        """Tokens since something was last given out."""
+        """Number of tokens since text was last given out."""
 
     def push(self, token_id: int) -> str:
-        """The text that has become certain with this token, often empty."""
+        """Return the text that has become certain with this token, often empty."""
         self._window.append(token_id)
         self._fresh += 1
         text = self._codec.decode(self._window)
@@ -222,7 +222,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The rest, with U+FFFD for an unfinished character."""
+        """Return the rest, with U+FFFD for an unfinished character."""
         text = self._codec.decode(self._window)
         rest = text[len(self._shown) :] if text.startswith(self._shown) else self._restart()
         self._window, self._shown = [], ""
@@ -241,7 +241,7 @@ class Detokenizer:
                 return
 
     def _restart(self) -> str:
-        """Give up on joining: what came since the last piece reads as it does alone."""
+        """Give up on joining: decode the tokens since the last piece by themselves."""
         piece = self._codec.decode(self._window[-self._fresh :])
         self._window, self._shown, self._fresh = self._window[-self._fresh :], piece, 0
         return piece
@@ -263,7 +263,7 @@ class StopMatcher:
         """The stop string that was found; all text from its start on is dropped."""
 
     def push(self, piece: str) -> str:
-        """The text that is certainly before any stop string. Empty once `stopped_by` is set."""
+        """Return the text that is certainly before any stop string. Empty once `stopped_by` is set."""
         if self.stopped_by is not None:
             return ""
         if not self._stops:
@@ -281,13 +281,13 @@ class StopMatcher:
         return text[:certain]
 
     def finish(self) -> str:
-        """What was held back, as no stop string will come of it any more."""
+        """Return the text that was held back, which can no longer become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _borders(pattern: str) -> list[int]:
-    """KMP's failure function: for each prefix, the length of its longest proper border."""
+    """Return KMP's failure function: for each prefix, the length of its longest proper border."""
     borders = [0] * len(pattern)
     for index in range(1, len(pattern)):
         borders[index] = _advance(pattern, borders, borders[index - 1], pattern[index])
@@ -301,7 +301,7 @@ def _advance(pattern: str, borders: list[int], matched: int, char: str) -> int:
 
 
 def _generation_eos(directory: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
+    """Return `eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
     for name in ("generation_config.json", "config.json"):
         if (value := read_json(directory / name).get("eos_token_id")) is not None:
             return [int(token) for token in (value if isinstance(value, list) else [value])]

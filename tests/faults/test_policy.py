@@ -31,7 +31,7 @@ def test_every_policy_is_replaced_when_it_fails(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a bin of no tasks")
 
-    monkeypatch.setattr(scheduler.policy, "plan", fail)
+    monkeypatch.setattr(scheduler.policy.fill, "plan", fail)
     for task_id in range(3):
         scheduler.add(Task(task_id, Kind.PREFILL, arrival_s=float(task_id), tokens=20), float(task_id))
     assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]
@@ -114,12 +114,12 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
         engine.submit_pairs(random_pairs(30))
         client.wait(lambda: engine.status()["finetune"]["steps"] > 0 or not engine.status()["queue"]["finetune"])
         policy = engine.built.scheduler.policy
-        whole = policy.plan
+        whole = policy.fill.plan
 
         def fail(*_: object) -> None:
             raise AssertionError("slack is nan")
 
-        monkeypatch.setattr(policy, "plan", fail)
+        monkeypatch.setattr(policy.fill, "plan", fail)
         assert answers(engine, client, "degraded", prompts) == wanted
         status = engine.status()
         assert status["degraded"][0].startswith("the policy mace failed (AssertionError: slack is nan)")
@@ -127,7 +127,7 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
         assert "the policy mace failed" in status["finetune"]["reason"]
         pages = status["pages"]
         assert pages["free"] + pages["cached"] == pages["total"], "a step kept its pages"
-        monkeypatch.setattr(policy, "plan", whole)
+        monkeypatch.setattr(policy.fill, "plan", whole)
         engine.configure(engine.settings).result(10)
         wait_idle(engine)
         assert engine.status()["degraded"] == []
@@ -139,7 +139,7 @@ def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytes
         prompts = [random_ids(40, seed) for seed in range(3)]
         wanted = answers(engine, client, "before", prompts)
         policy = engine.built.scheduler.policy
-        whole = policy.plan
+        whole = policy.fill.plan
         calls = [0]
 
         def fails_later(*arguments: object) -> object:
@@ -148,6 +148,6 @@ def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytes
                 raise ValueError(math.nan)
             return whole(*arguments)
 
-        monkeypatch.setattr(policy, "plan", fails_later)
+        monkeypatch.setattr(policy.fill, "plan", fails_later)
         assert answers(engine, client, "degraded", prompts) == wanted
         assert engine.status()["degraded"]

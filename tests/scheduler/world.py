@@ -43,7 +43,7 @@ class Device:
             + self.decode_s * load.decodes
             + self.key_s * load.context
             + self.pair_s * load.pairs
-            + self.mixed_s * load.mixed
+            + self.mixed_s * (0 < load.decodes < tokens)
             + self.past_s * (beyond > 0)
         )
 

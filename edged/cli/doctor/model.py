@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine
 from edged.cli.output import size
-from edged.models.source import name_of
+from edged.models import ModelMissing, demo_model_dir, name_of
 from edged.settings.load import ModelSettings
 
 _AGAIN = "download it again, or write it again with save_pretrained"
@@ -38,11 +38,9 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
     """Return (directory of the model, None), or (None, the problem); nothing is downloaded."""
     path = Path(settings.path).expanduser()
     if settings.path == "demo":
-        from edged.models import demo_model_dir
-
         try:
             return demo_model_dir(), None
-        except FileNotFoundError as error:
+        except ModelMissing as error:
             return None, broken(str(error), "reinstall edged")
     if path.is_dir():
         return path, None

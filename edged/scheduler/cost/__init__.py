@@ -1,1 +1,1 @@
-"""What a bin will take: prices, their fit and their errors."""
+"""The cost model: predicted seconds of a bin, learned prices, and their errors."""

@@ -1,7 +1,7 @@
-"""How fast the device is now: against its prices, and against what is usual.
+"""Drift: how fast the device is now, against its prices and against what is usual.
 
-A device that throttles, or shares itself with a busy neighbour, slows everything at once: a few iterations tell it of
-all kinds of work.
+A device that throttles, or shares itself with a busy neighbour, slows all kinds of work at once: a few iterations
+show it.
 """
 
 import math
@@ -10,9 +10,9 @@ from collections import deque
 WITNESSES = 5
 """Iterations in a row that must all have been slower (or faster) than priced to show that the device is."""
 LEAST_CHANGE = 0.1
-"""What each of them must have been off by, in log ratios; the fits follow smaller changes by themselves."""
+"""Least error of each of them, in log ratios; the fits follow smaller changes by themselves."""
 NOISES = 2.0
-"""And so many times what iterations are off by in the mean: chance gives five in a row once in millions."""
+"""Least error of each of them, in mean errors of an iteration: chance gives five in a row once in millions."""
 _LATEST = 0.05
 """Share of the latest iteration in `now`."""
 _LATEST_NOISE = 0.02
@@ -21,15 +21,15 @@ _LARGEST_NOISE = 1.0
 _LATEST_SLOWNESS = 0.4
 """Share of the latest iteration in `slowness`."""
 _LARGEST_STEP = 0.04
-"""By which one iteration moves `slowness` at most, in log ratios: a stall tells nothing of what comes next."""
+"""Most that one iteration moves `slowness`, in log ratios: a stall predicts nothing of what comes next."""
 
 
 class Drift:
-    """Tells how fast the device is.
+    """A tracker of the device's speed.
 
     `slowness`: how many times longer work takes at the moment than it is priced at. Processors share caches, memory
     and power with others, which come and go within tens of milliseconds: prices, the mean of about a hundred
-    iterations, are late for that. A rest is not told to it. `now`: how many times longer work takes than usual.
+    iterations, are late for that. Idle time is not counted. `now`: how many times longer work takes than usual.
 
     Nothing is summed up without end: both compare two numbers, and a jump is moved into the prices for good.
     """
@@ -42,7 +42,7 @@ class Drift:
         self.now = self.slowness = 1.0
 
     def observe(self, priced_s: float, usual_s: float, measured_s: float) -> float:
-        """An iteration, as it is priced, as usual prices have it, and as it was, all above zero.
+        """Take an iteration in: its seconds at present prices, at usual prices, and as measured, all above zero.
 
         Returns the factor by which all prices rise from here on; mostly 1.
         """

@@ -1,4 +1,4 @@
-"""How far predictions of iterations were off, by the kind of work."""
+"""Prediction errors of iterations, by the kind of work."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 UNKNOWN_ERROR = 0.25
 """Relative error assumed before anything was measured."""
 WARM_UP = 200
-"""First iterations, which the lasting means leave out."""
+"""Number of first iterations that the lasting means leave out."""
 PARTS = ("prefill", "decode", "units")
-"""What of an iteration is predicted by itself: a forward with tokens of prompts or of preference pairs, a forward of
+"""Parts of an iteration with errors of their own: a forward with tokens of prompts or of preference pairs, a forward of
 decodes alone, and the fine-tune units after the forward, together."""
 _RECENT = 0.05
 """Weight of the latest iteration in a recent mean."""
@@ -18,7 +18,7 @@ _LARGEST_ERROR = 1.0
 
 @dataclass(slots=True)
 class _Mean:
-    """Relative errors: a recent mean, and a lasting one of those after the warm-up."""
+    """Mean relative errors: a recent one, and a lasting one of iterations after the warm-up."""
 
     recent: float = UNKNOWN_ERROR
     count: int = 0
@@ -34,16 +34,16 @@ class PredictionError:
 
     @property
     def iterations(self) -> int:
-        """Those that were predicted."""
+        """Number of iterations that were predicted."""
         return self._means["all"].count
 
     @property
     def recent(self) -> float:
-        """Of the latest iterations as a whole."""
+        """Mean relative error of the latest iterations as a whole."""
         return self._means["all"].recent
 
     def observe(self, parts: dict[str, tuple[float, float]]) -> None:
-        """An iteration's (predicted, measured) seconds by part, of PARTS; the measured ones above zero."""
+        """Take in an iteration's (predicted, measured) seconds by part, of PARTS; the measured ones above zero."""
         warm = self.iterations >= WARM_UP
         whole = sum(predicted for predicted, _ in parts.values()), sum(measured for _, measured in parts.values())
         for name, (predicted, measured) in {"all": whole, **parts}.items():
@@ -55,7 +55,7 @@ class PredictionError:
                 mean.lasting_count += 1
 
     def report(self) -> dict[str, Any]:
-        """Percentages by part; None where nothing was measured. Those after the warm-up count every iteration alike."""
+        """Return percentages by part; None where nothing was measured. After the warm-up all iterations count alike."""
         means = self._means
         return {
             "mape_percent": self.recent * 100.0,

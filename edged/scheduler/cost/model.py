@@ -17,7 +17,7 @@ from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.task import IterationResult, Kind, Unit
 
 if TYPE_CHECKING:
-    from edged.scheduler.cost.profile import Profile  # which is made of what is here
+    from edged.scheduler.cost.profile import Profile  # it imports this module
 
 FORWARD_PRICES = (
     "pass",
@@ -31,7 +31,10 @@ FORWARD_PRICES = (
     "decodes beside chunks",
     "more tokens than the knee",
 )
-"""What the seconds of a forward are made of, in the order of its prices."""
+"""Features whose prices add up to the seconds of a forward, in the order of `Prices.forward`.
+
+Decodes beside chunks cost once: single tokens and chunks are attended in two ways in every layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,17 @@ class Prices:
 
 @dataclass(slots=True)
 class Load:
-    """What one packed forward computes: the features that its latency is predicted from."""
+    """The work of one packed forward: the features that its latency is predicted from."""
 
     prefill_tokens: int = 0
     decodes: int = 0
     finetune_tokens: int = 0
     context: int = 0
-    """Keys that the decodes read, summed over them."""
+    """Number of keys that the decodes read, summed over them."""
     pairs: float = 0.0
     """Query-key pairs of prompts' chunks: a chunk of n tokens after c others has n * (c + n / 2)."""
     adapters: int = 0
-    """Distinct adapters that answer in it."""
+    """Number of distinct adapters in it."""
 
     def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
         """Count a chunk of a prompt, or of preference pairs' forward.
@@ -78,16 +81,11 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """All tokens of the forward."""
+        """Number of tokens of the forward."""
         return self.prefill_tokens + self.decodes + self.finetune_tokens
 
-    @property
-    def mixed(self) -> bool:
-        """Whether single tokens and chunks are attended in it: two ways of attention in every layer."""
-        return self.decodes > 0 and self.prefill_tokens + self.finetune_tokens > 0
-
     def features(self, knee_tokens: int) -> tuple[float, ...]:
-        """Amounts in the order of FORWARD_PRICES."""
+        """Return the amounts of its features in the order of FORWARD_PRICES."""
         tokens = self.tokens
         low = min(tokens, knee_tokens)
         return (
@@ -99,13 +97,13 @@ class Load:
             self.pairs,
             float(self.finetune_tokens),
             float(self.adapters),
-            float(self.mixed),
+            float(0 < self.decodes < tokens),
             float(tokens > knee_tokens),
         )
 
 
 class CostModel:
-    """Latency of a packed forward and of each kind of fine-tune unit.
+    """Predicts the latency of a packed forward and of each kind of fine-tune unit.
 
     A forward costs a constant, a price per token below the knee of the roofline (where reading the weights dominates
     and tokens are nearly free) and another above it, and extras per decode, per key that a decode reads, per pair
@@ -118,7 +116,7 @@ class CostModel:
     __slots__ = ("_drift", "_fit", "_knee", "_prices", "_units", "accuracy", "source")
 
     def __init__(self, guess: Prices) -> None:
-        """Prices to start from, all above zero; a unit of another kind starts like "layer"."""
+        """Start from the prices of `guess`, all above zero; a unit of another kind starts like "layer"."""
         self._fit = OnlineRegression(guess.forward)
         self._units: defaultdict[str, OnlineRegression] = defaultdict(lambda: OnlineRegression(guess.units["layer"]))
         self._units.update({kind: OnlineRegression(start) for kind, start in guess.units.items()})
@@ -126,12 +124,12 @@ class CostModel:
         self._drift = Drift()
         self.accuracy = PredictionError()
         self.source = "guess"
-        """Where its first prices came from: "guess", or the profile's file."""
+        """Origin of its first prices: "guess", or the profile's file."""
         self._prices = guess.forward
 
     @classmethod
     def from_profile(cls, profile: Profile, guess: Prices, source: str = "profile") -> CostModel:
-        """Prices that were measured on this device; `guess` has those of unit kinds that were not.
+        """Build it from prices measured on this device; `guess` has those of unit kinds that were not measured.
 
         `source` says where the profile was found.
         """
@@ -155,21 +153,21 @@ class CostModel:
 
     @property
     def headroom(self) -> float:
-        """Share of a latency budget to leave unplanned, because predictions err by that much."""
+        """Share of a latency budget to leave unplanned: the mean error of predictions, at most a half."""
         return min(self.accuracy.recent, 0.5)
 
     @property
     def token_s(self) -> float:
-        """The price of a prompt's token where prompts fill the forward, above zero: for many iterations ahead."""
+        """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
         return max(self._prices[2], 1e-9)
 
     @property
     def drift(self) -> float:
-        """How many times longer work takes now than usual: in the profile, and in the last hours of work."""
+        """How many times longer work takes now than usual, that is in the profile and the last hours of work."""
         return self._drift.now
 
     def report(self) -> dict[str, Any]:
-        """Errors in percent, where the first prices came from, iterations they learned from, drift and slowness."""
+        """Return errors in percent, origin of the first prices, iterations learned from, drift and slowness."""
         return {
             **self.accuracy.report(),
             "source": self.source,
@@ -179,11 +177,11 @@ class CostModel:
         }
 
     def forward_s(self, load: Load) -> float:
-        """Predicted seconds of one packed forward with sampling, the next one; 0 when there is nothing in it."""
+        """Return the predicted seconds of the next packed forward with sampling; 0 when there is nothing in it."""
         return self.priced_s(load) * self._drift.slowness
 
     def priced_s(self, load: Load) -> float:
-        """The same in the mean of some hundred iterations, however slow the device is at the moment."""
+        """Return the forward's seconds at prices, the mean of some hundred iterations, without the slowness of now."""
         tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
         if not tokens:
             return 0.0
@@ -197,15 +195,15 @@ class CostModel:
             + pair * load.pairs
             + finetune * load.finetune_tokens
             + adapter * load.adapters
-            + (beside if load.mixed else 0.0)
+            + (beside if 0 < load.decodes < tokens else 0.0)
         )
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
-        """Price of a prompt's `tokens` alone in a forward, after `context` others, in seconds."""
+        """Return the priced seconds of a prompt's `tokens` alone in a forward, after `context` others."""
         return self.priced_s(Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens)))
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
-        """The longest chunk, up to `most` tokens after `context` others, with which `load` still takes `limit_s`."""
+        """Return the longest chunk, up to `most` tokens after `context` others, that keeps `load` within `limit_s`."""
         once, low, high, decode, key, pair, extra, adapter, beside, past = self._prices
         knee = self._knee
         base = load.prefill_tokens + load.decodes + load.finetune_tokens
@@ -224,7 +222,7 @@ class CostModel:
         return bisect_right(range(1, most), left_s, key=chunk_s)
 
     def unit_s(self, unit: Unit) -> float:
-        """Predicted seconds of one fine-tune unit, the next one."""
+        """Return the predicted seconds of the next fine-tune unit."""
         return self._unit_price_s(unit) * self._drift.slowness
 
     def _unit_price_s(self, unit: Unit) -> float:
@@ -238,7 +236,7 @@ class CostModel:
         tokens are predicted to have added.
         """
         parts: dict[str, tuple[float, float]] = {}
-        # What is learned from: whose prices, of which features, priced at and measured as how many seconds.
+        # Observations: (regression, features, priced seconds, measured seconds).
         learned: list[tuple[OnlineRegression, tuple[float, ...], float, float]] = []
         finetune_s = units_s = units_measured_s = 0.0
         load = load_of(result)
@@ -276,7 +274,7 @@ class CostModel:
 def roofline(
     parameters: int, flops_per_s: float, bytes_per_s: float, layers: int = 24, bytes_per_parameter: int = 2
 ) -> Prices:
-    """Guessed prices of a decoder of `parameters`: the longer of reading its weights and computing its tokens."""
+    """Guess the prices of a decoder of `parameters`: the longer of reading its weights and computing its tokens."""
     read_s = parameters * bytes_per_parameter / bytes_per_s
     token_s = 2.0 * parameters / flops_per_s
     width = math.sqrt(parameters / layers / 12.0)
@@ -310,7 +308,7 @@ def roofline(
 
 
 def load_of(result: IterationResult) -> Load:
-    """The forward that `result` reports, with the contexts that its tasks have before they advance."""
+    """Return the load of the forward that `result` reports; call it before its tasks advance."""
     load, adapters = Load(), set()
     for outcome in result.outcomes:
         task, tokens = outcome.task, outcome.tokens

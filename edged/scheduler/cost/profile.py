@@ -1,4 +1,4 @@
-"""A device's profile: what forwards and units took, the prices that follow, and of which model on which device.
+"""A device's profile: measured times of forwards and units, fitted prices, and the model and device they are of.
 
 All times are seconds.
 """
@@ -18,7 +18,7 @@ from edged.scheduler.cost.model import Load, Prices
 from edged.scheduler.cost.regression import least_squares
 
 FOLDER = "profiles"
-"""Of the data folder."""
+"""Folder of profiles in the data folder."""
 KNEES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens at which the price of a token may change."""
 _HELD_OUT_EVERY = 4
@@ -33,7 +33,7 @@ class _Data(BaseModel):
 
 
 class Subject(_Data):
-    """What was measured: prices hold for the same model in the same form on the same device."""
+    """The model and device that were measured: prices hold for the same model in the same form on the same device."""
 
     model: str
     fingerprint: str
@@ -41,10 +41,10 @@ class Subject(_Data):
     dtype: str
     quantization: str = ""
     threads: int = 0
-    """CPU threads at most; 0 on other devices."""
+    """Most CPU threads; 0 on other devices."""
 
     def difference(self, other: Subject) -> str:
-        """Why prices of this are not for `other`, naming both sides; empty where they are. Names may differ."""
+        """Say why prices of this subject do not hold for `other`, naming both; "" where they do. Names may differ."""
         own, theirs = self.model_dump(exclude={"model"}), other.model_dump()
         differing = [f'{name} "{own[name]}" where "{theirs[name]}" runs' for name in own if own[name] != theirs[name]]
         if not differing:
@@ -61,7 +61,7 @@ class ForwardTime(Load):
 
     @property
     def kind(self) -> str:
-        """Which error it counts to."""
+        """The kind of work that its error counts to."""
         if self.finetune_tokens:
             return "finetune"
         if not self.prefill_tokens:
@@ -78,44 +78,44 @@ class UnitTime(_Data):
 
 
 class MemoryPeak(_Data):
-    """What a piece of work took at its peak beside what was there before, modelled and measured."""
+    """Peak memory that a piece of work added, modelled and measured."""
 
     modelled_bytes: int
     measured_bytes: int
 
 
 class DeviceMemory(_Data):
-    """What the device had of it before anything was loaded."""
+    """The device's memory before anything was loaded."""
 
     kind: Literal["integrated", "discrete", "cpu"]
-    """Whose it is: a GPU's own, the box's for both, or the box's for its CPU."""
+    """Owner of the memory: "discrete", a GPU's own; "integrated", shared by GPU and CPU; "cpu", the box's."""
     total_bytes: int = Field(gt=0)
     available_bytes: int = Field(gt=0)
 
 
 class Profile(_Data):
-    """One device's file."""
+    """The profile of one device, as its file has it."""
 
     subject: Subject
     created_at: str
-    """UTC, ISO 8601."""
+    """Time of the measurement, UTC, ISO 8601."""
     edged_version: str
     prices: Prices
     overhead_s: float = Field(ge=0.0)
-    """Of an iteration, outside its forward and its units: planning, bookkeeping, delivery."""
+    """Seconds of an iteration outside its forward and units: planning, bookkeeping, delivery."""
     rest_s: float = Field(default=0.0, ge=0.0)
-    """Of an iteration that finds the engine at rest, besides; 0 in files of versions that did not measure it."""
+    """Additional seconds of an iteration that finds the engine at rest; 0 in files of versions that lack it."""
     error_percent: dict[str, float]
-    """MAPE by kind, of measurements that the prices were not fitted to."""
+    """MAPE by kind over measurements that the prices were not fitted to."""
     forwards: tuple[ForwardTime, ...] = ()
     units: tuple[UnitTime, ...] = ()
     memory: dict[str, MemoryPeak] = {}
     device_memory: DeviceMemory | None = None
-    """None in files of versions that did not keep it."""
+    """Memory of the device; None in files of versions that did not keep it."""
 
     @classmethod
     def read(cls, path: Path) -> Profile:
-        """Raises ProfileError when the file is not there or is no profile."""
+        """Read a profile. Raises ProfileError when the file is not there or is no profile."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -126,7 +126,7 @@ class Profile(_Data):
             raise ProfileError(f'profile "{path}" is no profile of this version: {where} {first["msg"]}') from None
 
     def write(self, path: Path) -> None:
-        """The file is there whole or as it was before. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -140,14 +140,14 @@ class Profile(_Data):
 
 
 def file_name(subject: Subject) -> str:
-    """`<model>@<device>.<type>.json`, without what does not belong into a file's name."""
+    """Return `<model>@<device>.<type>.json`, without characters that do not belong into a file's name."""
     kind = f"{subject.dtype}-{subject.quantization}" if subject.quantization else subject.dtype
     model, device = (re.sub(r"[^\w.+-]+", "-", part).strip("-.") for part in (subject.model, subject.device))
     return f"{model}@{device}.{kind}.json"
 
 
 def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Prices:
-    """Non-negative prices by least squares of relative errors; the knee is the one that leaves the smallest.
+    """Fit non-negative prices by least squares of relative errors; the knee is the one that leaves the smallest.
 
     ValueError without any forward or without any unit.
     """
@@ -168,7 +168,7 @@ def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Pr
 
 
 def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> dict[str, float]:
-    """MAPE in percent by kind of every fourth measurement, with prices fitted to the others."""
+    """Return the MAPE in percent, by kind, of every fourth measurement with prices fitted to the others."""
     kept = [item for index, item in enumerate(forwards) if index % _HELD_OUT_EVERY]
     in_turn = sorted(units, key=lambda unit: unit.kind)
     kept_units = [unit for index, unit in enumerate(in_turn) if index % _HELD_OUT_EVERY]
@@ -185,7 +185,7 @@ def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -
 
 
 def find_profile(setting: str, data_dir: Path | None, subject: Subject) -> tuple[Path, Profile] | None:
-    """The profile at `setting`, or the data folder's own of `subject`; None where there is none.
+    """Read the profile at `setting`, or the data folder's own of `subject`; None where there is none.
 
     Raises ProfileError, naming both sides, for a profile of another model or device, and for a file that cannot be
     read.

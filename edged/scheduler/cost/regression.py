@@ -1,4 +1,4 @@
-"""Non-negative prices of features, from measurements: all at once, or one after the other as they come.
+"""Regression: non-negative prices of features, fitted to all measurements at once or online.
 
 All times are seconds.
 """
@@ -13,11 +13,11 @@ FORGETTING = 0.99
 RIDGE = 0.005
 """Pull of a price towards what is usual, in observations that it alone explains."""
 USUAL_S = 4 * 3600.0
-"""Seconds of work over which prices become usual; sooner as long as few were seen."""
+"""Seconds of work over which prices become the usual ones; fewer while few observations were seen."""
 PATIENCE = 8
-"""First observations of a fit, all believed: the start values are guesses."""
+"""Number of first observations that count in full: the start values are guesses."""
 KNOWN_OBSERVATIONS = 20.0
-"""What a profile's measurements together count for, in observations."""
+"""Weight of a profile's measurements together, in observations."""
 _SWEEPS = 2000
 _REWEIGHTINGS = 5
 _CLOSE = 0.05
@@ -25,9 +25,9 @@ _CLOSE = 0.05
 _FAR = 0.5
 """Relative error from which on a larger one pulls no harder."""
 _FURTHEST = 4.0
-"""What an observation is divided by lies within this factor of its seconds."""
+"""Most by which the divisor of an observation, its predicted seconds, may differ from its measured ones."""
 _FIRST, _FIRST_SHARE = 400, 4.0
-"""Of the first observations, the n-th makes 4 / n of what is usual."""
+"""Number of first observations, of which the n-th has the share 4 / n in the usual prices."""
 _LEAST_SHARE = 0.01
 """A price that was found to be zero starts at this share of the time that its feature would take alone."""
 
@@ -35,7 +35,7 @@ Row = Sequence[float]
 
 
 def least_squares(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
-    """Non-negative prices that minimise the sum of relative errors over all measurements.
+    """Return the non-negative prices that minimise the sum of relative errors over all measurements.
 
     Iteratively reweighted least squares of `row . prices / seconds - 1`, each solved by coordinate descent. A feature
     that no row has gets the price 0. ValueError without measurements, or with one that took no time.
@@ -45,7 +45,7 @@ def least_squares(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
     import numpy as np  # late: a process is prepared before numpy starts its threads
 
     scaled = np.array(rows) / np.array(seconds)[:, None]
-    # Of every feature as much as it has in the mean: amounts of a token and of a key differ by orders of magnitude.
+    # Features are scaled by their means: amounts of a token and of a key differ by orders of magnitude.
     unit = scaled.mean(axis=0)
     unit[unit == 0.0] = 1.0
     scaled /= unit
@@ -61,7 +61,7 @@ def least_squares(rows: Sequence[Row], seconds: Sequence[float]) -> list[float]:
 
 
 def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float]) -> list[float]:
-    """Coordinate descent of the normal equations over values at or above zero, until nothing moves."""
+    """Solve the normal equations by coordinate descent over values at or above zero."""
     values = list(start)
     for _ in range(_SWEEPS):
         moved = 0.0
@@ -86,7 +86,7 @@ class OnlineRegression:
     """
 
     def __init__(self, start: Sequence[float]) -> None:
-        """`start`: guessed seconds per unit of each feature, all above zero."""
+        """Start from `start`, guessed seconds per unit of each feature, all above zero."""
         size = len(start)
         self._start = list(start)
         self._scale = [1.0] * size
@@ -102,7 +102,7 @@ class OnlineRegression:
     def known(
         cls, prices: Sequence[float], rows: Sequence[Row], seconds: Sequence[float], guess: Sequence[float]
     ) -> OnlineRegression:
-        """Prices that were found from measurements, which hold them at first.
+        """Build a regression whose prices were fitted to measurements, which hold them at first.
 
         A price that was found to be zero can be learned: from a hundredth of what the feature would cost alone. One of
         a feature that no measurement had is the guess.
@@ -129,13 +129,13 @@ class OnlineRegression:
         return self._seen >= PATIENCE
 
     def usual_s(self, features: Row) -> float:
-        """Seconds at the usual prices."""
+        """Return the seconds at the usual prices."""
         return sum(
             price * usual * amount for price, usual, amount in zip(self._start, self._usual, features, strict=True)
         )
 
     def rescale(self, factor: float, drift: float) -> None:
-        """From here on all takes `factor` times as long as lately, which is `drift` times as long as usual.
+        """Raise all prices `factor` times, which makes them `drift` times the usual ones.
 
         What was not observed since the last time is set by `drift`: factors of many jumps would add up their errors.
         """
@@ -179,7 +179,7 @@ class OnlineRegression:
         self._usual = [old + share * (new - old) for old, new in zip(self._usual, scale, strict=True)]
 
     def _enter(self, row: Row, target: float, weight: float, forgetting: float) -> None:
-        """An observation of `row . scale = target` into the normal equations."""
+        """Add an observation of `row . scale = target` to the normal equations."""
         gram, moment = self._gram, self._moment
         for i, value in enumerate(row):
             share = weight * value

@@ -1,1 +1,1 @@
-"""What policies make plans with."""
+"""The means of policies: bins, queues, deadlines and the budget of fine-tuning."""

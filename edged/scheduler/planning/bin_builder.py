@@ -1,4 +1,4 @@
-"""A plan being drawn up: what every policy may do to it, within the iteration's resources."""
+"""The builder of a plan: what every policy may do to it, within the iteration's resources."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -21,8 +21,7 @@ class BinBuilder:
     def __init__(
         self, queues: TaskQueues, now: float, resources: Resources, victim_key: VictimKey, serves: bool = True
     ) -> None:
-        """Grants each decode its token, where it `serves`; preempts, the least `victim_key` first, if their next tokens
-        find no page."""
+        """Grant the decodes their tokens, where it `serves`; preempt, least `victim_key` first, if one lacks a page."""
         self._queues, self._victim_key = queues, victim_key
         self._page_size = resources.page_size
         self.free_pages = resources.free_pages
@@ -37,7 +36,7 @@ class BinBuilder:
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
         self.prompts: list[Task] = []
-        """Those whose deadlines a policy heeds, in its order."""
+        """Prompts whose deadlines a policy heeds, in its order."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
@@ -46,14 +45,14 @@ class BinBuilder:
                 self.promised_pages += self.pages(task, task.tokens)
 
     def pages(self, task: Task, tokens: int) -> int:
-        """Pages that `task` must get to compute `tokens` more."""
+        """Return the pages that `task` must get to compute `tokens` more."""
         return task.pages_for(tokens, self._page_size)
 
     @property
     def open_pages(self) -> int:
         """Pages on which a task may enter: neither promised, nor soon needed by the decodes, one each.
 
-        None in an iteration that preempts: who was just preempted would enter again at once.
+        0 in an iteration that preempts: a task that was just preempted would enter again at once.
         """
         return 0 if self.preempted else self.free_pages - self.promised_pages - self.load.decodes
 
@@ -62,11 +61,11 @@ class BinBuilder:
         self.promised_pages += self.pages(task, task.tokens)
 
     def room(self, task: Task) -> int:
-        """Tokens that `task`, which has entered, could compute in this iteration."""
+        """Return the tokens that `task`, which has entered, could compute in this iteration."""
         return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self._page_size)
 
     def load_beside(self, task: Task) -> Load:
-        """The bin's load with `task` beside it, before any token of it: its adapter may be one more."""
+        """Return the bin's load with `task` beside it, before any token of it: its adapter may be one more."""
         return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
 
     def take(self, task: Task, tokens: int) -> None:
@@ -95,7 +94,7 @@ class BinBuilder:
         self._preempt(self.pages(task, task.tokens), self._victims(spared=task))
 
     def rescue(self) -> None:
-        """Last resort when nothing could be granted: preempt for the oldest task that waits for pages, and grant it.
+        """Preempt, when nothing could be granted, for the oldest task that waits for pages, and grant it.
 
         Without this, tasks that each hold a part of the pages could wait for each other for ever.
         """
@@ -113,7 +112,7 @@ class BinBuilder:
             self.grant(stuck, tokens)
 
     def _add_decodes(self, now: float) -> None:
-        """The decodes that pages and tokens suffice for, those that are due first before the others."""
+        """Grant the decodes that pages and tokens suffice for, those that are due first before the others."""
         decodes = self._queues.decodes
         self._grant_decodes(decodes, now)
         oldest, reserved = min(self._queues.started, key=by_arrival, default=None), 0
@@ -122,17 +121,16 @@ class BinBuilder:
             reserved = min(1, self.pages(oldest, oldest.tokens))
         if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            self._grant_decodes((), now)
             decoding = {grant.task for grant in decodes}
-            need = reserved + sum(self.pages(task, 1) for task in decoding)
-            self._preempt(need, self._victims(spared=next(iter(self._holders()), None)), decoding)
+            need = reserved + sum([self.pages(task, 1) for task in decoding]) - self.plan.pages
+            self._preempt(need, self._victims(spared=min(self._holders(), key=by_arrival, default=None)), decoding)
             decodes = [grant for grant in decodes if grant.task not in self.preempted]
             self._grant_decodes(decodes, now)
         if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
             self._grant_decodes(sorted(decodes, key=lambda grant: grant.task.deadline_s)[:most], now)
 
     def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
-        """Those of the `chosen` decodes that find a page, instead of what was granted before."""
+        """Grant the `chosen` decodes that find a page, instead of those granted before."""
         self.tokens_left += len(self.plan.grants)
         all_pages = free_pages = self.free_pages + self.plan.pages
         lacking, adapters, context, earliest_s = [], {0}, 0, math.inf
@@ -157,16 +155,16 @@ class BinBuilder:
         self._adapters = adapters
 
     def _victims(self, spared: Task | None) -> Iterable[Task]:
-        """Who holds pages, first to go first: fine-tuning, then sequences."""
+        """Return the tasks that hold pages in the order of preemption: fine-tuning, then sequences."""
         holders = [*(task for task in self._queues.finetunes if task.held_pages), *self._holders()]
         holders.sort(key=lambda task: (task.kind is not Kind.FINETUNE, self._victim_key(task)))
         return [task for task in holders if task is not spared]
 
     def _holders(self) -> list[Task]:
-        """The sequences that hold pages, oldest first."""
+        """Return the sequences that hold pages."""
         queues = self._queues
         sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.waiting]
-        return sorted([task for task in sequences if task.held_pages], key=by_arrival)
+        return [task for task in sequences if task.held_pages]
 
     def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
         """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away

@@ -1,4 +1,4 @@
-"""What fine-tuning as a whole is owed, and what it may take of the time of serving, in seconds."""
+"""Budgets of fine-tuning as a whole, in seconds: the time it is owed, and the time it may take from serving."""
 
 import math
 
@@ -6,12 +6,12 @@ from edged.scheduler.task import Task
 from edged.settings.load import SchedulerSettings
 
 LONGEST_WAITS, LONGEST_S = 2.0, 5.0
-"""Waits count up to this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while there was no
-memory for fine-tuning must not stop serving later."""
+"""Longest waits that count: this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while
+there was no memory for fine-tuning must not stop serving later."""
 
 
 class FinetuneDeficit:
-    """The time since when fine-tuning waits, moved towards now by the work that it gets.
+    """The wait of fine-tuning: the moment since when it waits, moved towards now by the work that it gets.
 
     A second of work pays for `1 / finetune_min_share` seconds of waiting. A sliver of work therefore does not count as
     if nothing were owed any more, and the share holds over any longer time. Time without any fine-tune task is no wait.
@@ -22,25 +22,25 @@ class FinetuneDeficit:
         self._stopped_s = 0.0
 
     def configure(self, settings: SchedulerSettings) -> None:
-        """Take the share and the longest wait, first of all and at a reload; what is owed stays owed."""
+        """Take the share and the longest wait, at the start and at a reload; what is owed stays owed."""
         self.share = settings.finetune_min_share
         self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
 
     def wait_s(self, now: float) -> float:
-        """Seconds that fine-tuning has waited."""
+        """Return the seconds that fine-tuning has waited."""
         return min(max(0.0, now - self._since_s), self._longest_s)
 
     def start(self, now: float) -> None:
-        """There is a fine-tune task again: what was owed when the last one left still is, and the clock runs on."""
+        """Start the wait at the first fine-tune task: what was owed when the last one left still is."""
         owed_s = self.wait_s(self._stopped_s)
         self._since_s = now - owed_s if owed_s else max(now, self._since_s)
 
     def stop(self, now: float) -> None:
-        """The last fine-tune task has left."""
+        """Stop the wait: the last fine-tune task has left."""
         self._stopped_s = now
 
     def pay(self, task: Task, work_s: float, now: float, prepaid: bool) -> None:
-        """`task` was worked on for `work_s`: its own wait and that of all fine-tuning grow shorter.
+        """Shorten the wait of `task`, which was worked on for `work_s`, and that of all fine-tuning.
 
         Work beyond what was owed is forgotten, unless it was `prepaid`: then the next wait begins that much later.
         """
@@ -52,7 +52,7 @@ class FinetuneDeficit:
 
 
 SPAN_S = 10.0
-"""Seconds over which the load is told, and the slow-down is a mean: what was not taken is not made up for later."""
+"""Seconds over which load and slow-down are means: what was not taken is not made up for later."""
 
 
 class SlowdownBudget:
@@ -67,7 +67,7 @@ class SlowdownBudget:
     def __init__(self) -> None:
         self._busy_s = self._now = 0.0
         self.left_s = math.inf
-        """Seconds of work that may be done now; below zero where more was done than that."""
+        """Seconds of work that may be done now; below zero where more was done."""
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Earn at this rate from now on; the first rate grants its span."""
@@ -76,7 +76,7 @@ class SlowdownBudget:
         self.left_s = min(self.left_s, self._most_s)
 
     def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
-        """Account for an iteration in which somebody was served: the time for that, and the time that it grew by."""
+        """Account for an iteration that served requests: the seconds of serving, and those that fine-tuning added."""
         self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + serving_s
         self._now = now
         earned_s = self._rate * serving_s * max(0.0, 1.0 - self._busy_s / SPAN_S)
@@ -84,11 +84,11 @@ class SlowdownBudget:
 
 
 _MOST_SAVED_S = 0.1
-"""Time that was not used is not made up for beyond this: heat is a matter of the present."""
+"""Most unused seconds that are made up for later: heat is a matter of the present."""
 
 
 class DutyCycle:
-    """Open while fine-tuning has had no more than its `share` of the time; of 1, always."""
+    """A gate that is open while fine-tuning has had no more than its `share` of the time; at 1 always."""
 
     def __init__(self) -> None:
         self.share = 1.0
@@ -104,7 +104,7 @@ class DutyCycle:
         return self.share < 1.0 and self._left(now) <= 0.0
 
     def opens_s(self, now: float) -> float:
-        """From when on it has not; inf if never."""
+        """Return the moment from which fine-tuning need not wait; inf if never."""
         return now + max(0.0, -self._left(now)) / self.share if self.share else math.inf
 
     def _left(self, now: float) -> float:

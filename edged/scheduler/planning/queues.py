@@ -1,4 +1,4 @@
-"""The live tasks, filed by what they wait for, each queue in an order that time does not change."""
+"""Task queues: live tasks by state, each queue in an order that time does not change."""
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterator
@@ -15,7 +15,7 @@ _grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_
 
 
 class TaskOrder(Protocol):
-    """In which order prompts are filed: see `edged.scheduler.policies.base.Order`."""
+    """The order of prompts in the queues: see `edged.scheduler.policies.base.Order`."""
 
     def flow(self, task: Task) -> Hashable: ...
 
@@ -25,8 +25,8 @@ class TaskOrder(Protocol):
 
 
 class TaskQueues:
-    """Tasks by state. `decodes`, by arrival, are kept as the grant that each gets in every iteration; `started`
-    prefills hold pages already, `waiting` ones do not need to, both in the policy's order; `finetunes` are in none.
+    """Tasks by state: `decodes`, by arrival, each as the grant that it gets in every iteration; `started` prefills,
+    which hold pages already, and `waiting` ones, both in the policy's order; `finetunes` in no order.
 
     Arrivals and deadlines stay as they are while a task is in its queue, so nothing is sorted again as time passes.
     """
@@ -36,20 +36,20 @@ class TaskQueues:
     def __init__(self, order: TaskOrder) -> None:
         self.order = order
         self.tasks: dict[int, Task] = {}
-        """All of them, by id."""
+        """All live tasks by id."""
         self.decodes: list[Grant] = []
         self.started: list[Task] = []
         self.flows: dict[Hashable, list[Task]] = {}
         """Waiting prompts by flow; none is empty."""
         self.filings = 0
-        """How often a prompt was put among the waiting ones; while it stays the same, none came and none changed."""
+        """Number of times that a prompt was put among the waiting ones: unchanged while none came and none changed."""
         self.finetunes: list[Task] = []
         self.throttled = False
-        """Fine-tuning has had its share of the time: it waits, but for giving its pages back."""
+        """Whether fine-tuning waits because it has had its share of the time; it may still give its pages back."""
 
     @property
     def waiting(self) -> list[Task]:
-        """The waiting prompts, flow by flow; to be read alone."""
+        """The waiting prompts, flow by flow; do not change the list."""
         flows = list(self.flows.values())
         if len(flows) < 2:
             return flows[0] if flows else []
@@ -79,7 +79,7 @@ class TaskQueues:
         self.filings += 1
 
     def active(self) -> Iterator[Task]:
-        """All tasks but the waiting prompts."""
+        """Yield all tasks but the waiting prompts."""
         yield from [grant.task for grant in self.decodes]
         yield from self.started
         yield from self.finetunes

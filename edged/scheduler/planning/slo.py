@@ -1,4 +1,4 @@
-"""When a request's next token is due: TTFT and TBT targets by service class; how fast prompts must go to meet them."""
+"""Service-level objectives: TTFT and TBT targets by service class, and the pace of prompts that meets them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,12 +8,12 @@ from edged.scheduler.task import ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 
 _PREFIXES = {ServiceClass.INTERACTIVE: "", ServiceClass.BATCH: "batch_"}
-"""How the settings of a class's targets begin."""
+"""Prefix of the names of a class's settings."""
 
 
 class SloTargets:
-    """Targets in seconds: a factor times a priced latency, but at least a floor. They follow the prices as these are
-    learned, and no slowness of the moment."""
+    """TTFT and TBT targets in seconds: a factor times a priced latency, but at least a floor. They follow the learned
+    prices, not the slowness of the moment."""
 
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
         self._cost = cost
@@ -27,17 +27,17 @@ class SloTargets:
         }
 
     def ttft_s(self, service: ServiceClass, tokens: int, context: int = 0) -> float:
-        """Of a prompt with `tokens` to compute after `context` others: a multiple of its own forward (MACE 6.3)."""
+        """Return the TTFT target of `tokens` after `context` others: a multiple of their own forward (MACE 6.3)."""
         factor, floor_s = self._targets[service, "ttft"]
         return max(floor_s, factor * self._cost.prompt_s(tokens, context))
 
     def tbt_s(self, service: ServiceClass, alone_s: float) -> float:
-        """Of a decode: a multiple of a forward of the decodes that are there alone, which takes `alone_s`."""
+        """Return the TBT target of a decode: a multiple of `alone_s`, a forward of the present decodes alone."""
         factor, floor_s = self._targets[service, "tbt"]
         return max(floor_s, factor * alone_s)
 
     def impossible(self) -> list[str]:
-        """A sentence for every target that this device cannot meet even for a request alone on it."""
+        """Return a sentence for every target that this device cannot meet even for a request alone on it."""
         alone_s = self._cost.priced_s(Load(decodes=1))
         return [
             f"the {name.upper()} target of {service.value} requests is {factor:g} times the latency of a forward, or "
@@ -58,7 +58,7 @@ Simulated on four devices near their capacity, 0.5 met more TTFT targets than 0.
 
 
 def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s: float, most: int) -> int:
-    """Prompt tokens, up to `most`, that this iteration must compute so that at its pace every prompt is in time.
+    """Return the prompt tokens, up to `most`, that this iteration must compute to keep every prompt in time.
 
     The pace is the largest of (tokens up to a prompt's end) / (time until it is due). An iteration of n prompt tokens
     takes `base_s + n * token_s`, so n / (base_s + n * token_s) = pace gives n. A prompt that cannot be in time any
@@ -76,7 +76,7 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
 
 
 def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, token_s: float) -> float:
-    """Seconds that may pass before the prompts, less the tokens `granted` to them now, must run without a break.
+    """Return the seconds until the prompts, less the tokens `granted` to them now, must run without a break.
 
     inf without prompts; below zero when it is too late for one of them.
     """

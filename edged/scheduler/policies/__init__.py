@@ -1,1 +1,1 @@
-"""Who goes next."""
+"""Scheduling policies: MACE, its ablations and the baselines."""

@@ -22,10 +22,10 @@ class StepsFirst(PhasedFill):
     """
 
     in_turn = False
-    """Whether there is an iteration that serves between two steps."""
+    """Whether an iteration serves between two steps."""
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The first step alone; serving when there is none, or in its turn."""
+        """Return the first step alone; serving when there is none, or in its turn."""
         tasks = runnable_steps(queues, resources)
         serves = self.in_turn and self.tuned and bool(queues.decodes or queues.started or queues.waiting)
         if not tasks or (serves and not tasks[0].begun):

@@ -31,99 +31,99 @@ class Part:
         self.settings, self.cost = settings, cost
 
     def arrived(self, task: Task, now: float) -> None:
-        """A task has come; it is filed next."""
+        """Hear that a task has come; it is filed next."""
 
     def left(self, task: Task, now: float) -> None:
-        """A task has ended or was cancelled; one that was preempted or parked has not left."""
+        """Hear that a task has ended or was cancelled; one that was preempted or parked has not left."""
 
     def before(self, queues: TaskQueues, now: float) -> None:
-        """An iteration is about to be planned."""
+        """Hear that an iteration is about to be planned."""
 
     def begun(self, plan: Plan, now: float) -> None:
-        """This plan will run."""
+        """Hear that this plan will run."""
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
-        """`plan` has run, `finetune_s` of it for fine-tuning; its tasks are still as they were before it."""
+        """Hear that `plan` has run, `finetune_s` of it for fine-tuning; its tasks are still as they were before it."""
 
 
 class Order(Part):
-    """In which order prompts are served: flow by flow, and by a key inside each flow; here all are one flow."""
+    """The order in which prompts are served: flow by flow, and by a key inside each flow; here all are one flow."""
 
     key: Callable[[Task], tuple[float, int]] = staticmethod(by_arrival)
-    """A task's place in its flow, the same for as long as it waits."""
+    """Place of a task in its flow, the same for as long as it waits."""
 
     def flow(self, task: Task) -> Hashable:
-        """The flow that a task belongs to, the same for as long as it waits."""
+        """Return the flow that a task belongs to, the same for as long as it waits."""
         return None
 
     def flow_key(self, flow: Hashable) -> float:
-        """The flow with the least goes first; read whenever a plan is made."""
+        """Return the place of a flow among flows: the least goes first. Read whenever a plan is made."""
         return 0.0
 
     def place(self, task: Task) -> tuple[float, ...]:
-        """A task's place among those of all flows at this moment."""
+        """Return a task's place among those of all flows at this moment."""
         return (self.flow_key(self.flow(task)), *self.key(task))
 
 
 @dataclass(slots=True)
 class Entry:
-    """Which tasks work in an iteration."""
+    """The tasks that work in an iteration."""
 
     runnable: list[Task]
-    """Prompts."""
+    """Prompts that may get chunks."""
     paused: Set[Task] = frozenset()
     """Decodes that stand still in this iteration and keep their pages."""
     step: Task | None = None
     """The fine-tune task that may run."""
     due: bool = False
-    """Fine-tuning outranks serving."""
+    """Whether fine-tuning outranks serving."""
     in_the_way: bool = False
-    """The step holds pages without which a prompt cannot enter: the sooner it ends, the better."""
+    """Whether the step holds pages without which a prompt cannot enter: the sooner it ends, the better."""
 
 
 class Spare(Part):
-    """How much of a hybrid iteration is for fine-tuning; nothing, unless a subclass says otherwise."""
+    """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
 
     def waited_s(self, now: float) -> float:
-        """How long fine-tuning has waited."""
+        """Return how long fine-tuning has waited."""
         return 0.0
 
     def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
-        """Seconds of work on a step that is due or in the way, whatever the budget; asked before prompts get chunks."""
+        """Return the seconds owed to a step that is due or in the way, whatever the budget; asked before chunks."""
         return 0.0
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
-        """The latency budget of the iteration; asked when prompts have their chunks."""
+        """Return the latency budget of the iteration; asked when prompts have their chunks."""
         return 0.0
 
 
 class Admission(Part):
-    """Which tasks work in a hybrid iteration, and which enter memory for it."""
+    """The choice of the tasks that work in a hybrid iteration, and of those that enter memory for it."""
 
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        """Tasks that enter are promised their pages in `draft`, which has the decodes already."""
+        """Choose the tasks; those that enter are promised their pages in `draft`, which has the decodes already."""
         raise NotImplementedError
 
 
 class Victims(Part):
-    """Which task gives its pages back first; steps go before sequences, and the oldest sequence keeps its pages."""
+    """The order of preemption; steps go before sequences, and the oldest sequence keeps its pages."""
 
     def key(self, task: Task) -> tuple[float, ...]:
-        """The least goes first: steps by the progress made, sequences by the latest arrival."""
+        """Return the place of a task, the least goes first: steps by progress made, sequences by the latest arrival."""
         if task.kind is Kind.FINETUNE:
             return task.next_unit - len(task.units), task.context
         return -task.arrival_s, -task.task_id
 
 
 class Due(Part):
-    """When the next token of a decode is due: at its TBT target."""
+    """The deadlines of decodes: their TBT targets."""
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take the targets of these settings."""
         self._targets = SloTargets(settings, cost)
 
     def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
-        """The moment for each decode that got a token `now`; a forward of the present decodes alone takes `alone_s`."""
+        """Return a deadline for each decode that got a token `now`; the present decodes' forward takes `alone_s`."""
         due_s = {service: now + self._targets.tbt_s(service, alone_s) for service in ServiceClass}
         return [due_s[task.service] for task in tasks]
 
@@ -132,7 +132,7 @@ class Fill(Part):
     """The content of an iteration."""
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The next bin, within `resources`; empty only if no task can run."""
+        """Return the next bin, within `resources`; empty only if no task can run."""
         raise NotImplementedError
 
 
@@ -142,7 +142,7 @@ class Row:
 
     name: str
     keeps: str
-    """What it keeps of its paper: docs/policies.md says so, too."""
+    """Traits of its paper that it keeps: docs/policies.md has the same sentence."""
     fill: Callable[[], Fill]
     order: Callable[[], Order] = Order
     admission: Callable[[], Admission] = Admission
@@ -165,7 +165,7 @@ class Policy:
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
         self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
-        # In one flow the key says all, and is read faster.
+        # Within one flow the key alone decides, and is read faster.
         self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
         self.cost = cost
         parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
@@ -176,10 +176,6 @@ class Policy:
             for name, hook in hooks.items()
         }
         self.tell(Part.configure, settings, cost)
-
-    def plan(self, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The next bin, within `resources`; empty only if no task can run."""
-        return self.fill.plan(self, queues, now, resources)
 
     def tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
         """Call a hook of each part that has it."""

@@ -24,7 +24,7 @@ class RetrainingWindows(PhasedFill):
     """
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """A step alone while a window is open, else serving; `resume_s` when only a coming window has work."""
+        """Return a step alone while a window is open, else serving; with `resume_s` where a later window has work."""
         tasks = runnable_steps(queues, resources)
         start_s, every_s = self.interval_start_s(now), self.settings.retrain_every_s
         due = self.caught_up_s < start_s and now < start_s + (self.settings.retrain_window_s or every_s / 2.0)

@@ -1,4 +1,4 @@
-"""Iterations that serving and fine-tuning share, within a latency budget (MACE 4.2, FlexLLM 6.2)."""
+"""Hybrid iterations: serving and fine-tuning share each within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
@@ -7,9 +7,9 @@ from edged.scheduler.policies.base import Entry, Fill, Policy
 from edged.scheduler.task import Plan, Resources
 
 SMALLEST_CHUNK = 32
-"""Tokens that prompts together, or an overdue pair's forward, get at least: whatever the budget, they go on."""
+"""Least tokens of prompts together, or of an overdue pair's forward, whatever the budget: they go on."""
 LOOK_AHEAD = 32
-"""Waiting prompts, the next ones in order, whose deadlines an iteration heeds."""
+"""Number of waiting prompts, the next ones in order, whose deadlines an iteration heeds."""
 
 
 class Hybrid(Fill):
@@ -20,7 +20,7 @@ class Hybrid(Fill):
     """
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The next bin within `resources`; empty only if no task can run."""
+        """Return the next bin within `resources`; empty only if no task can run."""
         cost, spare = policy.cost, policy.spare
         draft = BinBuilder(queues, now, resources, policy.victims.key)
         plan = draft.plan
@@ -47,16 +47,15 @@ class Hybrid(Fill):
         return plan
 
     def _add_chunks(self, policy: Policy, draft: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
-        """Chunks of the runnable prompts: as much as keeps the decodes on time, or keeps all heeded prompts on time.
+        """Grant chunks to the runnable prompts: as much as keeps decodes on time, or keeps all heeded prompts on time.
 
         Fine-tuning that is due is left the tokens that it is owed.
         """
-        cost, load, step = policy.cost, draft.load, entry.step
-        base_s = cost.forward_s(load)
-        kept = 0
+        cost, load, step, kept = policy.cost, draft.load, entry.step, 0
         if owed_s and step is not None and step.tokens:
             most = max(0, draft.room(step))
-            kept = cost.chunk(draft.load_beside(step), step.context, most, base_s + owed_s, finetune=True)
+            forward_s = cost.forward_s(load)
+            kept = cost.chunk(draft.load_beside(step), step.context, most, forward_s + owed_s, finetune=True)
             kept = max(kept, min(most, SMALLEST_CHUNK))
         draft.tokens_left -= kept
         limit_s = draft.slack_s * (1.0 - cost.headroom) - owed_s

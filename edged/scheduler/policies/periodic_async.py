@@ -12,13 +12,13 @@ from edged.scheduler.task import Plan, Resources
 
 
 class RetrainingGaps(PhasedFill):
-    """Every `retrain_every_s` what there is to learn becomes due; it runs in iterations that have nobody to serve.
+    """Every `retrain_every_s` what there is to learn becomes due; it runs in iterations without requests.
 
     It stays due, pairs that come meanwhile included, until nothing is left to learn. Under steady load it waits.
     """
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """Serving; where nobody is served, a quantum of what is due; `resume_s` when something will be."""
+        """Return serving, or without requests a quantum of what is due; with `resume_s` when something will be."""
         plan = serve_only(policy, queues, now, resources)
         tasks = runnable_steps(queues, resources)
         if plan.grants or plan.preempt or not tasks:

@@ -1,4 +1,4 @@
-"""Iterations that only serve and iterations that only fine-tune: how policies without hybrid bins fill theirs."""
+"""Phased iterations: each only serves or only fine-tunes, for policies without hybrid bins."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from edged.scheduler.policies.base import Fill, Policy, Row
 from edged.scheduler.task import Kind, Plan, Resources, Task
 
 NOBODY = -math.inf
-"""As `before_s` of `serve_only`: no prompt enters."""
+"""A `before_s` of `serve_only` with which no prompt enters."""
 
 
 class PhasedFill(Fill):
@@ -19,12 +19,12 @@ class PhasedFill(Fill):
         self._began_s = math.inf
         self._tasks, self._had_tasks = 0, False
         self.caught_up_s = -math.inf
-        """The latest iteration before which no fine-tune task was left to do; the first one counts as such."""
+        """Moment of the latest iteration before which no fine-tune task was left; the first one counts as such."""
         self.tuned = False
-        """The latest iteration in which anything ran began with fine-tuning: it served nobody."""
+        """Whether the latest iteration in which anything ran was for fine-tuning."""
 
     def arrived(self, task: Task, now: float) -> None:
-        """An engine that rested until its only fine-tune task came was caught up; after a step it is the next."""
+        """Count fine-tune tasks; the first to come at an engine without any finds it caught up."""
         if task.kind is Kind.FINETUNE:
             if not self._tasks and not self._had_tasks and self._began_s < math.inf:
                 self.caught_up_s = now
@@ -48,7 +48,7 @@ class PhasedFill(Fill):
             self.tuned = plan.grants[0].task.kind is Kind.FINETUNE
 
     def interval_start_s(self, now: float) -> float:
-        """When the present interval of `retrain_every_s` seconds began."""
+        """Return when the present interval of `retrain_every_s` seconds began."""
         every_s = self.settings.retrain_every_s
         return self._began_s + math.floor((now - self._began_s) / every_s) * every_s
 
@@ -56,7 +56,7 @@ class PhasedFill(Fill):
 def serve_only(
     policy: Policy, queues: TaskQueues, now: float, resources: Resources, before_s: float = math.inf
 ) -> Plan:
-    """Every decode, then whole prompts, first come first served, until tokens, pages or sequences run out.
+    """Plan every decode, then whole prompts, first come first served, until tokens, pages or sequences run out.
 
     Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
     """
@@ -80,9 +80,9 @@ def serve_only(
 
 
 def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
-    """Fine-tune tasks with work to do that memory can hold: those in the middle of a step, then the first come.
+    """Return fine-tune tasks with work to do that memory can hold: those in the middle of a step, then by arrival.
 
-    None while fine-tuning is throttled.
+    Empty while fine-tuning is throttled.
     """
     if queues.throttled:
         return []
@@ -103,7 +103,7 @@ def train_only(
     limit_s: float = math.inf,
     preempts: bool = False,
 ) -> Plan | None:
-    """An iteration of fine-tuning alone, in which sequences stand still and keep their pages.
+    """Plan an iteration of fine-tuning alone, in which sequences stand still and keep their pages.
 
     Each of `tasks` does as much as is left to do of its step, the first one at least a token or a unit, the others as
     far as `limit_s` is predicted to suffice. Where the first finds no pages for its forward, the latest requests lose
@@ -127,7 +127,7 @@ class ServeOnly(Fill):
     """Every decode, then prompts in the order of the policy until tokens, pages or sequences run out."""
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """The next bin; deadlines do not matter."""
+        """Return the next bin; deadlines do not matter."""
         return serve_only(policy, queues, now, resources)
 
 

@@ -29,7 +29,10 @@ def test_on_arrival_a_decode_stands_above_a_prefill_above_fine_tuning() -> None:
 @given(st.floats(0.01, 100.0))
 def test_fine_tuning_rises_faster_than_prefill_faster_than_decode(wait_s: float) -> None:
     priorities = derived(wait_s)
-    assert priorities.finetune_per_s > priorities.prefill_per_s > priorities.decode_per_s > 0.0
+    waited = priorities.decode(wait_s), priorities.prefill(wait_s), priorities.finetune(wait_s, 0.0)
+    fresh = priorities.decode(0.0), priorities.prefill(0.0), priorities.finetune(0.0, 0.0)
+    decode, prefill, finetune = (late - early for late, early in zip(waited, fresh, strict=True))
+    assert finetune > prefill > decode > 0.0
 
 
 @settings(deadline=None)

@@ -1,1 +1,1 @@
-"""MACE, and MACE without one part."""
+"""The MACE policy and its ablations."""

@@ -1,4 +1,4 @@
-"""MACE with one of its parts taken away (MACE 6.3 and Table 1)."""
+"""Ablations: MACE with one of its parts taken away (MACE 6.3 and Table 1)."""
 
 import heapq
 import math
@@ -19,7 +19,7 @@ MACE_PRUNE = replace(MACE, name="mace-prune", keeps="MACE/Prune of 6.3", prunes=
 
 
 class AdmissionByArrival(MaceAdmission):
-    """Without priorities: no base, no growth with the wait, no reward for a loss.
+    """Admission without priorities: no base, no growth with the wait, no reward for a loss.
 
     Deadlines order nobody, and a step comes before serving only when it is older than every request. Packing, chunks
     and the latency budget stay, and so does what fine-tuning is owed when it comes first. As in MACE, work moves a
@@ -59,7 +59,7 @@ class FixedBatches(PhasedFill):
     """
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
-        """A batch of steps, when it is their turn, else a batch of requests."""
+        """Return a batch of steps, when it is their turn, else a batch of requests."""
         resources = replace(resources, max_sequences=min(resources.max_sequences, self.settings.fixed_requests))
         tasks = runnable_steps(queues, resources)
         if not tasks:
@@ -69,7 +69,7 @@ class FixedBatches(PhasedFill):
         return plan if plan is not None else serve_only(policy, queues, now, resources, tasks[0].arrival_s)
 
     def _batch(self, tasks: list[Task], queues: TaskQueues) -> list[Task]:
-        """The steps whose turn it is: those under way, or those before the first waiting prompt."""
+        """Return the steps whose turn it is: those under way, or those before the first waiting prompt."""
         begun = [task for task in tasks if task.begun]
         if begun:
             return begun

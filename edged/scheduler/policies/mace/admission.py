@@ -1,4 +1,4 @@
-"""Which tasks work in an iteration, and which enter memory for it: MACE's priorities and Algorithm 1."""
+"""MACE's admission: the tasks of an iteration and those that enter memory for it, by priority and Algorithm 1."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,9 +13,9 @@ from edged.settings.load import SchedulerSettings
 
 
 class MaceAdmission(Admission):
-    """MACE 4.1 and Algorithm 1 over all who ask for memory.
+    """Admission by MACE 4.1 and Algorithm 1 over all tasks that ask for memory.
 
-    Beside serving no step begins of itself unless it leaves as many pages as it takes.
+    Beside serving no step begins unless it leaves as many pages as it takes, or is due.
     """
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
@@ -24,7 +24,7 @@ class MaceAdmission(Admission):
         self._priorities = Priorities(settings)
 
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        """Fine-tuning's part in the iteration, by the wait that `spare` knows, and the prompts that may run."""
+        """Choose the prompts that may run, and the step by the wait that `spare` knows."""
         tuning = self._ranked(queues, draft, now) if queues.finetunes and not queues.throttled else []
         entry = Entry([task for task in queues.started if task not in draft.preempted])
         entry.due = bool(tuning) and self._outranks_serving(draft, queues, tuning[0], spare, now)
@@ -32,8 +32,8 @@ class MaceAdmission(Admission):
         return entry
 
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
-        """Fine-tune tasks with work to do: one in the middle of a step first, since what it keeps holds memory and half
-        a step serves nobody; then by priority."""
+        """Return fine-tune tasks with work to do: first those in the middle of a step, which hold memory, of no use
+        before the end; then by priority."""
         rank = self._priorities.finetune
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
         return sorted(able, key=lambda task: (not task.begun, -rank(now - task.arrival_s, task.loss)))
@@ -49,13 +49,13 @@ class MaceAdmission(Admission):
         return bool(queues.decodes or prompts)
 
     def _admit(self, draft: BinBuilder, queues: TaskQueues, tuning: list[Task], entry: Entry, now: float) -> None:
-        """Algorithm 1 over all who ask for memory: `entry` gets the prompts that enter, and its step.
+        """Run Algorithm 1 over all tasks that ask for memory: `entry` gets the prompts that enter, and its step.
 
         One step at a time is begun: a second one would hold memory and delay the first.
         """
         runnable = entry.runnable
         first_step = tuning[0] if tuning and tuning[0].begun else None
-        # Between its groups, and when its pages were taken, a step asks for pages as everybody does.
+        # Between its groups, and when its pages were taken, a step asks for pages like any other task.
         asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.tokens) > 0
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
@@ -93,10 +93,10 @@ class MaceAdmission(Admission):
     def _asking(
         self, draft: BinBuilder, tuning: list[Task], waiting: Sequence[Task], due: bool, now: float
     ) -> Iterator[Item]:
-        """Who asks for memory, by priority.
+        """Yield the tasks that ask for memory, by priority.
 
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
-        missed its target anyway, and many that are not would wait with it.
+        missed its target anyway, and many that are in time would wait with it.
         """
         token_s, most = self.cost.token_s, draft.tokens_left
         steps = [Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning]

@@ -24,13 +24,13 @@ class Item:
 
 @dataclass(slots=True)
 class Bin:
-    """An iteration's room. Latencies of tasks in one packed forward add up, so the `max_latency` of the paper's
+    """The room of an iteration. Latencies of tasks in one packed forward add up, so the `max_latency` of the paper's
     score is what the members leave of the iteration's length: best fit then closes the gaps of both dimensions."""
 
     free_pages: int
     free_s: float
     occupied: bool = False
-    """Whether anything is in it; the first bin starts with the decodes and the prompts under way."""
+    """Whether anything is in it: the first bin starts with the decodes and the prompts under way."""
     items: list[Item] = field(default_factory=list)
 
     def put(self, item: Item) -> None:
@@ -44,7 +44,7 @@ class Bin:
 def best_fit(
     settings: SchedulerSettings, items: Iterable[Item], first: Bin, total_pages: int, length_s: float
 ) -> list[Bin]:
-    """Algorithm 1: each item into the fitting bin with the least score, else into a new bin; the first bin runs.
+    """Put each item into the fitting bin with the least score, else into a new one (Algorithm 1); the first bin runs.
 
     The score is the gap that the item would leave, each dimension as a share of a whole bin (MACE 4.2). `first` is the
     coming iteration's bin with what its decodes left; the others stand for later iterations, which start with

@@ -21,10 +21,10 @@ class ByDeadline(Order):
 
 
 class MaceSpare(Spare):
-    """What is left of the latency budget; once fine-tuning outranks serving, its share of the time that it waited.
+    """The rest of the latency budget for fine-tuning; once that outranks serving, its share of the time it waited.
 
     A step keeps memory from its first token to its last unit. So one that keeps prompts out gets the quantum in every
-    iteration until it ends, which the waits after it pay for.
+    iteration until it ends; fine-tuning waits longer afterwards.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class MaceSpare(Spare):
         self._budget.configure(settings)
 
     def arrived(self, task: Task, now: float) -> None:
-        """Fine-tuning waits as long as it has tasks."""
+        """Start the wait of fine-tuning at its first task."""
         if task.kind is Kind.FINETUNE:
             if not self._tasks:
                 self._deficit.start(now)
             self._tasks.add(task)
 
     def left(self, task: Task, now: float) -> None:
-        """Without a task there is no wait."""
+        """Stop the wait at the last task's end."""
         if task in self._tasks:
             self._tasks.remove(task)
             if not self._tasks:
@@ -64,11 +64,11 @@ class MaceSpare(Spare):
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
 
     def waited_s(self, now: float) -> float:
-        """The wait of all fine-tuning, less what its work has paid for."""
+        """Return the wait of all fine-tuning, less what its work has paid for."""
         return self._deficit.wait_s(now)
 
     def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
-        """The share of the time that fine-tuning waited; the quantum, when it is in the way.
+        """Return fine-tuning's share of the time that it waited; the quantum, when it is in the way.
 
         At most the quantum, or twice the share of this iteration's own length where that is more, so that what is owed
         can shrink.
@@ -82,7 +82,7 @@ class MaceSpare(Spare):
         return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
-        """The least slack of the iteration's members and of the prompts behind them.
+        """Return the latency budget: within the least slack of the iteration's members and the prompts behind them.
 
         Fine-tuning takes of it what serving allows (`tbt_slowdown`), and the share that slots and pages are free. Where
         serving is dense, a longer iteration keeps more sequences in memory until those that arrive find none; so
