@@ -43,15 +43,15 @@ class Injector:
         self._engine = engine
         engine.model.layers[0].register_forward_pre_hook(self._allocate, with_kwargs=True)
         engine.model.model.get_input_embeddings().register_forward_hook(self._spoil)
-        policy = engine.scheduler.policy
-        plan = policy.plan
+        fill = engine.scheduler.policy.fill
+        plan = fill.plan
 
         def failing(*arguments: Any) -> Any:
             if self._policy_fails:
                 raise RuntimeError("injected: the policy fails")
             return plan(*arguments)
 
-        setattr(policy, "plan", failing)  # noqa: B010 (a method)
+        setattr(fill, "plan", failing)  # noqa: B010 (a method)
 
     def obey(self, order: dict[str, Any]) -> None:
         """Cause the fault that a datagram asks for."""
