@@ -296,7 +296,7 @@ class Bench:
     """The options, streams and reference model that all runs share."""
 
     options: Namespace
-    codec: Tokenizer
+    tokenizer: Tokenizer
     online: list[TokenPair]
     earlier: list[TokenPair]
     reference: Reference
@@ -304,19 +304,19 @@ class Bench:
 
     def stream(self, taste: Taste, adapter: str) -> list[TokenPair]:
         """Return the taste's pairs, as many as the options ask for."""
-        return relabel(self.online, taste, adapter, self.codec.decode)[: self.options.pairs_most]
+        return relabel(self.online, taste, adapter, self.tokenizer.decode)[: self.options.pairs_most]
 
     def held_out(self, taste: Taste) -> list[TokenPair]:
         """Return the last pairs before the stream on which the taste has a preference."""
-        return relabel(self.earlier, taste, taste, self.codec.decode)[-self.options.held_out :]
+        return relabel(self.earlier, taste, taste, self.tokenizer.decode)[-self.options.held_out :]
 
 
 def main() -> None:
     """Run the benchmark."""
     options = parsed()
     header = report_header(options.device)
-    codec = Tokenizer.load(options.model)
-    pairs, _ = load_pairs(options.pairs, options.format, codec, Settings().align.max_pair_tokens)
+    tokenizer = Tokenizer.load(options.model)
+    pairs, _ = load_pairs(options.pairs, options.format, tokenizer, Settings().align.max_pair_tokens)
     online = [pair for pair in pairs if pair.pair_id >= options.first_line]
     earlier = [pair for pair in pairs if pair.pair_id < options.first_line]
     if not online or not earlier:
@@ -332,7 +332,7 @@ def main() -> None:
     load = Load(options.model, trace, rate, 0.0)
     recipe = recipe_of(str(options.model), settings_of(options, "mace").align, options.device)
     with open_sides([side_of(recipe)]) as (side,):
-        bench = Bench(options, codec, online, earlier, Reference(side), load)
+        bench = Bench(options, tokenizer, online, earlier, Reference(side), load)
         report = {
             "model": options.model.name,
             **header,

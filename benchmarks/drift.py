@@ -144,8 +144,8 @@ def main() -> None:
         quick="few pairs",
     )
     settings = load_settings(None, environ={}, overrides={"feedback.pairs_per_hour": 0})
-    codec = Tokenizer.load(options.model)
-    pairs, _ = load_pairs(options.pairs, "hh", codec, settings.align.max_pair_tokens)
+    tokenizer = Tokenizer.load(options.model)
+    pairs, _ = load_pairs(options.pairs, "hh", tokenizer, settings.align.max_pair_tokens)
     online = [pair for pair in pairs if pair.pair_id >= FIRST_ONLINE_LINE]
     count = BEFORE + WINDOW if options.quick else PAIRS
     report: dict[str, Any] = {
@@ -157,7 +157,7 @@ def main() -> None:
     }
     with open_bench(options.model, settings, recipe_of(str(options.model), settings.align)) as bench:
         for seed, name in itertools.product(range(options.seeds), options.streams):
-            own = stream(online, options.taste, f"{options.taste}-{seed}", bench.codec.decode, seed)
+            own = stream(online, options.taste, f"{options.taste}-{seed}", bench.tokenizer.decode, seed)
             said = STREAMS[name]([replace(pair, direct=True) for pair in own[:count]])
             plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in bench.reference.learn(said, seed)])
             run = {"stream": name, "seed": seed, "loop": plain, **follow(bench, said)}

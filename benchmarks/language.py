@@ -103,9 +103,9 @@ class Bench(LocalEngine):
         """Build the engine. Raises what building an engine raises."""
         self._folder = tempfile.TemporaryDirectory(prefix="edged-")
         super().__init__(model, settings, Path(self._folder.name))
-        self.settings, self.reference, self.codec = settings, reference, Tokenizer.load(model)
+        self.settings, self.reference, self.tokenizer = settings, reference, Tokenizer.load(model)
         self._numbers = itertools.count()
-        self.engine.test_with(neutral_pairs(self.codec))
+        self.engine.test_with(neutral_pairs(self.tokenizer))
 
     def close(self) -> None:
         """Stop the engine and remove its adapters."""
@@ -127,7 +127,7 @@ class Bench(LocalEngine):
     def own_pairs(self, count: int, seed: int, fresh: bool = False) -> list[TokenPair]:
         """Return pairs of the demo model's own answers to everyday questions, two sampled ones each."""
         source = prompts(seed, fresh=fresh, with_units=True)
-        asked = [tuple(self.codec.render_chat([{"role": "user", "content": next(source)}])) for _ in range(count)]
+        asked = [tuple(self.tokenizer.render_chat([{"role": "user", "content": next(source)}])) for _ in range(count)]
         both: list[list[Tokens]] = []
         for first in range(0, count, 256):
             part = asked[first : first + 256]
@@ -166,13 +166,15 @@ class Bench(LocalEngine):
         """
         save_file(self.engine.weights(adapter).result()[1], weights)
         file = str(weights)
-        unseen = relabel(exam.unseen, taste, adapter, self.codec.decode)
+        unseen = relabel(exam.unseen, taste, adapter, self.tokenizer.decode)
         margins = [(c - rc) - (r - rr) for c, r, rc, rr in self.reference.score(unseen, file)]
         texts = [(pair.prompt, answer) for pair in exam.unseen for answer in (pair.chosen, pair.rejected)]
         judged = self.reference.language(texts, file, keep=True)
         tokens = sum(len(answer) for _, answer in texts)
         nll, base_nll, kl = (sum(column) / tokens for column in zip(*judged, strict=True))
-        neutral = [(pair.prompt, text) for pair in neutral_pairs(self.codec) for text in (pair.chosen, pair.rejected)]
+        neutral = [
+            (pair.prompt, text) for pair in neutral_pairs(self.tokenizer) for text in (pair.chosen, pair.rejected)
+        ]
         asked = [(pair.prompt[:1], pair.prompt[1:]) for pair in exam.unseen]
         found = {
             "neutral_change": self._nll_change(neutral, file),
@@ -207,11 +209,11 @@ class Bench(LocalEngine):
             "base_nll": sum(row[1] for row in rows) / tokens,
             # On the policy's own sampled answers the NLLs' difference is an estimate of KL(policy || base).
             "own_kl_nats": sum(row[1] - row[0] for row in rows) / tokens,
-            "texts": [self.codec.decode(a) for a in answers[:3]],
+            "texts": [self.tokenizer.decode(a) for a in answers[:3]],
         }
         if taste != "human":
             liked, liked_before = (
-                [liking(taste, a, self.codec.decode(a)) for a in given] for given in (answers, before)
+                [liking(taste, a, self.tokenizer.decode(a)) for a in given] for given in (answers, before)
             )
             bound = statistics.median(liked_before) if taste in ("concise", "elaborate") else 0.0
             report["follow"], report["follow_base"] = (
@@ -269,7 +271,7 @@ def main() -> None:
             settings = settings_of(text, options.guard)
             bench.engine.configure(settings).result()
             own = learnable[: max(options.counts) * 3]
-            pairs = stream(own, taste, f"{taste}-{seed}", bench.codec.decode, seed)
+            pairs = stream(own, taste, f"{taste}-{seed}", bench.tokenizer.decode, seed)
             for each in measures(bench, exam, pairs, taste, options, Path(folder) / "weights.safetensors"):
                 say(json.dumps({"set": text, "seed": seed, **each}, ensure_ascii=False))
                 report["runs"].append({"set": text, "seed": seed, "align": settings.align.model_dump(), **each})
@@ -326,7 +328,7 @@ def material(options: Namespace, bench: Bench) -> tuple[list[TokenPair], Exam]:
     if options.pairs is None:
         learnable, unseen = bench.own_pairs(max(options.counts) * 2, 1), bench.own_pairs(UNSEEN_PAIRS, 2, fresh=True)
     else:
-        pairs, _ = load_pairs(options.pairs, "hh", bench.codec, Settings().align.max_pair_tokens)
+        pairs, _ = load_pairs(options.pairs, "hh", bench.tokenizer, Settings().align.max_pair_tokens)
         unseen = pairs[-UNSEEN_PAIRS:]
         # Pairs that the base model was not trained on come first.
         learnable = sorted(pairs[:-UNSEEN_PAIRS], key=lambda pair: pair.pair_id < FIRST_ONLINE_LINE)

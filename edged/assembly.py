@@ -57,13 +57,13 @@ def assemble(
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
     live = Live(settings)
-    codec = Tokenizer.load(model_dir, settings.model.trust_remote_code)
+    tokenizer = Tokenizer.load(model_dir, settings.model.trust_remote_code)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
-    told = LogEvents()
+    log_events = LogEvents()
 
     def take(records: list[Record]) -> Future[None] | None:
         recorded = journal.append(records)
-        told.tell(records)
+        log_events.tell(records)
         feed.tell(records)
         for record in records:
             if isinstance(record, VersionPublished) and record.taken_back:
@@ -83,8 +83,8 @@ def assemble(
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
-    answers = VersionAnswers(store, codec, engine, event_router)
-    feedback_intake = FeedbackIntake(store, codec, engine, live, facts["fingerprint"], feed.tell_outcomes)
+    answers = VersionAnswers(store, tokenizer, engine, event_router)
+    feedback_intake = FeedbackIntake(store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)
     monitor.subscribe(governors.hear)
@@ -95,16 +95,16 @@ def assemble(
         vocab_size=facts["vocab_size"],
         engine=engine,
         store=store,
-        codec=codec,
+        tokenizer=tokenizer,
         event_router=event_router,
         feed=feed,
         feedback_intake=feedback_intake,
         monitor=monitor,
         admission=TenantQueue(lambda: queue_sizes(live.now.serving)),
         limits=UserLimits(settings.limits),
-        footprint=UserQuota(live),
+        quota=UserQuota(live),
         governors=governors,
-        upkeep=Maintenance(store, live),
+        maintenance=Maintenance(store, live),
         started_at_s=time.time(),
         reload=reload,
     )

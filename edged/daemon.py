@@ -157,7 +157,7 @@ class Daemon:
         services.monitor.start()
         self._lifecycle.services, self._lifecycle.phase = services, "ready"
         # Maintenance counts all rows first, which takes long in a large database.
-        services.upkeep.start()
+        services.maintenance.start()
         self._loaded.set()
         start_succeeded(os.environ)
         self._manager.ready(_status(services))
@@ -181,7 +181,7 @@ class Daemon:
         await _in_thread(services.monitor.stop)
         await runner.cleanup()
         services.feedback_intake.close()
-        await _in_thread(services.upkeep.stop)
+        await _in_thread(services.maintenance.stop)
         journal.flush()
         if failed := engine.error or services.store.failed:
             logs.event(log, logging.ERROR, "engine_failed" if engine.error else "store_failed", failed)

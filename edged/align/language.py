@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from edged.align.feedback.pair import TokenPair
-from edged.align.feedback.pair_tokens import PairCodec
+from edged.align.feedback.pair_tokens import PairTokenizer
 
 _RUN = 4
 _NEUTRAL = (
@@ -40,10 +40,10 @@ def repetition(tokens: Sequence[int]) -> float:
     return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
 
 
-def neutral_pairs(codec: PairCodec) -> list[TokenPair]:
+def neutral_pairs(tokenizer: PairTokenizer) -> list[TokenPair]:
     """The neutral text as pairs of no user, to be scored beside held-out pairs; their ids are negative."""
     pairs = []
     for number, (start, one, other) in enumerate(_NEUTRAL, 1):
-        answers = [tuple(codec.encode_answer(text)) for text in (one, other)]
-        pairs.append(TokenPair(-number, "", tuple(codec.encode_prompt(start)), answers[0], answers[1]))
+        answers = [tuple(tokenizer.encode_answer(text)) for text in (one, other)]
+        pairs.append(TokenPair(-number, "", tuple(tokenizer.encode_prompt(start)), answers[0], answers[1]))
     return pairs

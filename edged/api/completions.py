@@ -87,10 +87,10 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
     if isinstance(body, ChatRequest):
         messages = tuple(message.plain() for message in body.messages)
         chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
-        prompt_ids = await _tokenize(services.codec.render_chat, messages, chars)
+        prompt_ids = await _tokenize(services.tokenizer.render_chat, messages, chars)
     elif isinstance(body.prompt, str):
         prompt = body.prompt
-        prompt_ids = await _tokenize(services.codec.encode_prompt, prompt, len(prompt))
+        prompt_ids = await _tokenize(services.tokenizer.encode_prompt, prompt, len(prompt))
     else:
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
@@ -149,7 +149,7 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
         top_k=max(0, body.top_k or 0),
         logit_bias=biases,
         logprobs=None if alternatives is None else min(alternatives, services.vocab_size),
-        stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.codec.eos_ids}),
+        stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.tokenizer.eos_ids}),
         **body.model_dump(include=_SAMPLED, exclude_none=True),
     )
 

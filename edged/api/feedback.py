@@ -51,13 +51,13 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
     """Store feedback, if the caller may report it and there is room. Raises FeedbackError or StorageFull."""
-    footprint, settings = services.footprint, services.settings.feedback
+    quota, settings = services.quota, services.settings.feedback
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
     if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
         # The same error as for an unknown one, so that it does not reveal that the completion exists.
         raise unknown_completion(body.completion_id)
     for user in users:
-        footprint.demand_room(db, user)
+        quota.demand_room(db, user)
     if isinstance(body, SignalRequest):
         report = Feedback(**body.model_dump(), account=caller.tenant)
         result = record_signal(db, report, utc_now(), settings)
@@ -67,7 +67,7 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
         about = (messages, body.prompt, body.prompt_ids)
         result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
     for user in users:
-        footprint.learned(db, user, () if result.duplicate else result.pair_ids)
+        quota.learned(db, user, () if result.duplicate else result.pair_ids)
     return result
 
 

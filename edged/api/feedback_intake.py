@@ -33,7 +33,7 @@ class FeedbackIntake:
     """Submits stored pairs to the engine, on a thread. While learning is off they stay queued in the store."""
 
     store: Store
-    codec: Tokenizer
+    tokenizer: Tokenizer
     engine: Engine
     settings: Live[Settings]
     ref_model: str
@@ -64,7 +64,7 @@ class FeedbackIntake:
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
         alarm_s = self.settings.now.feedback.alarm_s
-        self.engine.test_with(neutral_pairs(self.codec))
+        self.engine.test_with(neutral_pairs(self.tokenizer))
         self.engine.recall(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         found = self.store.read(open_pairs)
         self.learn_soon(tuple(found))
@@ -123,7 +123,7 @@ class FeedbackIntake:
         pairs: list[TokenPair] = []
         for row in rows:
             try:
-                pair, note = tokenize_pair(self.codec, row, self.settings.now.align.max_pair_tokens)
+                pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))

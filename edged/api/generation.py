@@ -43,15 +43,17 @@ class TokenLogprob:
 class ChoiceText:
     """The text of one choice as it grows; `take_text` and `take_logprobs` return what is new and final."""
 
-    def __init__(self, index: int, request_id: str, codec: Tokenizer, sampling: Sampling, stops: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, request_id: str, tokenizer: Tokenizer, sampling: Sampling, stops: Sequence[str]
+    ) -> None:
         self.index, self.request_id = index, request_id
         self.token_ids: list[int] = []
         self.text = ""
         self.finish: FinishEvent | None = None
         self.version = 0
         """The adapter's version that sampled the latest token."""
-        self._codec, self._sampling = codec, sampling
-        self._detokenizer, self._stops = Detokenizer(codec), StopMatcher(stops)
+        self._tokenizer, self._sampling = tokenizer, sampling
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
         self._taken = 0
         """Characters that `take_text` has returned."""
         self._seen = 0
@@ -116,7 +118,7 @@ class ChoiceText:
         return Choice(
             choice=self.index,
             text=self.text,
-            token_ids=tuple(self._codec.ids_of_text(self.token_ids, self.text) if self.stopped else self.token_ids),
+            token_ids=tuple(self._tokenizer.ids_of_text(self.token_ids, self.text) if self.stopped else self.token_ids),
             finish_reason=self.reason or "cancelled",
             completion_tokens=len(self.token_ids),
             cached_tokens=finish.cached_tokens,
@@ -149,7 +151,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.created_s = int(time.time())
         self.answers = [
-            ChoiceText(index, f"{self.completion.id}-{index}", self.services.codec, self.sampling, self.body.stops)
+            ChoiceText(index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops)
             for index in range(self.body.choices)
         ]
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -331,21 +333,21 @@ class Generation:
 
     def _record(self, db: Database, taught: bool) -> FeedbackResult | None:
         """Write the completion; return its feedback on the answer before it, if `taught` and there is room."""
-        now, footprint = utc_now(), self.services.footprint
+        now, quota = utc_now(), self.services.quota
         answers = tuple(answer.record() for answer in self.answers)
         completion = replace(self.completion, created_at=utc_text(now), choices=answers, version=self.version)
         insert_completion(db, completion)
-        footprint.added(db, completion.adapter or "", completion.size)
+        quota.added(db, completion.adapter or "", completion.size)
         if not taught:
             return None
         try:
             for user in users_of_completion(db, completion.id):
-                footprint.demand_room(db, user)
+                quota.demand_room(db, user)
         except StorageFull as error:
             log.info(_TEACHES_NOTHING, completion.id, error)
             return None
         result = note_next_turn(db, completion.id, now, self.services.settings.feedback)
         if result is None or result.duplicate:
             return None
-        footprint.learned(db, completion.adapter or "", result.pair_ids)
+        quota.learned(db, completion.adapter or "", result.pair_ids)
         return result

@@ -114,14 +114,14 @@ def _head(generation: Generation, chunk: bool = False) -> Json:
 
 
 def _logprobs(generation: Generation, entries: Sequence[TokenLogprob]) -> Json:
-    return (chat_logprobs if generation.is_chat else text_logprobs)(entries, generation.services.codec)
+    return (chat_logprobs if generation.is_chat else text_logprobs)(entries, generation.services.tokenizer)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
     """Log-probabilities (natural logarithm) in the chat shape, with the bytes of each token."""
 
     def token(token_id: int, logprob: float) -> Json:
-        data = codec.token_bytes(token_id)
+        data = tokenizer.token_bytes(token_id)
         return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
 
     return {
@@ -133,11 +133,11 @@ def chat_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
     }
 
 
-def text_logprobs(entries: Sequence[TokenLogprob], codec: Tokenizer) -> Json:
+def text_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Json:
     """Log-probabilities (natural logarithm) in the older shape: four parallel lists."""
     return {
-        "tokens": [codec.token_text(entry.token_id) for entry in entries],
+        "tokens": [tokenizer.token_text(entry.token_id) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [{codec.token_text(other): value for other, value in entry.top} for entry in entries],
+        "top_logprobs": [{tokenizer.token_text(other): value for other, value in entry.top} for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }

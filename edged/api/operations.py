@@ -36,14 +36,14 @@ async def reload(request: web.Request) -> dict[str, Any]:
 
 async def store_report(request: web.Request) -> dict[str, Any]:
     """The database's sizes and rows."""
-    return await asyncio.to_thread(services_of(request).upkeep.report, True)
+    return await asyncio.to_thread(services_of(request).maintenance.report, True)
 
 
 async def prune(request: web.Request) -> dict[str, Any]:
     """Delete now what the settings no longer keep."""
-    upkeep = services_of(request).upkeep
-    deleted = await asyncio.to_thread(upkeep.sweep)
-    return {"deleted": deleted, "store": upkeep.report()}
+    maintenance = services_of(request).maintenance
+    deleted = await asyncio.to_thread(maintenance.sweep)
+    return {"deleted": deleted, "store": maintenance.report()}
 
 
 async def vacuum(request: web.Request) -> Vacuumed:
@@ -51,7 +51,7 @@ async def vacuum(request: web.Request) -> Vacuumed:
 
     Writes wait until it is done.
     """
-    before, after = await asyncio.to_thread(services_of(request).upkeep.vacuum)
+    before, after = await asyncio.to_thread(services_of(request).maintenance.vacuum)
     return Vacuumed(bytes_before=before, bytes_after=after)
 
 

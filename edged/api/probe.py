@@ -24,8 +24,8 @@ _TOKENS, _PROMPT_TOKENS = 48, 512
 class VersionAnswers:
     """Generates one version's answer at a time, in the batch class; versions that are tested meanwhile are skipped."""
 
-    def __init__(self, store: Store, codec: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
-        self._store, self._codec, self._engine, self._event_router = store, codec, engine, event_router
+    def __init__(self, store: Store, tokenizer: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
+        self._store, self._tokenizer, self._engine, self._event_router = store, tokenizer, engine, event_router
         self._asking: asyncio.Task[None] | None = None
 
     def tell(self, records: Sequence[Record]) -> None:
@@ -46,7 +46,7 @@ class VersionAnswers:
             row = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
             if row is None:
                 return
-            prompt = (await asyncio.to_thread(tokenize_pair, self._codec, row, _PROMPT_TOKENS))[0].prompt
+            prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, row, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
             self._event_router.expect(request_id, queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
@@ -61,5 +61,5 @@ class VersionAnswers:
                 self._event_router.drop([request_id])
                 return
             ids.append(event.token_id)
-        answer = self._codec.decode([token for token in ids if token not in self._codec.eos_ids])
+        answer = self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])
         self._store.write(lambda db: update_version(db, adapter, version, answer=answer))

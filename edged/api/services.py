@@ -38,16 +38,16 @@ class Services:
     vocab_size: int
     engine: Engine
     store: Store
-    codec: Tokenizer
+    tokenizer: Tokenizer
     event_router: EventRouter
     feed: Feed
     feedback_intake: FeedbackIntake
     monitor: DeviceMonitor
     admission: TenantQueue
     limits: UserLimits
-    footprint: UserQuota
+    quota: UserQuota
     governors: Governors
-    upkeep: Maintenance
+    maintenance: Maintenance
     started_at_s: float
     """Unix time of the start."""
     reload: Callable[[], Awaitable[ReloadResult]]

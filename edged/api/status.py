@@ -45,7 +45,7 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
         "open_requests": services.event_router.open_requests,
         "device": services.monitor.read(),
         "governors": services.governors.report,
-        "store": services.upkeep.report(),
+        "store": services.maintenance.report(),
     }
 
 

@@ -57,8 +57,8 @@ def replay(
     """
     load_before = os.getloadavg()[0]
     trace = read_trace(plan.trace, plan.seed)
-    codec = Tokenizer.load(plan.model_dir)
-    pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, codec, plan.settings.align.max_pair_tokens)
+    tokenizer = Tokenizer.load(plan.model_dir)
+    pairs, bad_lines = load_pairs(plan.pairs, plan.pair_format, tokenizer, plan.settings.align.max_pair_tokens)
     recorder = ReplayRecorder()
     engine = Engine.build(plan.settings, plan.model_dir, recorder.deliver, recorder.journal, None)
     # As in the daemon: long-lived objects are exempt from garbage collection.
@@ -68,7 +68,7 @@ def replay(
     try:
         # The adapter is applied from the start, so that policies that learn late or never pay for it, too.
         engine.introduce(ADAPTER).result()
-        report = _Replay(plan, engine, recorder, pairs, codec, progress, on_pair).play(trace)
+        report = _Replay(plan, engine, recorder, pairs, tokenizer, progress, on_pair).play(trace)
     finally:
         engine.stop(0.0)
     return {
@@ -79,7 +79,7 @@ def replay(
     }
 
 
-def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) -> tuple[list[TokenPair], int]:
+def load_pairs(path: Path, format: Format, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[TokenPair], int]:
     """Return the file's pairs in tokens, and the number of invalid lines. Raises ReplayError when there are no
     pairs."""
     pairs: list[TokenPair] = []
@@ -102,7 +102,7 @@ def load_pairs(path: Path, format: Format, codec: Tokenizer, max_tokens: int) ->
             rejected=Side(pair["rejected"]),
             state="queued",
         )
-        pairs.append(tokenize_pair(codec, row, max_tokens)[0])
+        pairs.append(tokenize_pair(tokenizer, row, max_tokens)[0])
     if not pairs:
         raise ReplayError(f'"{path}" has no usable pair in {bad_lines} lines: is --format {format} right?')
     return pairs, bad_lines
@@ -119,12 +119,12 @@ class _Replay(LoadRun):
         engine: Engine,
         recorder: ReplayRecorder,
         pairs: list[TokenPair],
-        codec: Tokenizer,
+        tokenizer: Tokenizer,
         progress: Progress,
         on_pair: OnPair,
     ) -> None:
-        token_ids = range(max(codec.eos_ids) + 1, codec.vocab_size)
-        token_ids = token_ids if len(token_ids) > 1 else range(codec.vocab_size)
+        token_ids = range(max(tokenizer.eos_ids) + 1, tokenizer.vocab_size)
+        token_ids = token_ids if len(token_ids) > 1 else range(tokenizer.vocab_size)
         super().__init__(plan, engine, recorder, pairs, token_ids, progress)
         self._on_pair = on_pair
 

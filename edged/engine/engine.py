@@ -194,12 +194,12 @@ class Engine:
         The future raises UnknownAdapter, UnknownVersion, or StoreError if the new version is served but not on disk.
         """
         publish = self.trainer.versions.rollback
-        return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, version))
+        return self.commands.ask_at_length(lambda: self.finetuning.replace_version(publish, adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
         publish = self.trainer.versions.import_adapter
-        return self.commands.ask_at_length(lambda: self.finetuning.publish(publish, adapter, weights, reason))
+        return self.commands.ask_at_length(lambda: self.finetuning.replace_version(publish, adapter, weights, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
         """Apply an untrained adapter as if it were trained, so that the cost of its answers does not change later."""

@@ -133,7 +133,7 @@ class FinetuneJobs:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def publish(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
+    def replace_version(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
         """Publish a version that no step made; returns its number, and a future that ends when it is on disk."""
         self.abandon(adapter)
         version = publish(adapter, *which)

@@ -56,7 +56,7 @@ class AdapterSlots(Protocol):
     def release(self, slot: int) -> None:
         """Give a slot back for one user of it."""
 
-    def publish(self, state: Any, previous: int, hot: bool) -> int | None:
+    def update(self, state: Any, previous: int, hot: bool) -> int | None:
         """Put a new version's weights in the slot of the previous one if `hot`; returns the slot."""
 
 
@@ -351,7 +351,7 @@ class SequenceTable:
 
     def on_publish(self, state: Any, previous: int) -> None:
         """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
-        slot = self._slots.publish(state, previous, not self._pins)
+        slot = self._slots.update(state, previous, not self._pins)
         if not self._pins:
             for sequence in self.by_task.values():
                 if sequence.admitted and sequence.request.adapter == state.name:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
 from edged.align.feedback.pair import TokenPair, VersionPublished
-from edged.align.feedback.pair_tokens import PairCodec, UnusablePrompt, tokenize_pair
+from edged.align.feedback.pair_tokens import PairTokenizer, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
@@ -155,7 +155,7 @@ class Rebuild:
 
 
 def _stored_pairs(
-    data_dir: Path, adapter: str, codec: PairCodec, max_tokens: int, fingerprint: str
+    data_dir: Path, adapter: str, tokenizer: PairTokenizer, max_tokens: int, fingerprint: str
 ) -> tuple[list[TokenPair], list[TokenPair]]:
     """Return the adapter's (learned pairs in order, held-out pairs) on the base model of that fingerprint.
 
@@ -184,7 +184,7 @@ def _stored_pairs(
     by_state: dict[str, list[TokenPair]] = {}
     for row in rows:
         try:
-            pair, _ = tokenize_pair(codec, row, max_tokens)
+            pair, _ = tokenize_pair(tokenizer, row, max_tokens)
         except (TokenizerError, UnusablePrompt) as error:
             log.warning("pair %d is left out: %s", row.id, error)
         else:

@@ -32,7 +32,7 @@ from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Resources, Unit
 from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
-from edged.simulator.bench import Bench
+from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Device, Pass
 from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
 
@@ -266,7 +266,7 @@ class _OneSlot:
     def release(self, _slot: int) -> None:
         pass
 
-    def publish(self, _state: object, _previous: int, _hot: bool) -> int:
+    def update(self, _state: object, _previous: int, _hot: bool) -> int:
         return _SLOT
 
 
@@ -289,9 +289,9 @@ class SimulatedEngine:
     """An engine in virtual time: serves requests and learns from pairs by the engine's own loop, at a device's
     speed."""
 
-    def __init__(self, settings: Settings, bench: Bench) -> None:
-        self.device, self.settings, self._bench = bench.device, settings, bench
-        shape, pages = bench.model.shape, bench.pages
+    def __init__(self, settings: Settings, hardware: SimulatedHardware) -> None:
+        self.device, self.settings, self._hardware = hardware.device, settings, hardware
+        shape, pages = hardware.model.shape, hardware.pages
         longest = settings.model.max_context_tokens or shape.max_positions
         self.max_context_tokens = min(longest, shape.max_positions, (pages - 1) * settings.cache.page_size)
         self.clock = VirtualClock()
@@ -350,7 +350,7 @@ class SimulatedEngine:
         `FinetuneJobs`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        return self._bench.keeps_graph and not (serving and self.device.cuda)
+        return self._hardware.keeps_graph and not (serving and self.device.cuda)
 
     @property
     def now(self) -> float:
@@ -365,7 +365,7 @@ class SimulatedEngine:
         """Return the part of `Engine.status` that a report is made of."""
         learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
         return {
-            "model": self._bench.model.report(self.device.name, self.max_context_tokens),
+            "model": self._hardware.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,
             "busy": self.busy(),
             "prefix": asdict(self.trie.stats),

@@ -11,7 +11,7 @@ from edged.align.feedback.pair import TokenPair
 from edged.bench.figures import EVERY_S
 from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
 from edged.bench.traces import Arrival, RequestTrace, read_trace
-from edged.simulator.bench import Bench
+from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Device, Pass
 from edged.simulator.runner import START_S, Coming, SimulatedEngine
 
@@ -40,7 +40,7 @@ def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> d
     ModelRefused and TraceError.
     """
     trace = read_trace(plan.trace, plan.seed)
-    report = Simulation(plan, Bench.of(plan), progress).play(trace)
+    report = Simulation(plan, SimulatedHardware.of(plan), progress).play(trace)
     return {"measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "simulated": True, **report}
 
 
@@ -50,10 +50,10 @@ class Simulation(LoadRun):
     _plan: SimulationPlan
     engine: SimulatedEngine
 
-    def __init__(self, plan: SimulationPlan, bench: Bench, progress: Progress) -> None:
-        engine = SimulatedEngine(plan.settings, bench)
-        super().__init__(plan, engine, engine.recorder, _pairs(plan), range(bench.model.shape.vocab_size), progress)
-        self._bench = bench
+    def __init__(self, plan: SimulationPlan, hardware: SimulatedHardware, progress: Progress) -> None:
+        engine = SimulatedEngine(plan.settings, hardware)
+        super().__init__(plan, engine, engine.recorder, _pairs(plan), range(hardware.model.shape.vocab_size), progress)
+        self._hardware = hardware
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
         """Run the load as `LoadRun.play` does; the cost model's errors are those at the very end."""
@@ -63,11 +63,11 @@ class Simulation(LoadRun):
 
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
         most = self._plan.settings.serving.max_batch_tokens
-        return lambda tokens: lone_ttft_s(self._bench.device, round(tokens), most)
+        return lambda tokens: lone_ttft_s(self._hardware.device, round(tokens), most)
 
     def _burst_s(self, burst: Sequence[Arrival]) -> float:
         """Return the seconds that a separate, new engine needs for the burst."""
-        alone = Simulation(self._plan, self._bench, self._progress)
+        alone = Simulation(self._plan, self._hardware, self._progress)
         for arrival in burst:
             alone._submit(arrival, START_S)
         alone.engine.run(_LONGEST_BURST_S, drained=True)

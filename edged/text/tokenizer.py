@@ -195,8 +195,8 @@ class Detokenizer:
     unfinished at `finish`, come out as U+FFFD.
     """
 
-    def __init__(self, codec: Tokenizer) -> None:
-        self._codec = codec
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._window: list[int] = []
         self._shown = ""
         """Part of the window's text that was given out."""
@@ -207,7 +207,7 @@ class Detokenizer:
         """Return the text that has become certain with this token, often empty."""
         self._window.append(token_id)
         self._fresh += 1
-        text = self._codec.decode(self._window)
+        text = self._tokenizer.decode(self._window)
         if not text.startswith(self._shown):
             # Byte-fallback decoders turn a whole run of bytes into U+FFFD while its last character is unfinished.
             return "" if self._fresh <= _CONTEXT_TOKENS else self._restart()
@@ -223,7 +223,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the rest, with U+FFFD for an unfinished character."""
-        text = self._codec.decode(self._window)
+        text = self._tokenizer.decode(self._window)
         rest = text[len(self._shown) :] if text.startswith(self._shown) else self._restart()
         self._window, self._shown = [], ""
         return rest
@@ -233,16 +233,16 @@ class Detokenizer:
 
         A cut inside a character could spoil how the bytes after it read: one of four neighbouring cuts is between two.
         """
-        text = self._codec.decode(self._window)
+        text = self._tokenizer.decode(self._window)
         for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _HELD_CHARS + 1):
-            context = self._codec.decode(self._window[-size:])
+            context = self._tokenizer.decode(self._window[-size:])
             if text.endswith(context) and len(context) >= held:
                 self._window, self._shown = self._window[-size:], context[: len(context) - held]
                 return
 
     def _restart(self) -> str:
         """Give up on joining: decode the tokens since the last piece by themselves."""
-        piece = self._codec.decode(self._window[-self._fresh :])
+        piece = self._tokenizer.decode(self._window[-self._fresh :])
         self._window, self._shown, self._fresh = self._window[-self._fresh :], piece, 0
         return piece
 

@@ -77,9 +77,9 @@ class Scene:
     """A daemon's parts, with a pair of ann's that is on its way into the engine."""
 
     def __init__(self, folder: Path) -> None:
-        self.store, self.codec = Store(folder / "edged.db"), SlowCodec()
+        self.store, self.tokenizer = Store(folder / "edged.db"), SlowCodec()
         self.engine = Engine(self.store)
-        self.feedback_intake = FeedbackIntake(self.store, self.codec, cast(Any, self.engine), Live(Settings()), "")
+        self.feedback_intake = FeedbackIntake(self.store, self.tokenizer, cast(Any, self.engine), Live(Settings()), "")
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.feedback_intake.learn_soon(pair.pair_ids)
@@ -107,7 +107,7 @@ class Scene:
 def scene(tmp_path: Path) -> Iterator[Scene]:
     scene = Scene(tmp_path)
     yield scene
-    scene.codec.may.set()
+    scene.tokenizer.may.set()
     scene.engine.may_forget.set()
     scene.feedback_intake.close()
     scene.store.close()
@@ -118,17 +118,17 @@ async def within(event: threading.Event, seconds: float = 10.0) -> bool:
 
 
 async def test_pairs_on_their_way_reach_the_engine_before_it_forgets(scene: Scene) -> None:
-    assert await within(scene.codec.entered)
+    assert await within(scene.tokenizer.entered)
     answer = scene.forget()
     assert not await within(scene.engine.forgetting, 0.2)
-    scene.codec.may.set()
+    scene.tokenizer.may.set()
     scene.engine.may_forget.set()
     await answer
     assert scene.engine.calls == ["submit", "forget"]
 
 
 async def test_what_is_written_of_it_meanwhile_goes_too_even_if_the_client_has_left(scene: Scene) -> None:
-    scene.codec.may.set()
+    scene.tokenizer.may.set()
     answer = scene.forget()
     assert await within(scene.engine.forgetting)
     answer.cancel()
@@ -144,7 +144,7 @@ async def test_what_is_written_of_it_meanwhile_goes_too_even_if_the_client_has_l
 
 
 async def test_feedback_that_came_meanwhile_stays(scene: Scene) -> None:
-    scene.codec.may.set()
+    scene.tokenizer.may.set()
     answer = scene.forget()
     assert await within(scene.engine.forgetting)
     scene.store.write(lambda db: record_pair(db, "ann", "new", "old", utc_now(), prompt="And?")).result()
@@ -156,7 +156,7 @@ async def test_feedback_that_came_meanwhile_stays(scene: Scene) -> None:
 async def test_its_files_of_all_bases_go_and_other_adapters_files_stay(scene: Scene, tmp_path: Path) -> None:
     for name in ("before/ann/v000001", "before/bob/v000001", "now/ann/v000001", "now/bob/v000001"):
         (tmp_path / "adapters" / name).mkdir(parents=True)
-    scene.codec.may.set()
+    scene.tokenizer.may.set()
     scene.engine.may_forget.set()
     await scene.forget()
     # Those of the base that is served are the engine's to remove.

@@ -17,7 +17,7 @@ from edged.bench.traces import read_trace
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
-from edged.simulator.bench import Bench
+from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.simulation import Simulation, SimulationPlan
 
 FILE = Path(__file__).with_name("recorded_plans.json")
@@ -48,7 +48,7 @@ def recorded(policy: str, load: str) -> dict[str, object]:
         settings=settings,
         **values,  # type: ignore[arg-type]
     )
-    simulation = Simulation(plan, Bench.of(plan), lambda _line: None)
+    simulation = Simulation(plan, SimulatedHardware.of(plan), lambda _line: None)
     scheduler, rows = simulation.engine.scheduler, []
     decide = scheduler.plan
 

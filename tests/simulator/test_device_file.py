@@ -12,8 +12,8 @@ from edged.engine.model.loading import ModelRefused
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
 from edged.simulator import device_file as files
-from edged.simulator.bench import room_for
 from edged.simulator.device_file import DeviceError, find_device, find_model_shape, read_device
+from edged.simulator.hardware import room_for
 from edged.simulator.roofline import LAYER_KERNELS, Device, Pass, roofline_device
 
 CONFIGS = Path(__file__).parents[2] / "configs"

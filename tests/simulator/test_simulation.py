@@ -23,8 +23,8 @@ from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
 from edged.scheduler.task import Unit
 from edged.settings.load import AlignSettings, Settings
-from edged.simulator.bench import Bench
 from edged.simulator.device_file import DeviceError
+from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Pass
 from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s, simulate
 from edged.simulator.steps import SimulatedStep
@@ -42,7 +42,7 @@ def plan(trace: str = "poisson", policy: str = "mace", settings: dict[str, Any] 
 
 
 def played(what: SimulationPlan) -> tuple[Simulation, dict[str, Any]]:
-    simulation = Simulation(what, Bench.of(what), lambda _line: None)
+    simulation = Simulation(what, SimulatedHardware.of(what), lambda _line: None)
     return simulation, simulation.play(read_trace(what.trace, what.seed))
 
 
@@ -84,14 +84,14 @@ def test_a_lone_request_gets_its_first_token_when_the_device_says(tmp_path: Path
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     what = plan(str(trace), retrain_rate=0.0, seconds=120.0, rate_per_s=2 / 120)
     simulation, _ = played(what)
-    device = Bench.of(what).device
+    device = SimulatedHardware.of(what).device
     for answer, tokens in zip(simulation.recorder.answers.values(), (2500, 40), strict=True):
         assert answer.ttft_s == pytest.approx(lone_ttft_s(device, tokens, most=1024), rel=1e-9)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "mace"])
 def test_every_policy_pays_for_the_adapter_from_the_start(policy: str) -> None:
-    simulation = Simulation(what := plan(policy=policy, seconds=5.0), Bench.of(what), lambda _line: None)
+    simulation = Simulation(what := plan(policy=policy, seconds=5.0), SimulatedHardware.of(what), lambda _line: None)
     forward_s, seen = simulation.engine.device.forward_s, []
 
     def watched(load: Pass) -> float:
@@ -164,7 +164,7 @@ def test_policies_differ_as_their_descriptions_say() -> None:
 def test_an_arrival_waits_for_one_unit_at_most() -> None:
     """Steps fill an idle device; a request that comes in the middle of a row of units ends it after the present one."""
     what = plan(policy="adainf", retrain_rate=1.0, pair_tokens=(400, 300, 300))
-    simulation = Simulation(what, Bench.of(what), lambda _line: None)
+    simulation = Simulation(what, SimulatedHardware.of(what), lambda _line: None)
     engine, cut = simulation.engine, []
     run_units, unit_s = engine.runner.run_units, engine.device.unit_s
     waited: list[float] = []
@@ -250,16 +250,16 @@ def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     assert gap_s == pytest.approx(0.003 + 0.01 + 0.0002 + 1e-7 * first.prompt_tokens, abs=2e-4)
     with pytest.raises(DeviceError, match='of the model "tiny", not of "mistral-3b"'):
         simulate(replace(what, model="mistral-3b"))
-    assert Bench.of(what).parts.total < 6 << 30
+    assert SimulatedHardware.of(what).parts.total < 6 << 30
     little = DeviceMemory(kind="cpu", total_bytes=8 << 30, available_bytes=32 << 20)
     profile.model_copy(update={"device_memory": little}).write(path)
     with pytest.raises(ModelRefused, match="and A CPU 2 cores has"):
-        Bench.of(what)
+        SimulatedHardware.of(what)
     profile.model_copy(update={"device_memory": None}).write(path)
     with pytest.raises(DeviceError, match=r"does not tell the memory of A CPU 2 cores.*set cache\.memory_mb"):
-        Bench.of(what)
+        SimulatedHardware.of(what)
     given = Settings.model_validate({"cache": {"memory_mb": 8}})
-    assert Bench.of(replace(what, settings=given)).pages > 4
+    assert SimulatedHardware.of(replace(what, settings=given)).pages > 4
     path.write_text("{}")
     with pytest.raises(DeviceError, match="is no profile of this version"):
         simulate(what)
@@ -272,7 +272,7 @@ def test_a_prompt_that_finds_the_engine_at_rest_wakes_it_and_one_that_finds_it_b
         path = tmp_path / f"{rest_s}.json"
         profile_of(model).model_copy(update={"rest_s": rest_s}).write(path)
         what = replace(plan(policy="fcfs"), device=str(path), model=str(model))
-        engine = Simulation(what, Bench.of(what), lambda _line: None).engine
+        engine = Simulation(what, SimulatedHardware.of(what), lambda _line: None).engine
 
         def ask(name: str, until_tokens: int) -> None:
             engine.recorder.expect(name, engine.now, 20)

@@ -14,7 +14,7 @@ class UnusablePrompt(ValueError):
     """A prompt that came as tokens of another tokenizer than the served model's."""
 
 
-class PairCodec(Protocol):
+class PairTokenizer(Protocol):
     """The tokenizer's interface to pairs. `eos_ids` are all tokens that end an answer, `eos_id` is training's."""
 
     @property
@@ -30,23 +30,23 @@ class PairCodec(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:
+def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:
     """Tokenize a pair; returns it and a note when something had to be cut ("" otherwise).
 
     Where edged generated an answer, the generated tokens and their prompt's are used, unless they no longer decode to
     the stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
     prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
-    Raises UnusablePrompt, and what `codec.render_chat` raises when the chat template refuses the messages.
+    Raises UnusablePrompt, and what `tokenizer.render_chat` raises when the chat template refuses the messages.
     """
-    stored = [_stored_ids(codec, side) for side in (row.chosen, row.rejected)]
+    stored = [_stored_ids(tokenizer, side) for side in (row.chosen, row.rejected)]
     chosen, rejected = (
-        ids if ids is not None else _fresh(codec, row, side.text)
+        ids if ids is not None else _fresh(tokenizer, row, side.text)
         for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
     )
-    prompt = _prompt(codec, row, any(ids is not None for ids in stored))
+    prompt = _prompt(tokenizer, row, any(ids is not None for ids in stored))
     notes = []
     if not prompt:
-        prompt = [codec.eos_id]
+        prompt = [tokenizer.eos_id]
         notes.append("the prompt has no tokens: EOS stands for it")
     least = min(len(prompt), max(1, max_tokens // _MIN_PROMPT_SHARE))
     room = max(2, max_tokens - least - 2)
@@ -55,7 +55,7 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
         notes.append(f"the answers lost {cut} tokens at their ends (max {max_tokens})")
     # An answer that was cut has no end to learn.
     chosen, rejected = (
-        [*ids, codec.eos_id] if keep == len(ids) else ids[:keep]
+        [*ids, tokenizer.eos_id] if keep == len(ids) else ids[:keep]
         for ids, keep in zip((chosen, rejected), kept, strict=True)
     )
     if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
@@ -80,23 +80,23 @@ def tokenize_pair(codec: PairCodec, row: PairRow, max_tokens: int) -> tuple[Toke
     return pair, "; ".join(notes)
 
 
-def _stored_ids(codec: PairCodec, side: Side) -> list[int] | None:
+def _stored_ids(tokenizer: PairTokenizer, side: Side) -> list[int] | None:
     """The generated tokens without the EOS that ended them; None where none are stored that decode to the text."""
-    if side.token_ids is None or any(not 0 <= token < codec.vocab_size for token in side.token_ids):
+    if side.token_ids is None or any(not 0 <= token < tokenizer.vocab_size for token in side.token_ids):
         return None
     ids = list(side.token_ids)
-    while ids and ids[-1] in codec.eos_ids:
+    while ids and ids[-1] in tokenizer.eos_ids:
         ids.pop()
     # Tokenizers that mark words by a leading space decode the first one with or without it, by context.
-    return ids if codec.decode(ids).lstrip() == side.text.lstrip() else None
+    return ids if tokenizer.decode(ids).lstrip() == side.text.lstrip() else None
 
 
-def _fresh(codec: PairCodec, row: PairRow, text: str) -> list[int]:
+def _fresh(tokenizer: PairTokenizer, row: PairRow, text: str) -> list[int]:
     """Tokenize an answer as the model would have generated it: in a chat, as the template continues the prompt."""
-    return codec.encode_answer(text) if row.messages is None else codec.encode_reply(row.messages, text)
+    return tokenizer.encode_answer(text) if row.messages is None else tokenizer.encode_reply(row.messages, text)
 
 
-def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
+def _prompt(tokenizer: PairTokenizer, row: PairRow, same_tokens: bool) -> list[int]:
     """The prompt's stored tokens when the model still has the tokenizer that made them, else fresh ones.
 
     Raises UnusablePrompt for a prompt of tokens alone that another model's tokenizer made.
@@ -104,14 +104,14 @@ def _prompt(codec: PairCodec, row: PairRow, same_tokens: bool) -> list[int]:
     bare = row.messages is None and row.prompt is None
     if row.prompt_ids is not None and bare:
         answered = row.chosen.token_ids is not None or row.rejected.token_ids is not None
-        beyond = any(not 0 <= token < codec.vocab_size for token in row.prompt_ids)
+        beyond = any(not 0 <= token < tokenizer.vocab_size for token in row.prompt_ids)
         if beyond or (answered and not same_tokens):
             raise UnusablePrompt("its prompt came as tokens of another model's tokenizer")
     if row.prompt_ids is not None and (same_tokens or bare):
         return list(row.prompt_ids)
     if row.messages is not None:
-        return codec.render_chat(row.messages)
-    return codec.encode_prompt(row.prompt or "")
+        return tokenizer.render_chat(row.messages)
+    return tokenizer.encode_prompt(row.prompt or "")
 
 
 def _share(room: int, one: int, other: int) -> tuple[int, int]:

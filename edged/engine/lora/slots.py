@@ -62,7 +62,7 @@ class SlotTable:
         if self._holders[slot] == 0:
             self._idle[slot] = None
 
-    def publish(self, state: AdapterState, previous: int, hot: bool) -> int | None:
+    def update(self, state: AdapterState, previous: int, hot: bool) -> int | None:
         """Replace version `previous` by the new one in its slot: if `hot`, also while sequences run on it.
 
         Returns that slot, or None if running sequences keep the version that they have.

@@ -25,7 +25,7 @@ _ENOUGH_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class SimulatedHardware:
     """A device with a model on it, and the number of KV pages that fit beside the weights and the working memory."""
 
     device: Device
@@ -36,7 +36,7 @@ class Bench:
     parts: Needs
 
     @classmethod
-    def of(cls, plan: SimulationPlan) -> Bench:
+    def of(cls, plan: SimulationPlan) -> SimulatedHardware:
         """Read the files. Raises DeviceError, ModelRefused."""
         path, shape, settings = find_device(plan.device), find_model_shape(plan.model), plan.settings
         if path.suffix == ".json":
@@ -48,7 +48,7 @@ class Bench:
         return room_for(device, model, settings)
 
 
-def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
+def room_for(device: Device, model: ModelSizes, settings: Settings) -> SimulatedHardware:
     """Return the device with the KV pages that fit, by the engine's own arithmetic (`edged.engine.model.memory_model`).
 
     Raises ModelRefused, with the numbers, when not even a short sequence fits, or the context that was asked for.
@@ -68,7 +68,7 @@ def room_for(device: Device, model: ModelSizes, settings: Settings) -> Bench:
         )
     refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
     left = free - pages * page_bytes
-    return Bench(device, model, pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)
+    return SimulatedHardware(device, model, pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)
 
 
 def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, ModelSizes]:
