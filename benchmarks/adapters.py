@@ -1,4 +1,4 @@
-"""What many adapters cost: a decode batch of 32 shared by 1 or 16 of them, and 1,000 registered with 64 active.
+"""The cost of many adapters: a decode batch of 32 shared by 1 or 16 of them, and 1,000 registered with 64 active.
 
     python -m benchmarks.adapters [--rounds 5] [--registered 1000] [--active 64] [--output FILE]
 

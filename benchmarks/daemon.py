@@ -1,4 +1,4 @@
-"""What the daemon costs while nobody asks, and how fast it answers a trivial request while many ask.
+"""The daemon's cost while it is idle, and its time to answer a trivial request while many ask.
 
     python -m benchmarks.daemon [--starts 5] [--idle 30] [--clients 16] [--json]
 

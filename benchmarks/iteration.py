@@ -1,4 +1,4 @@
-"""What an iteration spends outside the model's own forward, and its share of the device's bandwidth and rate.
+"""The time that an iteration spends outside the model's own forward, and its share of the device's bandwidth and rate.
 
     python -m benchmarks.iteration [--size 135m] [--json] [--output docs/results/iteration-135m-cpu.json]
     python -m benchmarks.iteration --size 3b            on a GPU

@@ -1,4 +1,4 @@
-"""What shared prefixes bring on a real trace: edged with and without `cache.prefix_sharing`, in turns.
+"""The gain of shared prefixes on a real trace: edged with and without `cache.prefix_sharing`, in turns.
 
     python -m benchmarks.prefix mooncake-conversation.jsonl [--requests 64] [--turns 4] [--rounds 3] [--output FILE]
     python -m benchmarks.prefix mooncake-conversation.jsonl --analyse

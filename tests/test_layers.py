@@ -131,3 +131,24 @@ def test_a_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: files for name, files in places.items() if len(files) > 1}
+
+
+RIDDLE = re.compile(r"(What|Who|Whose|Nobody|Somebody|Of|From|Those|They|There|None|As|When|Where|By|For|Until) ")
+SHOWN = ("command", "group", "watched", "with_client", "asks_daemon")
+"""Decorators of commands, whose docstrings are their help; those of handlers are the summaries of their routes."""
+
+
+def test_a_docstring_begins_with_what_it_is_about() -> None:
+    riddles = []
+    for path in MODULES.values():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                continue
+            shown = not isinstance(node, (ast.Module, ast.ClassDef)) and (
+                any(word in ast.unparse(decorator) for decorator in node.decorator_list for word in SHOWN)
+                or any(ast.unparse(argument.annotation or node) == "web.Request" for argument in node.args.args)
+            )
+            if not shown and RIDDLE.match(ast.get_docstring(node) or ""):
+                riddles.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', '')}")
+    assert not riddles

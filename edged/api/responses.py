@@ -16,7 +16,7 @@ class _Answer(BaseModel):
 
 
 class ErrorDetail(_Answer):
-    """What went wrong: a sentence, its kind, the field at fault, a word for programs."""
+    """An error: a sentence, its kind, the field at fault, a word for programs."""
 
     message: str
     type: str
@@ -31,7 +31,7 @@ class Error(_Answer):
 
 
 class PromptTokenDetails(_Answer):
-    """Of the prompt's tokens, whose K/V were there already."""
+    """How many of the prompt's tokens were found in the KV cache."""
 
     cached_tokens: int
 
@@ -154,7 +154,7 @@ class FeedbackTaken(_Answer):
 
 
 class PairProgress(_Answer):
-    """What became of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
+    """The outcome of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
 
     pair_id: int
     adapter: str
@@ -166,7 +166,7 @@ class PairProgress(_Answer):
 
 
 class FeedbackProgress(_Answer):
-    """What became of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
+    """The outcome of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
 
     id: str
     object: Literal["feedback.progress"]
@@ -178,7 +178,7 @@ class FeedbackProgress(_Answer):
 
 
 class Adapter(_Answer):
-    """What was learned for one user; means are None where there is nothing to take them over."""
+    """An adapter with its means over pairs, which are None where there are no pairs."""
 
     adapter: str
     version: int
@@ -256,7 +256,7 @@ class Examined(_Answer):
 
 
 class Forgotten(_Answer):
-    """What was deleted, by table."""
+    """The numbers of deleted rows, by table."""
 
     adapter: str
     forgotten: Literal[True]
@@ -279,7 +279,7 @@ class Quarantine(_Answer):
 
 
 class Decided(_Answer):
-    """What became of a pair; `left` of its user still wait."""
+    """The decision about a pair; `left` of its user still wait."""
 
     pair_id: int
     adapter: str
@@ -288,7 +288,7 @@ class Decided(_Answer):
 
 
 class AllDecided(_Answer):
-    """What became of all pairs of a user that waited; `left` came meanwhile."""
+    """The decision about all pairs of a user that waited; `left` came meanwhile."""
 
     user: str
     decision: Literal["released", "dropped"]
@@ -342,7 +342,7 @@ class Trace(_Answer):
 
 
 class KnownCaller(_Answer):
-    """Who asks. `users` are those it may speak for: names, beginnings of names with "*", or "*" for all."""
+    """The caller of this request. `users`: names, beginnings of names with "*", or "*" for all it may speak for."""
 
     name: str
     roles: list[Literal["use", "train", "metrics", "admin"]]
@@ -350,7 +350,7 @@ class KnownCaller(_Answer):
 
 
 class Status(_Answer):
-    """What the daemon does; `degraded` has a sentence for everything that is not as it should be."""
+    """The state of the daemon; `degraded` has a sentence for everything that is not as it should be."""
 
     version: str
     phase: Literal["loading", "ready", "draining"]

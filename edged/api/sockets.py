@@ -233,7 +233,7 @@ def over_tcp(request: web.BaseRequest) -> bool:
 
 
 async def answer_refusals(message: str, wait_s: float, environ: Mapping[str, str]) -> None:
-    """For `wait_s`, answer 503 with `message` on the sockets of systemd's; over TCP without `message`.
+    """Answer 503 with `message` for `wait_s` on the sockets of systemd's; over TCP without `message`.
 
     Raises ListenError where systemd's sockets cannot be used, OSError where they cannot be listened on.
     """

@@ -1,1 +1,1 @@
-"""What others see of a running engine: Prometheus metrics and traces, made from its records and counters."""
+"""Prometheus metrics and traces, made from its records and counters."""

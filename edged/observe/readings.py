@@ -73,7 +73,7 @@ def governor_readings(report: Mapping[str, Any]) -> Readings:
 
 
 def device_readings(device: Mapping[str, Any]) -> Readings:
-    """What the monitor reads, None where the box has no such sensor, and this process's heap."""
+    """Return the monitor's readings, None where the box has no such sensor, and this process's heap."""
     available = device["memory_available_bytes"]
     gpu_total, gpu_used = device["gpu_memory_total_bytes"], device["gpu_memory_used_bytes"]
     gpu_known = gpu_total is not None and gpu_used is not None

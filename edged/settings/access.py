@@ -101,7 +101,7 @@ class AccessToken(_Grant):
 
 
 class AccessSettings(Section):
-    """Who may do what: see docs/security.md."""
+    """Callers and their rights: see docs/security.md."""
 
     rules: list[AccessRule] = setting([], "of peers of the Unix socket, the first that fits counts")
     tokens: list[AccessToken] = setting([], "of TCP callers, as edged token new prints them")
@@ -128,7 +128,7 @@ class AccessSettings(Section):
 
 
 class LimitSettings(Section):
-    """What one user may take; 0: as much as there is."""
+    """The most that one user may take; 0: as much as there is."""
 
     requests_per_minute: Limit = setting(0, "completions that a user may ask for; 0: no limit")
     tokens_per_minute: Limit = setting(0, "tokens of a user's prompts and answers; 0: no limit")

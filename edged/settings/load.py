@@ -200,7 +200,7 @@ class FeedbackSettings(Section):
 
 
 class GuardSettings(Section):
-    """When a version is taken back by itself."""
+    """Tests of versions, and the bounds beyond which one is taken back."""
 
     held_out_share: Share = setting(0.1, "share of pairs kept out of training as a test")
     held_out_pairs: int = setting(16, "most held-out pairs per user", ge=0)
@@ -213,7 +213,7 @@ class GuardSettings(Section):
 
 
 class GovernorSettings(Section):
-    """What edged gives up for its neighbours, for heat and for power."""
+    """The governors: memory, work and power that edged gives up for others."""
 
     enabled: bool = setting(True, "follow the box's memory, temperature and power; off: they are only shown")
     memory_reserve_mb: int = setting(0, "memory to leave free for others / 2^20; 0: a twentieth, 256 to 2048", ge=0)
@@ -262,7 +262,7 @@ class ApiSettings(Section):
 
 
 class StoreSettings(Section):
-    """What is kept on disk."""
+    """The data on disk, and how long it is kept."""
 
     data_dir: str = setting("", "folder of database and adapters; empty: STATE_DIRECTORY or XDG data home")
     new_base: Literal["refuse", "shelve", "learn"] = setting(
@@ -280,7 +280,7 @@ class StoreSettings(Section):
 
 
 class LogSettings(Section):
-    """What the daemon says on stderr."""
+    """The log on stderr."""
 
     level: Literal["debug", "info", "warning", "error"] = setting(
         "info", "debug has a line for every request; info only for those that failed or were slow"
@@ -290,7 +290,7 @@ class LogSettings(Section):
 
 
 class MetricsSettings(Section):
-    """What `GET /metrics` shows."""
+    """The contents of `GET /metrics`."""
 
     adapters: int = setting(20, "adapters shown by name, the latest active; the rest is summed as other", ge=0)
 

@@ -33,7 +33,7 @@ _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a whole backup holds: its manifest, and rows of the database by table."""
+    """The contents of a whole backup: its manifest, and rows of the database by table."""
 
     manifest: dict[str, Any]
     rows: dict[str, int]

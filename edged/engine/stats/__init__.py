@@ -1,1 +1,1 @@
-"""What the engine counts."""
+"""Counters, latencies and iterations of the engine."""
