@@ -5,6 +5,8 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
+from contextvars import copy_context
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -246,7 +248,8 @@ async def forget(request: web.Request) -> Forgotten:
     """
     services, name = services_of(request), _name(request)
     # Shielded from the client's disconnect: what is half forgotten would be learned again at the next start.
-    forgetting = asyncio.create_task(asyncio.to_thread(forget_user, services, name))
+    run = partial(copy_context().run, forget_user, services, name)
+    forgetting = asyncio.get_running_loop().run_in_executor(services.eraser, run)
     services.forgetting.add(forgetting)
     forgetting.add_done_callback(services.forgetting.discard)
     done = await asyncio.shield(forgetting)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +53,9 @@ class Services:
     """Unix time of the start."""
     reload: Callable[[], Awaitable[ReloadResult]]
     """Reads the settings again; raises ConfigError."""
-    forgetting: set[asyncio.Task[Any]] = field(default_factory=set)
+    eraser: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "edged-forget"))
+    """Forgets one adapter after the other: each takes long, and other work in threads does not wait for it."""
+    forgetting: set[asyncio.Future[Any]] = field(default_factory=set)
     """Tasks that forget adapters: the daemon waits for them before it ends."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)
     """The present stage of each such task, by adapter."""

@@ -116,12 +116,13 @@ def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str
         inherited_tcp = [item for item in taken if item.family != socket.AF_UNIX]
         for item in inherited_tcp:
             _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], has_tokens)
-        if len(inherited_tcp) == len(taken):
+        needs_unix = len(inherited_tcp) == len(taken)
+        if settings.listen and not inherited_tcp:
+            taken.append(held.enter_context(tcp_socket(settings.listen, has_tokens)))
+        if needs_unix:
             unix = UnixListener(socket_paths(settings.socket, environ)[0], int(settings.socket_mode, 8))
             held.callback(unix.close)
             taken.insert(0, unix.socket)
-        if settings.listen and not inherited_tcp:
-            taken.append(held.enter_context(tcp_socket(settings.listen, has_tokens)))
         return Listeners(tuple(taken), held.pop_all())
 
 
@@ -185,7 +186,9 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ListenError(f'api.listen = "{listen}" cannot be used: {error.strerror or error}') from None
+        raise ListenError(
+            f'api.listen = "{listen}" cannot be used: {os.strerror(error.errno) if error.errno else error}'
+        ) from None
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:

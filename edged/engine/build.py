@@ -185,10 +185,12 @@ def first_cost_model(model: ServedModel, subject: Subject, setting: str, data_di
     """
     guess = guess_of(model)
     try:
-        if found := find_profile(setting, data_dir, subject):
-            path, profile = found
-            log.info("latencies come from the profile %s of %s", path, profile.created_at)
-            return CostModel.from_profile(profile, guess, str(path))
+        found = find_profile(setting, data_dir, subject)
     except ProfileError as error:
         log.warning("%s; latencies are guessed and learned (edged profile measures them)", error)
-    return CostModel(guess)
+        found = None
+    if found is None:
+        return CostModel(guess)
+    path, profile = found
+    log.info("latencies come from the profile %s of %s", path, profile.created_at)
+    return CostModel.from_profile(profile, guess, str(path))

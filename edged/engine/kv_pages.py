@@ -10,7 +10,10 @@ from edged.engine.sequence import Sequence
 
 
 class KvPages:
-    """The page pool, the trie of shared prefixes and their offload store; used by the engine thread alone."""
+    """The page pool, the trie of shared prefixes and their offload store.
+
+    The engine thread alone changes them; others call `report` and read `available`.
+    """
 
     def __init__(self, pool: PagePool, shares_prefixes: bool, offload: KvOffload | None = None) -> None:
         """The trie stays empty unless `shares_prefixes`; without an `offload` evicted prefixes are lost."""

@@ -200,8 +200,8 @@ class EngineLoop:
 
     def configure(self, settings: Settings) -> None:
         """Change the settings of all parts, and plan anew."""
-        self._settings.now = settings
         self._scheduler.configure(settings.scheduler)
+        self._settings.now = settings
         self._ahead = None
 
     # -- parts of a step ---------------------------------------------------------------------------------------------

@@ -61,7 +61,10 @@ class AdapterSlots(Protocol):
 
 
 class SequenceTable:
-    """The open requests' sequences. Other threads read only `waiting`, `queue_report` and a copy of `by_task`."""
+    """The open requests' sequences.
+
+    Other threads read only `waiting`, `queue_report`, `admitted`, `stats` and a copy of `by_task`.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,8 @@ def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
     lines: list[str] = []
     usual = defaults.model_dump() if defaults else {}
     for name, section in settings:
-        lines.append(f"\n[{name}]" if defaults else f"\n[{name}]  # {section.__doc__.splitlines()[0]}")
+        title = (section.__doc__ or "").partition("\n")[0]
+        lines.append(f"\n[{name}]" if defaults else f"\n[{name}]  # {title}")
         for key, value in section.model_dump().items():
             entry = f"{key} = {to_toml_value(value)}"
             if not defaults:

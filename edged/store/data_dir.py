@@ -1,5 +1,6 @@
 """The data folder: its place, the names of its parts, and syncing files in it."""
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -45,9 +46,14 @@ def file_bytes(path: Path) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of all files in a folder; 0 where there is none."""
+    """The size of all files in a folder; 0 where there is none. A file that cannot be asked counts nothing."""
+    total = 0
     # Versions come and go meanwhile: `os.walk` passes over folders that are gone, `Path.rglob` raises.
-    return sum(file_bytes(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += file_bytes(Path(parent, name))
+    return total
 
 
 def erase_folder(folder: Path) -> None:

@@ -89,6 +89,7 @@ class Scene:
             engine=self.engine,
             feedback_intake=self.feedback_intake,
             forgetting=set(),
+            eraser=None,
             forgetting_stages={},
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))

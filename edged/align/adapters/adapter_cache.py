@@ -39,7 +39,8 @@ class AdapterCache:
         self.versions: dict[str, int] = {}
         """Current version by adapter; 0 for an adapter that has not learned yet."""
         self._problems: set[str] = set()
-        """Problems with files that are in the log already."""
+        """Problems with files that are in the log already. The loader's thread adds to it, too: at worst one is logged
+        twice."""
         self._kept: list[CopiedVersion] = []
         for name in files.adapters():
             self.versions[name] = self._newest(name)

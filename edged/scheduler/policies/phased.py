@@ -50,7 +50,8 @@ class PhasedFill(Fill):
     def interval_start_s(self, now: float) -> float:
         """Return when the present interval of `retrain_every_s` seconds began."""
         every_s = self.settings.retrain_every_s
-        return self._began_s + math.floor((now - self._began_s) / every_s) * every_s
+        began_s = min(self._began_s, now)
+        return began_s + math.floor((now - began_s) / every_s) * every_s
 
 
 def serve_only(
