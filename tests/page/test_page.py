@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -410,7 +411,13 @@ def test_a_token_is_asked_for_once_and_a_long_answer_can_be_stopped(
     folder, port = tmp_path_factory.mktemp("token"), free_port()
     model = save_tiny(folder / "tiny", max_position_embeddings=8192)
     settings = {"api__listen": f"127.0.0.1:{port}", "api__token": "sesame", "serving__default_max_tokens": 8000}
+
+    def endless(route: Route) -> None:
+        """Rule the end token out: an answer may otherwise end before it is stopped."""
+        route.continue_(post_data=json.dumps({**(route.request.post_data_json or {}), "logit_bias": {"2": -100}}))
+
     with running(folder / "run", model, **settings), opened(browser, port, expected="401") as page:
+        page.route("**/v1/chat/completions", endless)
         for token in ("wrong", "sesame"):
             page.get_by_role("textbox", name="Token").fill(token)
             page.keyboard.press("Enter")
