@@ -164,29 +164,6 @@ def wrecked(path: Path, seed: int) -> None:
             file.write(chance.randbytes(200))
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_damaged_pages_are_told_and_answers_go_on_or_the_start_is_refused(
-    tmp_path: Path, model: Path, lived: Path, seed: int
-) -> None:
-    shutil.copytree(lived / "data", tmp_path / "data")
-    wrecked(tmp_path / "data" / "edged.db", seed)
-    with started(tmp_path, model) as daemon:
-        until(lambda: not daemon.process.is_alive() or ready(daemon), lambda: daemon.log)
-        if daemon.process.is_alive():
-            with daemon.http() as http:
-                wanted = greedy(http)
-                answers = [http.get("/v1/feedback"), http.get("/v1/adapters/sam"), *(teach(http, n) for n in range(3))]
-                assert {answer.status_code for answer in answers} <= {200, 404, 503}
-                if any(answer.status_code == 503 for answer in answers):
-                    assert "the file is damaged" in daemon.status()["degraded"][0]
-                assert greedy(http) == wanted
-            daemon.stop()
-        else:
-            assert daemon.wait() == 1
-            assert "damaged" in daemon.log
-            assert "restore" in daemon.log
-
-
 def wreck_table(database: Path, table: str) -> None:
     """Overwrite the first page of a table and those of its indices beneath a daemon that runs."""
     with contextlib.closing(sqlite3.connect(database)) as db:
@@ -199,6 +176,32 @@ def wreck_table(database: Path, table: str) -> None:
                 file.write(random.Random(root).randbytes(size))
         # A change: what others remember of the file is not valid any more.
         db.execute("PRAGMA user_version = 1")
+
+
+@pytest.mark.parametrize("table", ["pairs", "adapter_versions", "completions", "quarantine"])
+def test_a_start_that_needs_a_damaged_table_is_refused(tmp_path: Path, model: Path, lived: Path, table: str) -> None:
+    shutil.copytree(lived / "data", tmp_path / "data")
+    wreck_table(tmp_path / "data" / "edged.db", table)
+    with started(tmp_path, model) as daemon:
+        assert daemon.wait() == 1
+        assert "the file is damaged; stop edged, move the file away, then restore a copy" in daemon.log
+        assert "Traceback" not in daemon.log
+
+
+def test_damage_that_is_met_while_serving_is_told_and_answers_go_on(tmp_path: Path, model: Path, lived: Path) -> None:
+    for copy in ("whole", "damaged"):
+        shutil.copytree(lived / "data", tmp_path / copy / "data")
+    wreck_table(tmp_path / "damaged" / "data" / "edged.db", "choices")
+    with running(tmp_path / "whole", model) as daemon, daemon.http() as http:
+        wanted = greedy(http, "sam")
+        assert daemon.status()["degraded"] == []
+    with running(tmp_path / "damaged", model) as daemon, daemon.http() as http:
+        assert greedy(http, "sam") == wanted
+        until(lambda: "the file is damaged" in "".join(daemon.status()["degraded"]), daemon.status)
+        assert greedy(http, "sam") == wanted
+        assert http.get("/v1/adapters/sam").status_code == 200
+        assert daemon.stop() == 0
+        assert "Traceback" not in daemon.log
 
 
 def test_the_status_says_that_the_database_is_damaged(tmp_path: Path, model: Path) -> None:
