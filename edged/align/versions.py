@@ -155,15 +155,19 @@ class Versions:
         self._adapter_cache.files.spare(queue.name, before)
 
     def suspect(self, adapter: str, version: int) -> bool:
-        """Record that a version answered with numbers that are not finite; returns whether it must be taken back.
+        """Take in that a version answered with numbers that are not finite; returns whether it must be taken back.
 
-        It must where its weights are not finite either, or where it did so before.
+        It must where its weights are not finite either. Where they are, the prompt or the base may be the cause: the
+        version is tested once, and its test decides.
         """
         if version != self._adapter_cache.versions.get(adapter):
             return False
+        if not self._adapter_cache.get(adapter).finite:
+            return True
         guard = self._pair_queues[adapter].guard
-        again, guard.not_finite_version = guard.not_finite_version == version, version
-        return again or not self._adapter_cache.get(adapter).finite
+        if guard.not_finite_version != version:
+            guard.not_finite_version, guard.tested_version, guard.test_soon = version, -1, True
+        return False
 
     def take_back(self, adapter: str, reason: str) -> None:
         """Replace the current version, which is not served again, by the newest good version's weights.

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.feedback.pair import PairRetired, VersionPublished, VersionSaved
+from edged.align.feedback.pair import PairRetired, TokenPair, VersionPublished, VersionSaved
 from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import MARK, answers, embeddings
+
+NEUTRAL = TokenPair(-1, "", (3, 4), (5, 6), (7, 8))
 
 
 @contextmanager
@@ -82,3 +84,48 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(tmp_path: Path
         client.wait(lambda: engine.adapters()["ann"] == spoilt + 2)
         assert answers(engine, client, "ann-after", [prompt], adapter="ann") == wanted["ann"]
         assert client.of(VersionPublished)[-1].reason.startswith(f"guard: version {spoilt + 1} answered with numbers")
+
+
+def test_a_version_is_not_blamed_for_prompts_on_which_the_base_is_not_finite(tmp_path: Path) -> None:
+    prompt, bad = random_ids(30, 1), [*random_ids(20, 2), MARK]
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.test_with([NEUTRAL])
+        engine.submit_pairs(random_pairs(8, "ann", 0))
+        client.wait(lambda: len(client.of(PairRetired)) == 8)
+        wanted, version = answers(engine, client, "before", [prompt], adapter="ann"), engine.adapters()["ann"]
+        with not_a_number(engine):
+            for number in range(4):
+                engine.submit(request(f"bad-{number}", bad, adapter="ann"))
+                client.wait(lambda number=number: f"bad-{number}" in client.finished)
+                assert client.finished[f"bad-{number}"].error
+        guard = engine.built.trainer.pair_queues["ann"].guard
+        client.wait(lambda: guard.tested_version == version)
+        assert engine.adapters()["ann"] == version
+        assert answers(engine, client, "after", [prompt], adapter="ann") == wanted
+
+
+def test_a_version_whose_finite_weights_answer_with_numbers_that_are_not_is_found_by_its_test(tmp_path: Path) -> None:
+    prompt = random_ids(30, 1)
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.test_with([NEUTRAL])
+        engine.submit_pairs(random_pairs(8, "ann", 0))
+        client.wait(lambda: len(client.of(PairRetired)) == 8)
+        spoilt = engine.adapters()["ann"] + 1
+
+        def spoil() -> None:
+            trainer = engine.built.trainer
+            state = trainer.adapter_cache.get("ann")
+            with torch.no_grad():
+                for parameter in state.parameters():
+                    parameter.fill_(1e30)
+            state.version = state.newest_number = spoilt
+            queue = trainer.pair_queues["ann"]
+            queue.guard.tested_version = spoilt
+            trainer.versions.publish(queue, spoilt - 1, "trained")
+
+        engine.built.commands.ask(spoil).result()
+        engine.submit(request("spoilt", prompt, adapter="ann"))
+        client.wait(lambda: "spoilt" in client.finished)
+        assert f"version {spoilt} of ann" in client.finished["spoilt"].error
+        client.wait(lambda: engine.adapters()["ann"] > spoilt)
+        assert client.of(VersionPublished)[-1].reason.startswith("guard: ")
