@@ -1,0 +1,1 @@
+"""Who goes next among users or applications: virtual token counters and fair queuing."""
