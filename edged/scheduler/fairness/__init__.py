@@ -1,1 +1,1 @@
-"""Who goes next among users or applications: virtual token counters and fair queuing."""
+"""Fairness: the turn of each user or application, by virtual token counters or by fair queuing."""

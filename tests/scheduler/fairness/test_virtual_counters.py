@@ -1,4 +1,4 @@
-"""Virtual token counters: the bounds of their paper, in a server that admits the least counter whenever there is room."""
+"""Virtual token counters: the bounds of their paper, in a server that admits the least counter while there is room."""
 
 from __future__ import annotations
 
