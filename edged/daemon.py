@@ -108,12 +108,8 @@ class Daemon:
             self._reloader.on_change(lambda settings: access.configure(settings.access))
             listeners = take_addresses(self._settings.api, access.has_tokens, os.environ)
             parts.callback(listeners.close)
-            runner = web.AppRunner(
-                make_app(self._settings, self._lifecycle, access),
-                handle_signals=False,
-                handler_cancellation=True,
-                shutdown_timeout=_HANDLERS_END_S,
-            )
+            app = make_app(self._settings, self._lifecycle, access)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_HANDLERS_END_S)
             parts.push_async_callback(runner.cleanup)
             await runner.setup()
             for item in listeners.sockets:
