@@ -46,9 +46,7 @@ OnPair = Callable[[Engine, TokenPair, float], None]
 
 
 def replay(
-    plan: ReplayPlan,
-    progress: Progress = lambda _line: None,
-    on_pair: OnPair = lambda _engine, _pair, _at_s: None,
+    plan: ReplayPlan, progress: Progress = lambda _line: None, on_pair: OnPair = lambda _engine, _pair, _at_s: None
 ) -> dict[str, Any]:
     """Run the plan and report; units are in the keys' names.
 
