@@ -117,13 +117,8 @@ def connect(services: Services, reloader: Reloader) -> None:
     """Register the parts that take over settings at run time, in the order in which they do."""
     engine = services.engine
 
-    async def configure_engine(settings: Settings) -> None:
-        await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
-
-    for apply in (
-        configure_engine,
-        services.configure,
-        lambda settings: services.limits.configure(settings.limits),
-        lambda _: services.feedback_intake.release(),
-    ):
-        reloader.on_change(apply)
+    configure = engine.configure
+    reloader.on_change(lambda settings: asyncio.wrap_future(configure(adopted(engine.settings, settings))))
+    reloader.on_change(services.configure)
+    reloader.on_change(lambda settings: services.limits.configure(settings.limits))
+    reloader.on_change(lambda _: services.feedback_intake.release())

@@ -33,9 +33,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "api": frozenset({"max_stop_chars", "max_logprobs"}),
     "access": _all_of("access"),
     # The patience with slow clients is a connection's, from its beginning.
-    "limits": frozenset(
-        {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
-    ),
+    "limits": _all_of("limits") - {"header_s", "body_s", "idle_s", "stalled_s"},
     "metrics": _all_of("metrics"),
     "store": _all_of("store") - {"data_dir", "new_base"},
     "log": _all_of("log"),
@@ -72,9 +70,8 @@ class ReloadResult:
         """Return the line of the log."""
         applied = ", ".join(f"{change.setting} = {change.new!r}" for change in self.applied)
         waiting = ", ".join(change.setting for change in self.needs_restart)
-        return f"settings reloaded: {applied or 'nothing to apply'}" + (
-            f"; needs a restart: {waiting}" if waiting else ""
-        )
+        restart = f"; needs a restart: {waiting}" if waiting else ""
+        return f"settings reloaded: {applied or 'nothing to apply'}{restart}"
 
 
 def compare(old: Settings, new: Settings) -> ReloadResult:

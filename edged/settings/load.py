@@ -147,11 +147,8 @@ class SchedulerSettings(Section):
     def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
         every_s = info.data.get("retrain_every_s", math.inf)
         if window_s >= every_s:
-            raise PydanticCustomError(
-                "window",
-                "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served",
-                {"every_s": every_s},
-            )
+            message = "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served"
+            raise PydanticCustomError("window", message, {"every_s": every_s})
         return window_s
 
 
