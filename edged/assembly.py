@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal, LogEvents
-from edged.api.admission import TenantQueue, UserLimits, queue_sizes
+from edged.api.admission import TenantQueue, UserLimits, queue_sizes, tenant_places
 from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
@@ -100,7 +100,12 @@ def assemble(
         feed=feed,
         feedback_intake=feedback_intake,
         monitor=monitor,
-        admission=TenantQueue(lambda: queue_sizes(live.now.serving)),
+        admission=TenantQueue(
+            lambda: queue_sizes(live.now.serving),
+            places=lambda tenants: (
+                None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
+            ),
+        ),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         governors=governors,

@@ -21,6 +21,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "serving": frozenset({"max_queue", "default_max_tokens", "drain_s"}),
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
     "scheduler": _all_of("scheduler") - {"policy", "profile"},
+    "fairness": _all_of("fairness"),
     # The others size the memory of slots, steps and windows, or say what an adapter is.
     "align": frozenset(
         {
