@@ -181,13 +181,22 @@ class BinBuilder:
                 need -= self.pages(victim, 1)
 
 
-def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float, at_least: int) -> None:
+def grant_finetune(
+    draft: BinBuilder,
+    task: Task,
+    cost: CostModel,
+    limit_s: float,
+    at_least: int,
+    most_units: float = math.inf,
+    cuts: bool = False,
+) -> None:
     """Grant forward tokens, then units, while the bin is predicted to take no longer than `limit_s`.
 
     With `at_least` the task gets as many tokens, as far as it has them and there is room, or one unit in any case.
+    Where it `cuts`, the first unit that does not fit gets the rows that do (FlexLLM Algorithm 2, line 15).
     """
     plan = draft.plan
-    tokens = units = 0
+    tokens = units = window = 0
     most = draft.room(task)
     if most > 0:
         left_s = limit_s - plan.predicted_units_s
@@ -199,9 +208,16 @@ def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: floa
         left_s = limit_s - cost.forward_s(draft.load)
         for unit in task.units[task.next_unit :]:
             unit_s = cost.unit_s(unit)
-            if plan.predicted_units_s + unit_s > left_s and (units or tokens or not at_least):
+            if units >= most_units:
                 break
+            if plan.predicted_units_s + unit_s > left_s:
+                window = cost.rows(unit, left_s - plan.predicted_units_s) if cuts else 0
+                if not window and (units or tokens or not at_least):
+                    break
+                unit_s = cost.unit_s(replace(unit, tokens=window or unit.tokens))
             plan.predicted_units_s += unit_s
             units += 1
+            if window:
+                break
     if tokens or units:
-        plan.grants.append(Grant(task, tokens, units))
+        plan.grants.append(Grant(task, tokens, units, window))

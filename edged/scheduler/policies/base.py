@@ -163,6 +163,8 @@ class Row:
     spare: Callable[[], Spare] = Spare
     victims: Callable[[], Victims] = Victims
     due: Callable[[], Due] = Due
+    cuts_windows: bool = False
+    """Whether a fine-tune unit that does not fit an iteration is cut to the rows that do."""
     trains: bool = True
     """Whether it ever gives fine-tune tasks anything."""
     shares_prefixes: bool = True
@@ -175,11 +177,13 @@ class Policy:
     """The parts of a row at work."""
 
     def __init__(self, row: Row, settings: SchedulerSettings, cost: CostModel) -> None:
-        self.name, self.trains = row.name, row.trains
+        self.name, self.trains, self.cuts_windows = row.name, row.trains, row.cuts_windows
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
         self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
         self.cost = cost
+        if self.cuts_windows:
+            cost.price_cut_units()
         self.row_order = self.flow_order
         self.take_order(self.flow_order)
         self.tell(Part.configure, settings, cost)

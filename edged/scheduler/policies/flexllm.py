@@ -60,7 +60,8 @@ class CoServing(Fill):
                 asks = 0
             if not asks:
                 served = draft.load.decodes or draft.load.prefill_tokens
-                grant_finetune(draft, step, cost, plan.budget_s, 0 if served else SMALLEST_CHUNK)
+                at_least = 0 if served else SMALLEST_CHUNK
+                grant_finetune(draft, step, cost, plan.budget_s, at_least, cuts=policy.cuts_windows)
         draft.rescue()
         plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
@@ -94,4 +95,5 @@ FLEXLLM = Row(
     "FlexLLM 6.2: fine-tune tokens in forward and backward as far as the latency target allows",
     fill=CoServing,
     spare=SloBudget,
+    cuts_windows=True,
 )
