@@ -37,7 +37,9 @@ class ReportFigure:
 
 TTFT = ReportFigure("ttft_ms.p50", "TTFT p50 ms")
 TBT = ReportFigure("tbt_ms.p50", "TBT p50 ms", 2)
-ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "SLO attainment", 3)
+MEAN_TBT = ReportFigure("tbt_ms.mean", "TBT mean ms", 2)
+ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "first tokens in time", 3)
+REQUESTS_IN_TIME = ReportFigure("slo.requests_in_time_share", "requests in time", 3)
 THROUGHPUT = ReportFigure("throughput.output_tokens_per_s", "output tokens/s")
 PAIRS = ReportFigure("finetune.pairs_trained", "pairs trained", 0)
 LEARNING = ReportFigure("finetune.latency_ms.p50", "learnt after p50 ms", 0)
@@ -47,10 +49,14 @@ METRICS = (
     TTFT,
     ReportFigure("ttft_ms.p95", "TTFT p95 ms"),
     TBT,
+    MEAN_TBT,
     ReportFigure("tbt_ms.p95", "TBT p95 ms", 2),
+    ReportFigure("tbt_ms.p99", "TBT p99 ms", 2),
     ATTAINMENT,
+    REQUESTS_IN_TIME,
     THROUGHPUT,
     PAIRS,
+    ReportFigure("finetune.trained_tokens_per_s", "trained tokens/s"),
     LEARNING,
     CLPD,
     WIN_RATE,
