@@ -142,29 +142,23 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
 
 def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
     """Build one pair's progress, also as a sentence. `reasons` are why queued pairs wait for their step."""
-    name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
+    name, note, state = row["adapter"], row["note"], row["state"]
+    version, seconds = row["trained_version"], row["seconds"]
     waits_for = None
-    if row["state"] == "queued":
+    if state == "queued":
         before = f"{row['before']} pair{'s' * (row['before'] > 1)} before it" if row["before"] else ""
         waits_for = "; ".join(filter(None, (before, *reasons))) or f"the next step of {name}"
     after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"
-    texts = {
+    text = {
         "queued": f"waits: {waits_for}",
         "trained": f"learned{f' as {name}@{version}' if version else ''}{after}",
         "learnt": f"{f'{name}@{version}' if version else name} knew it already: {note}",
         "held_out": f"kept as a test: {name}'s versions are measured by it, and none learns it",
         "quarantined": f"held: {note}; if this was you: edged quarantine release --user {name}",
         "skipped": f"not learned: {note}",
-    }
-    return PairProgress(
-        pair_id=row["id"],
-        adapter=name,
-        state=row["state"],
-        version=version,
-        seconds=seconds,
-        waits_for=waits_for,
-        text=texts[row["state"]],
-    )
+    }[state]
+    about = {"pair_id": row["id"], "adapter": name, "state": state, "version": version, "seconds": seconds}
+    return PairProgress(**about, waits_for=waits_for, text=text)
 
 
 def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:

@@ -35,10 +35,8 @@ def check_trl() -> None:
     try:
         import trl  # noqa: F401
     except ImportError:
-        raise RebuildError(
-            f"TRL is not installed for this edged: `{sys.executable} -P -m pip install trl`, or, from a checkout, "
-            "`sudo tools/install --with rebuild`"
-        ) from None
+        way_out = f"`{sys.executable} -P -m pip install trl`, or, from a checkout, `sudo tools/install --with rebuild`"
+        raise RebuildError(f"TRL is not installed for this edged: {way_out}") from None
 
 
 def train(
