@@ -40,12 +40,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     written.add_done_callback(services.feedback_intake.learn_from)
     # Shielded from the client's disconnect: feedback that was sent is stored.
     result = await asyncio.shield(asyncio.wrap_future(written))
+    pair_ids, reason, duplicate = list(result.pair_ids), result.reason or None, result.duplicate
     return FeedbackTaken(
-        id=result.feedback_id,
-        object="feedback",
-        pair_ids=list(result.pair_ids),
-        reason=result.reason or None,
-        duplicate=result.duplicate,
+        id=result.feedback_id, object="feedback", pair_ids=pair_ids, reason=reason, duplicate=duplicate
     )
 
 
@@ -129,15 +126,8 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
     reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
     pairs = [_pair_progress(row, reasons) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
-    return FeedbackProgress(
-        id=signal.id,
-        object="feedback.progress",
-        user=signal.user,
-        reason=signal.reason or None,
-        settled=not waits,
-        blocked=waits and blocked,
-        pairs=pairs,
-    )
+    about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}
+    return FeedbackProgress(object="feedback.progress", settled=not waits, blocked=waits and blocked, **about)
 
 
 def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
