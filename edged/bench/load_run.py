@@ -163,10 +163,8 @@ class LoadRun(ABC):
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
-            self._progress(
-                f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {self.recorder.open_requests} requests open, "
-                f"{learned} of {self._pairs_sent} pairs learned"
-            )
+            done = f"{self.recorder.open_requests} requests open, {learned} of {self._pairs_sent} pairs learned"
+            self._progress(f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {done}")
 
     @abstractmethod
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:

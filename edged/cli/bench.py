@@ -14,15 +14,12 @@ from edged.client.client import DaemonError
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 _SHARE = click.FloatRange(0.0, 1.0)
-
 _FILE = click.Path(exists=True, dir_okay=False)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
-    "--trace",
-    required=True,
-    metavar="FILE",
+    "--trace", required=True, metavar="FILE",
     help='Azure or BurstGPT .csv, Mooncake .jsonl, "poisson", or "lognormal:PROMPT:OUTPUT" (mean tokens, heavy tails).',
-)
+)  # fmt: skip
 arrivals_option = click.option(
     "--arrivals",
     metavar="PROCESS",
@@ -80,13 +77,7 @@ def bench() -> None:
 @seed_option
 @shown
 def replay(
-    model: str,
-    pairs: str,
-    config: Path | None,
-    policy: str | None,
-    arrivals: str | None,
-    run: Any = None,
-    **load: Any,
+    model: str, pairs: str, config: Path | None, policy: str | None, arrivals: str | None, run: Any = None, **load: Any
 ) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
@@ -278,12 +269,9 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 @rate_option
 @retrain_rate_option
 @click.option(
-    "--pair-tokens",
-    type=Values(click.IntRange(1), 3),
-    default="100,60,60",
-    metavar="PROMPT,CHOSEN,REJECTED",
+    "--pair-tokens", type=Values(click.IntRange(1), 3), default="100,60,60", metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
-)
+)  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
 @shown
