@@ -364,10 +364,9 @@ def _explain(item: Any) -> str:
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    if item["type"] == "edged" or _is_secret(dotted):
-        # A value that was meant to be a token stays hidden.
-        return f'setting "{dotted}": {item["msg"]}'
-    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+    # A value that was meant to be a token stays hidden.
+    shown = "" if item["type"] == "edged" or _is_secret(dotted) else f" = {item['input']!r}"
+    return f'setting "{dotted}"{shown}: {item["msg"]}'
 
 
 def _is_secret(dotted: str) -> bool:
