@@ -14,6 +14,7 @@ from edged.client.client import DaemonError
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 _SHARE = click.FloatRange(0.0, 1.0)
+
 _FILE = click.Path(exists=True, dir_okay=False)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
@@ -28,9 +29,8 @@ arrivals_option = click.option(
     help="Instead of the trace's own times: poisson, gamma:CV, or cyclic:INTENSITY:SHARE[:MINUTES] (bursts of "
     "INTENSITY times the rate for SHARE of each period).",
 )
-rate_option = click.option(
-    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
-)
+_RATE_HELP = "Requests per second; default: 70 % of a burst's."
+rate_option = click.option("--rate", "rate_per_s", type=_ABOVE_ZERO, help=_RATE_HELP)
 retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
 

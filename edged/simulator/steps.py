@@ -54,9 +54,9 @@ class SimulatedStep(StepPlan):
         """Forward tokens of the current group that are still to compute."""
         return sum(stream.left for stream in self.streams)
 
-    def run_unit(self) -> UnitWork:
-        """Run the next unit and return it."""
-        unit = self.units.pop(0)
+    def run_unit(self, most: int = 0) -> UnitWork:
+        """Run the next unit, or `most` of its rows, and return what ran."""
+        unit = self.take_unit(most)
         self.finished = unit[0] == "step"
         if not self.units and not self.finished:
             self.next_group()

@@ -21,7 +21,7 @@ from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
-from edged.scheduler.task import Unit
+from edged.scheduler.task import Grant, Unit
 from edged.settings.load import AlignSettings, Settings
 from edged.simulator.device_file import DeviceError
 from edged.simulator.hardware import SimulatedHardware
@@ -174,11 +174,11 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
         waited.append(engine.now - min((coming.at_s for coming in engine.commands.coming), default=engine.now))
         return unit_s(unit)
 
-    def watched(job: Any, count: int, *more: Any) -> int:
+    def watched(job: Any, grant: Grant, *more: Any) -> int:
         waited.clear()
-        ran = run_units(job, count, *more)
+        ran = run_units(job, grant, *more)
         assert all(wait_s <= 0.0 for wait_s in waited[1:]), "a unit began though a request had come"
-        cut.append(ran < count)
+        cut.append(ran < grant.units)
         return ran
 
     engine.device.unit_s = timed  # type: ignore[method-assign]
@@ -297,9 +297,9 @@ class Told(DpoStep):
 
     told: list[Any]
 
-    def run_unit(self) -> tuple[str, int]:
+    def run_unit(self, most: int = 0) -> tuple[str, int]:
         left = self.units_left()
-        ran = super().run_unit()
+        ran = super().run_unit(most)
         type(self).told.append((left, ran, self.group.tokens_left, self.finished))
         return ran
 
