@@ -425,5 +425,7 @@ def profile_screen(profile: dict[str, Any], path: str) -> Renderable:
     peaks = make_table("work", ">modelled MiB", ">measured MiB", title="memory at the peak")
     for name, peak in profile["memory"].items():
         peaks.add_row(name, *(number(peak[key] / 2**20, 1) for key in ("modelled_bytes", "measured_bytes")))
-    off = Text(f"mean error of measurements that were kept out of the fit: {errors}")
+    jitter, later = (percent(profile["noise"][name]) for name in ("jitter", "decode_after_chunk"))
+    noise = f"single forwards scatter by {jitter} around their prices, decodes right after a chunk take {later} longer"
+    off = Text(f"mean error of measurements that were kept out of the fit: {errors}\n{noise}")
     return Group(head, forward, units, off, *([peaks] if profile["memory"] else []))
