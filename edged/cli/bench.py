@@ -183,7 +183,7 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=_FILE, help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
-@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help="Policies.")
+@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help='Policies, or "all".')
 @click.option("--retrain-rates", type=Values(_SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
 @click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
 @click.option(
@@ -214,6 +214,7 @@ def compare(
     from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
+    from edged.scheduler.policies.registry import ROWS
 
     if bool(load["pairs"]) == bool(load["device"]):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
@@ -221,6 +222,7 @@ def compare(
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
     Arrivals.parse(load["arrivals"])
     workload = (kind or Workload)(**load)
+    policies = tuple(ROWS) if policies == ("all",) else policies
     axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:
         load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
