@@ -106,10 +106,10 @@ class CacheSpy(Cache):
 
 
 def _masked_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Record the mask that the model made for its own attention."""
-    current_pass().masks.append(mask)  # type: ignore[attr-defined]
+    current_pass().masks.append(attention_mask)  # type: ignore[attr-defined]
     return query.transpose(1, 2).clone(), None
 
 
