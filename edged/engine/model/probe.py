@@ -166,8 +166,13 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
         spy_on(model)
     except ModelRefused as error:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
-    except Exception as error:
+    except ValueError as error:
         failed = logs.first_line(error)
+    except Exception as error:
+        failed = (
+            "its forward fails with an attention that is given no mask "
+            f"({type(error).__name__}: {logs.first_line(error)})"
+        )
     layers = next(
         (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
     )
@@ -175,9 +180,11 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
         (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None
     )
     if layers is None or norm is None:
+        wraps = "it wraps its text decoder: give the checkpoint of a text decoder alone"
+        other = "it is not a decoder-only model that edged knows how to page"
         raise ModelRefused(
             f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it "
-            "(it is not a decoder-only model that edged knows how to page)"
+            f"({wraps if hasattr(body, 'language_model') else other})"
         )
     if failed:
         raise ModelRefused(f"{name} cannot be served: {failed}")

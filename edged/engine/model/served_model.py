@@ -45,6 +45,13 @@ class ModelShape(BaseShape):
     heads: int
     window: int | None
     """The shortest sliding window of a layer; None if all layers see the whole context."""
+    layer_weights: int
+    """Number of weights in decoder layers."""
+
+    @property
+    def adapted_share(self) -> float:
+        """Share of the layers' weights that lie in linears with LoRA; fused experts do not."""
+        return sum(map(prod, self.targets)) / self.layer_weights
 
 
 class ServedModel:
@@ -183,6 +190,7 @@ class ServedModel:
             vocab_size=int(self.config.vocab_size),
             max_positions=max_positions(self.config),
             window=found.window,
+            layer_weights=weight_count(self.layers),
         )
 
 
