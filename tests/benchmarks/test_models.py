@@ -1,4 +1,4 @@
-"""Every architecture is served and trained exactly, or says at start what it is not, and why, as does docs/models.md."""
+"""Every architecture is served and trained exactly, or a start says what it is not, and why; docs/models.md has all."""
 
 from __future__ import annotations
 
