@@ -14,14 +14,7 @@ from transformers import AutoConfig
 
 from edged.engine.model.loading import ModelRefused, pick_dtype
 from edged.engine.model.memory_model import BaseShape, needs
-from edged.engine.model.quantization import (
-    CannotQuantize,
-    WeightForm,
-    check_experts,
-    form_of_checkpoint,
-    form_of_setting,
-    method_of,
-)
+from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
@@ -58,8 +51,6 @@ class ModelSizes:
             # A profile of a quantized checkpoint names the method itself.
             if stored and kind not in ("", method):
                 raise CannotQuantize(f"it is already quantized ({method}): leave --quantize out")
-            if kind and not stored:
-                check_experts(config, kind, dtype)
             form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
         except CannotQuantize as error:
             raise ModelRefused(f'model "{path}": {error}') from None

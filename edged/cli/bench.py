@@ -17,11 +17,17 @@ _SHARE = click.FloatRange(0.0, 1.0)
 _FILE = click.Path(exists=True, dir_okay=False)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
-    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+    "--trace", required=True, metavar="FILE",
+    help='Azure or BurstGPT .csv, Mooncake .jsonl, "poisson", or "lognormal:PROMPT:OUTPUT" (mean tokens, heavy tails).',
+)  # fmt: skip
+arrivals_option = click.option(
+    "--arrivals",
+    metavar="PROCESS",
+    help="Instead of the trace's own times: poisson, gamma:CV, or cyclic:INTENSITY:SHARE[:MINUTES] (bursts of "
+    "INTENSITY times the rate for SHARE of each period).",
 )
-rate_option = click.option(
-    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
-)
+_RATE_HELP = "Requests per second; default: 70 % of a burst's."
+rate_option = click.option("--rate", "rate_per_s", type=_ABOVE_ZERO, help=_RATE_HELP)
 retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
 
@@ -59,6 +65,7 @@ def bench() -> None:
 
 @bench.command()
 @trace_option
+@arrivals_option
 @click.option("--pairs", required=True, type=_FILE, help="Preference pairs, in the order in which users give them.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
@@ -69,20 +76,25 @@ def bench() -> None:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
-def replay(model: str, pairs: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
+def replay(
+    model: str, pairs: str, config: Path | None, policy: str | None, arrivals: str | None, run: Any = None, **load: Any
+) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
     A share of the requests, --retrain-rate, comes with a preference pair.
     """
     _prepare()
+    from edged.bench.arrivals import Arrivals
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
     from edged.models import find_model
 
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     with explain_os_errors():
-        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, pairs=Path(pairs), **load)
+        model_dir = find_model(settings.model)[0]
+        process = Arrivals.parse(arrivals)
+        plan = ReplayPlan(model_dir=model_dir, settings=settings, pairs=Path(pairs), arrivals=process, **load)
         report = (run or run_replay)(plan, show_progress)
     return report, lambda: screen(report)
 
@@ -155,7 +167,8 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 
 @bench.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
+@trace_option
+@arrivals_option
 @click.option("--pairs", type=_FILE, help="As for edged bench replay; not for simulations.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
@@ -188,6 +201,7 @@ def compare(
     Lists are separated by commas. Each run is a process of its own; policies take turns. FOLDER gets one JSON per run:
     called again, the command does only what is missing or failed.
     """
+    from edged.bench.arrivals import Arrivals
     from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
@@ -196,6 +210,7 @@ def compare(
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
     if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
+    Arrivals.parse(load["arrivals"])
     workload = (kind or Workload)(**load)
     axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:
@@ -221,13 +236,14 @@ def table(rows: list[dict[str, Any]]) -> Renderable:
         ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
         return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
 
+    metrics = [metric for metric in METRICS if any(row["metrics"][metric.path]["value"] for row in rows)]
     made = make_table(
-        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in METRICS)),
+        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in metrics)),
         caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
     )
     for row in rows:
         share = "" if row["load"] is None else f" ({percent(row['load'])})"
-        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
+        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in metrics)
         made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
     return made
 
@@ -242,6 +258,7 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 
 @bench.command()
 @trace_option
+@arrivals_option
 @click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
 @click.option(
     "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
@@ -252,27 +269,25 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 @rate_option
 @retrain_rate_option
 @click.option(
-    "--pair-tokens",
-    type=Values(click.IntRange(1), 3),
-    default="100,60,60",
-    metavar="PROMPT,CHOSEN,REJECTED",
+    "--pair-tokens", type=Values(click.IntRange(1), 3), default="100,60,60", metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
-)
+)  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
 @shown
-def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
+def simulate(quantize: str | None, config: Path | None, policy: str | None, arrivals: str | None, **load: Any) -> Any:
     """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
 
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
     lengths and no contents, so nothing is said about alignment.
     """
     _prepare()
+    from edged.bench.arrivals import Arrivals
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run
 
     settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
-    report = run(SimulationPlan(settings=settings, **load), show_progress)
+    report = run(SimulationPlan(settings=settings, arrivals=Arrivals.parse(arrivals), **load), show_progress)
     return report, lambda: screen(report)
 
 
@@ -296,7 +311,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
     def latency(name: str) -> str:
         values = report[name]
-        return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("p50", "p95", "p99"))
+        return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("mean", "p50", "p95", "p99"))
 
     def metric(name: str, unit: str = "") -> str:
         recent = alignment[f"{name}_recent"]
@@ -312,15 +327,25 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{throughput['prompt_tokens_per_s']:.0f} prompt tokens/s, {throughput['requests_per_s']:.2f} requests/s",
         ),
         (
-            "SLO attainment",
-            f"{percent(slo['ttft_within_factor_share'])} of first tokens within {slo['ttft_factor']:.0f}x the forward "
+            "first tokens in time",
+            f"{percent(slo['ttft_within_factor_share'])} within {slo['ttft_factor']:.0f}x the forward "
             f"latency ({percent(slo['ttft_within_factor_or_floor_share'])} within that or "
             f"{slo['ttft_floor_ms']:.0f} ms)",
         ),
         (
+            "requests in time",
+            f"{percent(slo['requests_in_time_share'])} with their first token, by the latter, and at most "
+            f"{slo['tpot_target_ms']:.0f} ms per further token",
+        ),
+        (
             "fine-tuning",
             f"{finetune['pairs_trained']} of {finetune['pairs_sent']} pairs in {finetune['steps']} steps, "
-            f"{finetune['tokens_per_s']:.0f} tokens/s",
+            f"{finetune['trained_tokens_per_s']:.0f} trained tokens/s",
+        ),
+        (
+            "submitted to learned",
+            f"p50 {number(finetune['latency_ms']['p50'], 0, 'ms')}; {finetune['pairs_waiting']} not learned at the "
+            "end, counted as longer than they waited",
         ),
         ("win rate", metric("win_rate")),
         ("CLPD", metric("clpd_nats", "nats")),

@@ -1,5 +1,6 @@
 """Typed settings of edged: what can be set, section by section (`[access]` and `[limits]` are in
-`edged.settings.access`), and how it is read: a TOML file, the environment and flags, in rising order of precedence.
+`edged.settings.access`, `[fairness]` in `edged.settings.fairness`), and how it is read: a TOML file, the environment
+and flags, in rising order of precedence.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from edged.settings.access import USER_NAME as USER_NAME
 from edged.settings.access import AccessSettings as AccessSettings
 from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
+from edged.settings.fairness import FairnessSettings as FairnessSettings
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
@@ -130,6 +132,7 @@ class SchedulerSettings(Section):
     tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
     retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
     retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
+    slo_ms: float = setting(0.0, "flexllm: longest iteration; 0: the least TBT target of those who are served", ge=0.0)
     fixed_requests: Count = setting(50, "mace-bin: most sequences of an iteration that serves")
     fixed_steps: Count = setting(2, "mace-bin: most fine-tune steps of an iteration that learns")
 
@@ -146,11 +149,8 @@ class SchedulerSettings(Section):
     def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
         every_s = info.data.get("retrain_every_s", math.inf)
         if window_s >= every_s:
-            raise PydanticCustomError(
-                "window",
-                "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served",
-                {"every_s": every_s},
-            )
+            message = "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served"
+            raise PydanticCustomError("window", message, {"every_s": every_s})
         return window_s
 
 
@@ -302,6 +302,7 @@ class Settings(Section):
     serving: ServingSettings = ServingSettings()
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    fairness: FairnessSettings = FairnessSettings()
     align: AlignSettings = AlignSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()
