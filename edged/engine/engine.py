@@ -288,6 +288,7 @@ class Engine:
                 "device": str(model.device),
                 "max_context_tokens": self.max_context_tokens,
                 "vocab_size": model.shape.vocab_size,
+                "adapted_share": model.shape.adapted_share,
                 "fingerprint": adapter_cache.spec.fingerprint,
                 "trust_remote_code": settings.model.trust_remote_code,
             },
