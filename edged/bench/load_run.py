@@ -11,6 +11,7 @@ from typing import Any
 
 from edged.align.feedback.pair import TokenPair
 from edged.bench import figures
+from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import ReplayRecorder
 from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
@@ -28,10 +29,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The load of a run. `rate_per_s` None: 70 % of the requests per second that a burst reaches."""
+    """The load of a run. `arrivals` None: at the trace's own times, stretched; `rate_per_s` None: 70 % of the requests
+    per second that a burst reaches."""
 
     trace: str
     settings: Settings
+    arrivals: Arrivals | None = None
     rate_per_s: float | None = None
     retrain_rate: float = 0.1
     seconds: float = 60.0
@@ -72,6 +75,7 @@ class LoadRun(ABC):
             context_tokens=context,
             token_ids=self._token_ids,
             seed=plan.seed,
+            times_s=plan.arrivals.times_s(rate, plan.seconds, plan.seed) if plan.arrivals else (),
         )
         before, measured_from = self.engine.status(), len(recorder.answers)
         start_s = self._clock()
@@ -94,6 +98,7 @@ class LoadRun(ABC):
             "seed": plan.seed,
             "load": {
                 "trace": trace.name,
+                "arrivals": plan.arrivals.text if plan.arrivals else None,
                 "recorded_rate_per_s": trace.rate_per_s,
                 "length_scale": length_scale(trace, context),
                 "mean_prompt_tokens": sum(prompts) / len(load),

@@ -78,6 +78,30 @@ def test_a_file_that_is_no_trace_is_refused_with_the_way_out(tmp_path: Path) -> 
         read_trace(str(tmp_path / "absent.csv"))
 
 
+def test_a_burstgpt_trace_is_told_by_its_header_and_leaves_out_what_failed(tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+    lines = ["5,ChatGPT,472,18,490,Conversation log", "45,ChatGPT,1087,0,1087,Conversation log"]
+    path.write_text("\n".join([header, *lines, "118.5,GPT-4,417,276,693,API log"]) + "\n")
+    trace = read_trace(str(path))
+    assert trace.rows == (TraceRow(0.0, 472, 18), TraceRow(113.5, 417, 276))
+    path.write_text("\n".join([header, *lines, "soon,GPT-4,417,276,693,API log"]) + "\n")
+    with pytest.raises(TraceError, match=r"burst\.csv, line 4: not a request of this trace: .*'soon'"):
+        read_trace(str(path))
+
+
+def test_drawn_lengths_have_their_means_and_a_heavy_tail() -> None:
+    trace = read_trace("lognormal:1000:200", seed=3)
+    prompts, outputs = ([getattr(row, name) for row in trace.rows] for name in ("prompt_tokens", "output_tokens"))
+    assert sum(prompts) / len(prompts) == pytest.approx(1000, rel=0.05)
+    assert sum(outputs) / len(outputs) == pytest.approx(200, rel=0.05)
+    assert 0.005 < sum(prompt > 6000 for prompt in prompts) / len(prompts) < 0.02
+    assert trace == read_trace("lognormal:1000:200", seed=3)
+    for wrong in ("lognormal:1000", "lognormal:0:5", "lognormal:a:b"):
+        with pytest.raises(TraceError, match="give lognormal:PROMPT:OUTPUT, such as"):
+            read_trace(wrong)
+
+
 def test_a_load_has_the_asked_rate_and_the_traces_proportions() -> None:
     trace = RequestTrace("t", tuple(TraceRow(at, 10, 5) for at in (0.0, 1.0, 4.0, 5.0, 10.0, 20.0)))
     load = scale_trace(trace, rate_per_s=2.0, seconds=2.0, context_tokens=100, token_ids=IDS)

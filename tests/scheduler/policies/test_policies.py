@@ -80,7 +80,7 @@ def test_a_prompt_enters_only_if_all_of_it_finds_pages(policy: str) -> None:
 
 @every
 def test_pages_that_were_promised_to_a_prompt_under_way_are_not_promised_again(policy: str) -> None:
-    scheduler = scheduler_of(policy=policy)
+    scheduler = scheduler_of(policy=policy, slo_ms=5000.0)
     task = add_prompt(scheduler, 1, 20 * PAGE)
     scheduler.complete(IterationResult([TaskOutcome(task, PAGE, 0, Kind.PREFILL)], 0.02), 0.02)
     task.held_pages, task.capacity = 1, PAGE

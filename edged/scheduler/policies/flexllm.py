@@ -1,0 +1,97 @@
+"""Token-level co-serving (FlexLLM 6.2): whatever an iteration's latency target leaves is filled with fine-tuning.
+
+Kept of FlexLLM: prompts in chunks beside all decodes, entering only if all their pages fit; then as many fine-tune
+tokens s as keep f(c, s) within the target, in the forward and in the backward, whose windows are cut to what is left
+(Algorithm 2). Left out: fine-tuning in a second stream, and dependent parallelization, which is for several GPUs.
+"""
+
+from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.planning.slo import SloTargets
+from edged.scheduler.policies.base import Fill, Policy, Row, Spare
+from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
+from edged.scheduler.policies.phased import runnable_steps
+from edged.scheduler.task import Plan, Resources, ServiceClass, Task
+from edged.settings.load import SchedulerSettings
+
+
+class SloBudget(Spare):
+    """Iterations as long as `slo_ms`, or the least TBT target of those who are served, less the predictions' error.
+
+    Fine-tuning has no share of its own: where serving leaves nothing it starves.
+    """
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the target, and those of the classes."""
+        super().configure(settings, cost)
+        self._targets = SloTargets(settings, cost)
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
+        slo_s = self.settings.slo_ms / 1e3
+        if not slo_s:
+            served = {grant.task.service for grant in draft.plan.grants} | {task.service for task in draft.prompts}
+            load = draft.load if draft.load.decodes else Load(decodes=1)
+            alone_s = self.cost.priced_s(load)
+            slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
+        return slo_s * (1.0 - self.cost.headroom)
+
+
+class CoServing(Fill):
+    """Every decode, prompts first come first served in chunks, then a step, within the latency that `Spare` says.
+
+    The first prompt gets SMALLEST_CHUNK in any case, and so does the step with nobody to serve. Fine-tuning begins
+    nothing on pages that a prompt waits for.
+    """
+
+    def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
+        """Return the next bin within `resources`; empty only if no task can run."""
+        draft, cost = BinBuilder(queues, now, resources, policy.victims.key), policy.cost
+        draft.prompts = queues.started + queues.waiting[:1]
+        plan = draft.plan
+        plan.budget_s = policy.spare.limit_s(draft, now)
+        all_enter = self._add_prompts(draft, queues, cost)
+        step = next(iter(runnable_steps(queues, resources)), None)
+        if step is not None and step not in draft.preempted:
+            asks = 0 if step.context else draft.pages(step, step.tokens)
+            if asks and all_enter and asks <= draft.open_pages:
+                draft.enter(step)
+                asks = 0
+            if not asks:
+                served = draft.load.decodes or draft.load.prefill_tokens
+                grant_finetune(draft, step, cost, plan.budget_s, 0 if served else SMALLEST_CHUNK)
+        draft.rescue()
+        plan.predicted_forward_s = cost.forward_s(draft.load)
+        return plan
+
+    def _add_prompts(self, draft: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
+        """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""
+        for task in queues.started:
+            tokens = 0 if task in draft.preempted else self._chunk(draft, task, cost)
+            if tokens:
+                draft.grant(task, tokens)
+        for task in queues.waiting:
+            if draft.sequences_left <= 0:
+                break
+            tokens = self._chunk(draft, task, cost)
+            if not tokens or draft.pages(task, task.tokens) > draft.open_pages:
+                return False
+            draft.sequences_left -= 1
+            draft.enter(task)
+            draft.grant(task, tokens)
+        return True
+
+    def _chunk(self, draft: BinBuilder, task: Task, cost: CostModel) -> int:
+        """Return the tokens of a prompt that keep the iteration within its latency."""
+        most, load = draft.room(task), draft.load_beside(task)
+        tokens = cost.chunk(load, task.context, most, draft.plan.budget_s, finetune=False) if most > 0 else 0
+        return tokens if load.prefill_tokens else max(tokens, min(most, SMALLEST_CHUNK))
+
+
+FLEXLLM = Row(
+    "flexllm",
+    "FlexLLM 6.2: fine-tune tokens in forward and backward as far as the latency target allows",
+    fill=CoServing,
+    spare=SloBudget,
+)

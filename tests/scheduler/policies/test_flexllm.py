@@ -1,0 +1,103 @@
+"""FlexLLM's token-level co-serving: what fits the latency target beside serving, and nothing else, is fine-tuning."""
+
+from __future__ import annotations
+
+from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
+from edged.scheduler.task import IterationResult, Kind, ServiceClass, Task, TaskOutcome
+from tests.scheduler.policies.test_policies import PAGE, add_decode, add_lesson, add_prompt, granted, resources
+from tests.scheduler.test_scheduler import scheduler_of
+from tests.scheduler.test_simulation import world_of
+
+
+def test_an_iteration_is_as_long_as_the_target_less_the_error_of_predictions() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+    add_decode(scheduler, 1)
+    add_prompt(scheduler, 2, 2000)
+    plan = scheduler.plan(0.0, resources())
+    limit_s = 0.1 * (1.0 - scheduler.cost.headroom)
+    assert granted(plan)[2][0] > SMALLEST_CHUNK
+    assert limit_s - 1.1 * scheduler.cost.token_s < plan.predicted_forward_s <= limit_s
+
+
+def test_prompts_come_first_come_first_served_and_none_overtakes_one_that_lacks_pages() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=5000.0)
+    for task_id, tokens in ((1, 10 * PAGE), (2, 20 * PAGE), (3, PAGE)):
+        add_prompt(scheduler, task_id, tokens, arrival_s=0.1 * task_id)
+    assert list(granted(scheduler.plan(1.0, resources(free=25, total=100)))) == [1]
+    assert list(granted(scheduler.plan(1.0, resources(free=31, total=100)))) == [1, 2, 3]
+
+
+def test_the_first_prompt_goes_on_where_the_target_is_out_of_reach() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=1.0)
+    add_decode(scheduler, 1)
+    add_prompt(scheduler, 2, 500)
+    add_prompt(scheduler, 3, 500, arrival_s=0.1)
+    lesson = add_lesson(scheduler, 9, tokens=100)
+    assert granted(scheduler.plan(1.0, resources())) == {1: (1, 0), 2: (SMALLEST_CHUNK, 0)}
+    assert lesson.begun is False
+
+
+def test_a_step_gets_forward_tokens_then_units_as_far_as_the_target_reaches() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+    add_decode(scheduler, 1)
+    add_lesson(scheduler, 9, tokens=20)
+    plan = scheduler.plan(0.0, resources())
+    tokens, units = granted(plan)[9]
+    assert tokens == 20
+    assert units > 0
+    spent_s, limit_s = plan.predicted_forward_s + plan.predicted_units_s, 0.1 * (1.0 - scheduler.cost.headroom)
+    one_more_s = plan.predicted_units_s / units
+    assert spent_s <= limit_s < spent_s + one_more_s
+
+
+def test_fine_tuning_starves_while_serving_leaves_nothing_and_goes_on_with_nobody_to_serve() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=1.0)
+    decode = add_decode(scheduler, 1)
+    add_lesson(scheduler, 9)
+    for now in (0.0, 10.0, 1000.0):
+        assert set(granted(scheduler.plan(now, resources()))) == {1}
+    scheduler.remove(decode.task_id)
+    assert granted(scheduler.plan(1001.0, resources()))[9][1] >= 1
+
+
+def test_a_step_does_not_begin_on_pages_that_a_prompt_waits_for() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=5000.0)
+    add_decode(scheduler, 1)
+    add_prompt(scheduler, 2, 40 * PAGE)
+    add_lesson(scheduler, 9, tokens=4 * PAGE)
+    assert set(granted(scheduler.plan(0.0, resources(free=30, total=100)))) == {1}
+    scheduler.remove(2)
+    assert set(granted(scheduler.plan(0.0, resources(free=30, total=100)))) == {1, 9}
+
+
+def test_the_target_is_the_least_of_the_classes_that_are_served() -> None:
+    scheduler = scheduler_of(policy="flexllm", tbt_floor_ms=80.0, batch_tbt_floor_ms=900.0)
+    batch = Task(1, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, service=ServiceClass.BATCH)
+    scheduler.add(batch, 0.0)
+    share = 1.0 - scheduler.cost.headroom
+    assert scheduler.plan(0.0, resources()).budget_s == 0.9 * share
+    add_decode(scheduler, 2)
+    assert scheduler.plan(0.0, resources()).budget_s == 0.08 * share
+
+
+def test_beside_steady_answers_all_is_learnt_and_no_token_is_late() -> None:
+    world = world_of("flexllm", slo_ms=120.0)
+    tuning = world.teach(200, [unit for _ in range(40) for unit in add_lesson(scheduler_of(), 1).units[:1]], steps=3)
+    lives = [world.ask(prompt=40, answer=150) for _ in range(4)]
+    world.run()
+    assert tuning.taken == 3
+    gaps = [
+        after - before for life in lives for before, after in zip(life.token_times, life.token_times[1:], strict=False)
+    ]
+    assert sorted(gaps)[int(0.98 * len(gaps))] <= 0.12
+
+
+def test_one_step_at_a_time_is_begun() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+    first = add_lesson(scheduler, 8, tokens=2000)
+    add_lesson(scheduler, 9, tokens=100)
+    plan = scheduler.plan(0.0, resources())
+    assert set(granted(plan)) == {8}
+    tokens = granted(plan)[8][0]
+    scheduler.complete(IterationResult([TaskOutcome(first, tokens, 0, Kind.FINETUNE)], 0.05), 0.05)
+    assert set(granted(scheduler.plan(0.1, resources()))) == {8}
