@@ -55,7 +55,7 @@ class TaskQueues:
             return flows[0] if flows else []
         order = self.order
         flows.sort(key=lambda tasks: (order.flow_key(order.flow(tasks[0])), order.key(tasks[0])))
-        return [task for tasks in flows for task in tasks]
+        return list(chain.from_iterable(flows))
 
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""

@@ -64,6 +64,12 @@ class Order(Part):
         """Return a task's place among those of all flows at this moment."""
         return (self.flow_key(self.flow(task)), *self.key(task))
 
+    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+        """Return prompts in the order in which they go in an iteration that begins `now`, and those of them whose
+        deadlines it heeds; here both are all of them by their places."""
+        ranked = sorted(prompts, key=self.place)
+        return ranked, ranked
+
 
 @dataclass(slots=True)
 class Entry:

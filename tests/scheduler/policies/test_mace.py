@@ -54,7 +54,7 @@ class TestMaceServing:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
         add_decode(scheduler, 1, now=50.0)
         add_prompt(scheduler, 2, 1000)
-        assert granted(scheduler.plan(59.9, resources()))[2][0] == 1000
+        assert granted(scheduler.plan(58.0, resources()))[2][0] == 1000
 
     def test_a_prompt_goes_on_even_where_the_decodes_leave_no_time(self) -> None:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
@@ -63,7 +63,7 @@ class TestMaceServing:
         assert granted(scheduler.plan(0.2, resources()))[2][0] == SMALLEST_CHUNK
 
     def test_a_small_prompt_passes_a_large_one_that_finds_no_pages_until_that_one_is_very_late(self) -> None:
-        scheduler = scheduler_of(ttft_floor_ms=1000.0, ttft_factor=0.1)
+        scheduler = scheduler_of(policy="mace-paper", ttft_floor_ms=1000.0, ttft_factor=0.1)
         add_decode(scheduler, 1)
         add_prompt(scheduler, 2, 40 * PAGE, arrival_s=0.0)
         add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)

@@ -18,6 +18,9 @@ class MaceAdmission(Admission):
     Beside serving no step begins unless it leaves as many pages as it takes, or is due.
     """
 
+    patience = 2.0
+    """Multiple of its target that a prompt may have waited before it is not to be overtaken any more."""
+
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Derive the priorities."""
         super().configure(settings, cost)
@@ -60,7 +63,7 @@ class MaceAdmission(Admission):
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
         asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
-        waiting = queues.waiting if draft.sequences_left > 0 else []
+        waiting = draft.waiting if draft.sequences_left > 0 else []
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
             return
@@ -103,7 +106,7 @@ class MaceAdmission(Admission):
         if due:
             yield from steps
         for task in waiting:
-            patient = now < task.deadline_s + (task.deadline_s - task.arrival_s)
+            patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
             yield Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
         if not due:
             yield from steps

@@ -11,6 +11,7 @@ from edged.scheduler.planning.queues import by_deadline
 from edged.scheduler.policies.base import Entry, Order, Row, Spare
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
+from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
 
@@ -99,13 +100,19 @@ class MaceSpare(Spare):
         return max(0.0, forward_s + spare_s * max(0.0, free))
 
 
-MACE = Row(
-    "mace",
-    "MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management",
+MACE_PAPER = Row(
+    "mace-paper",
+    "MACE 4 to the letter: what `mace` is measured against",
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
     spare=MaceSpare,
     prunes=True,
 )
-MACE_PAPER = replace(MACE, name="mace-paper", keeps="MACE 4 to the letter: what `mace` is measured against")
+MACE = replace(
+    MACE_PAPER,
+    name="mace",
+    keeps="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management",
+    order=Triage,
+    admission=PatientAdmission,
+)
