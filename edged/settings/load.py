@@ -131,8 +131,6 @@ class SchedulerSettings(Section):
     retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
     retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
     slo_ms: float = setting(0.0, "flexllm: longest iteration; 0: the least TBT target of those who are served", ge=0.0)
-    fixed_requests: Count = setting(50, "mace-bin: most sequences of an iteration that serves")
-    fixed_steps: Count = setting(2, "mace-bin: most fine-tune steps of an iteration that learns")
 
     @field_validator("policy")
     @classmethod

@@ -72,9 +72,7 @@ class MaceAdmission(Admission):
         first_pages = draft.open_pages
         first = Bin(first_pages, length_s, occupied=running)
         items = self._asking(draft, asking, waiting, entry.due, now)
-        bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
-        # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
-        packed = [item for room in bins for item in room.items]
+        packed = self._pack(items, first, draft.total_pages, length_s)
         step = next((item for item in packed if item.task.kind is Kind.FINETUNE and item.pages <= first_pages), None)
         if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
             entry.step = step.task
@@ -92,6 +90,14 @@ class MaceAdmission(Admission):
             entered = set(runnable)
             head = next((task for task in waiting if task not in entered), None)
             entry.in_the_way = head is not None and draft.pages(head, head.tokens) > draft.open_pages
+
+    def _pack(self, items: Iterator[Item], first: Bin, total_pages: int, length_s: float) -> list[Item]:
+        """Return the items in the order in which they may enter: the first bin of best fit, then those put off.
+
+        No iteration idles in wait for a better fit.
+        """
+        bins = best_fit(self.settings, items, first, total_pages, length_s)
+        return [item for room in bins for item in room.items]
 
     def _asking(
         self, draft: BinBuilder, tuning: list[Task], waiting: Sequence[Task], due: bool, now: float
