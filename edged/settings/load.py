@@ -114,6 +114,9 @@ class SchedulerSettings(Section):
     idle_quantum_ms: Positive = setting(50.0, "fine-tuning per iteration when nothing is served")
     ttft_factor: Positive = setting(5.0, "TTFT target over the prompt's own forward latency")
     ttft_floor_ms: Positive = setting(200.0, "TTFT targets are never tighter than this")
+    refuse_ttft_factor: float = setting(
+        0.0, "requests are refused whose TTFT is predicted to be more than this many targets; 0: none are", ge=0.0
+    )
     tbt_factor: Positive = setting(2.0, "TBT target over the decode latency of the batch without fine-tuning")
     tbt_floor_ms: Positive = setting(50.0, "TBT targets are never tighter than this")
     batch_ttft_factor: Positive = setting(50.0, "ttft_factor of requests of the batch class")

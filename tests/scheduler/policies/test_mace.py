@@ -255,7 +255,7 @@ def test_a_forward_that_reads_the_weights_for_one_answer_is_no_load() -> None:
         task = add_decode(scheduler, 1)
         now = spent_s = 0.0
         pass_s = scheduler.cost.pass_s
-        for _ in range(2000):
+        for _ in range(3000):
             plan = scheduler.plan(now, resources())
             units_s = plan.predicted_units_s
             spent_s += units_s
