@@ -163,8 +163,14 @@ class Engine:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
-        self._requests_waiting += 1
         submitted = time.monotonic()
+        try:
+            self.sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, submitted)
+        except EngineBusy:
+            with self._counting:
+                self.stats.outcomes["refused"] += 1
+            raise
+        self._requests_waiting += 1
 
         def take() -> None:
             self._requests_waiting -= 1

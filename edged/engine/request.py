@@ -13,6 +13,18 @@ class EngineBusy(RuntimeError):
     """The queue is full."""
 
 
+class FirstTokenLate(EngineBusy):
+    """The first token would come far too late; the message names prediction, target and setting."""
+
+    def __init__(self, predicted_s: float, target_s: float, factor: float) -> None:
+        super().__init__(
+            f"the first token is predicted in {predicted_s:.3g} s, and its target is {target_s:.3g} s: more than "
+            f"scheduler.refuse_ttft_factor = {factor:g} targets are refused; try again later, or raise the setting"
+        )
+        self.retry_after_s = max(1.0, predicted_s - factor * target_s)
+        """Seconds after which the queue is short enough, if nobody comes."""
+
+
 class EngineStopping(EngineBusy):
     """The engine takes no more requests: it is stopping, or it has failed."""
 

@@ -393,6 +393,7 @@ class SimulatedEngine:
         """Submit a request, as `Engine.submit` does. Raises EngineBusy."""
         if self._sequences.waiting >= self.settings.serving.max_queue:
             raise EngineBusy
+        self._sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, self.now)
         self._sequences.add(request, self.now)
 
     def cancel_all(self) -> None:

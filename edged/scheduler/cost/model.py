@@ -169,6 +169,11 @@ class CostModel:
         return min(self.accuracy.recent, 0.5)
 
     @property
+    def pass_s(self) -> float:
+        """Price of a forward whatever is in it: on most devices the reading of the weights."""
+        return self._prices[0]
+
+    @property
     def token_s(self) -> float:
         """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
         return max(self._prices[2], 1e-9)

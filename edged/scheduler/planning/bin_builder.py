@@ -36,7 +36,11 @@ class BinBuilder:
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
         self.prompts: list[Task] = []
-        """Prompts whose deadlines a policy heeds, in its order."""
+        """Prompts under way and the next waiting ones, in the order of the policy."""
+        self.heeded: list[Task] = []
+        """Those of `prompts` whose deadlines count."""
+        self.waiting: list[Task] = []
+        """All waiting prompts in the order of the policy."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0

@@ -78,6 +78,12 @@ class Order(Part):
         """Return the adapters, of those that are ready, whose fine-tune steps are next, at most so many."""
         return list(islice(adapters, most))
 
+    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+        """Return prompts in the order in which they go in an iteration that begins `now`, and those of them whose
+        deadlines it heeds; here both are all of them by their places."""
+        ranked = sorted(prompts, key=self.place)
+        return ranked, ranked
+
 
 @dataclass(slots=True)
 class Entry:
@@ -194,6 +200,8 @@ class Policy:
         # Within one flow the key alone decides, and is read faster.
         single = order.entry_only or type(order).flow is Order.flow
         self.order = order.key if single else order.place
+        # Those that have entered go as the row says, where a fair order is about who enters.
+        self.rank = (self.row_order if order.entry_only else order).rank
         orders = (order,) if order is self.row_order else (self.row_order, order)
         parts = (*orders, self.admission, self.spare, self.victims, self.due, self.fill)
         hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}

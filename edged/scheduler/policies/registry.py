@@ -10,18 +10,6 @@ from edged.scheduler.policies.periodic_async import PERIODIC_ASYNC
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.sync import SYNC
 
-_ALL = (
-    MACE,
-    MACE_PAPER,
-    FCFS,
-    FLEXLLM,
-    EKYA,
-    ADAINF,
-    PERIODIC_ASYNC,
-    SYNC,
-    MACE_BIN,
-    MACE_PREFIX,
-    MACE_PRUNE,
-    MACE_PRIORITY,
-)
+_BASELINES = (FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC)
+_ALL = (MACE, MACE_PAPER, *_BASELINES, MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY)
 ROWS: dict[str, Row] = {row.name: row for row in _ALL}
