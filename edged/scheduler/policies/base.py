@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVarTuple
@@ -83,6 +84,9 @@ class Entry:
 
 class Spare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
+
+    most_units = math.inf
+    """Most fine-tune units of an iteration, however short."""
 
     def waited_s(self, now: float) -> float:
         """Return how long fine-tuning has waited."""

@@ -5,6 +5,9 @@ tokens s as keep f(c, s) within the target, in the forward and in the backward, 
 (Algorithm 2). Left out: fine-tuning in a second stream, and dependent parallelization, which is for several GPUs.
 """
 
+import math
+from dataclasses import replace
+
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
@@ -38,6 +41,20 @@ class SloBudget(Spare):
         return slo_s * (1.0 - self.cost.headroom)
 
 
+class BatchBudget(Spare):
+    """Iterations of at most `serving.max_batch_tokens`, however long, and one unit of the backward after them.
+
+    So does FlexLLM's public code, whose backward step is a layer over a whole sequence: here over a window of
+    `align.window_tokens`, which holds one.
+    """
+
+    most_units = 1
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return no limit."""
+        return math.inf
+
+
 class CoServing(Fill):
     """Every decode, prompts first come first served in chunks, then a step, within the latency that `Spare` says.
 
@@ -61,7 +78,8 @@ class CoServing(Fill):
             if not asks:
                 served = draft.load.decodes or draft.load.prefill_tokens
                 at_least = 0 if served else SMALLEST_CHUNK
-                grant_finetune(draft, step, cost, plan.budget_s, at_least, cuts=policy.cuts_windows)
+                units = policy.spare.most_units
+                grant_finetune(draft, step, cost, plan.budget_s, at_least, units, policy.cuts_windows)
         draft.rescue()
         plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
@@ -96,4 +114,14 @@ FLEXLLM = Row(
     fill=CoServing,
     spare=SloBudget,
     cuts_windows=True,
+)
+FLEXLLM_STATIC = replace(
+    FLEXLLM,
+    name="flexllm-static",
+    keeps="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
+    spare=BatchBudget,
+    cuts_windows=False,
+)
+FLEXLLM_WHOLE = replace(
+    FLEXLLM, name="flexllm-whole", keeps="FlexLLM without windows of the backward that fit", cuts_windows=False
 )

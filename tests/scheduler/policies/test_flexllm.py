@@ -155,3 +155,25 @@ class TestCutWindows:
             while world.lives:
                 world.step()
             assert bool(tuning.taken) is trains
+
+
+class TestAblations:
+    """FlexLLM's public code, and windows that are not cut."""
+
+    def test_static_fills_the_batch_whatever_it_takes_and_runs_one_unit(self) -> None:
+        scheduler = scheduler_of(policy="flexllm-static", slo_ms=1.0)
+        add_decode(scheduler, 1)
+        add_prompt(scheduler, 2, 100)
+        add_lesson(scheduler, 9, tokens=2000)
+        assert granted(scheduler.plan(0.0, resources(tokens=512))) == {1: (1, 0), 2: (100, 0), 9: (411, 0)}
+        scheduler.remove(9)
+        add_lesson(scheduler, 9)
+        assert granted(scheduler.plan(0.0, resources(tokens=512)))[9] == (0, 1)
+
+    def test_whole_windows_wait_for_an_iteration_that_has_room_for_them(self) -> None:
+        for policy, runs in (("flexllm", True), ("flexllm-whole", False)):
+            scheduler = scheduler_of(policy=policy, slo_ms=60.0)
+            add_decode(scheduler, 1)
+            lesson = add_lesson(scheduler, 9)
+            lesson.units = (Unit("layer", 256),)
+            assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
