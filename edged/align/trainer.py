@@ -156,9 +156,8 @@ class Trainer:
         pairs = queue.to_test(version, settings.guard)
         neutral = self.pair_queues.neutral if version else ()
         try:
-            queue.step = HeldOutEvaluation(
-                queue.name, version, pairs, self._decoder, settings.align, self._release, neutral
-            )
+            about = (queue.name, version, pairs, self._decoder, settings.align, self._release)
+            queue.step = HeldOutEvaluation(*about, neutral)
         except Exception:
             queue.skip_test(version)
             raise

@@ -340,9 +340,8 @@ def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
         return SignalRequest.checked(body)
     if "chosen" in body or "rejected" in body:
         return PairRequest.checked(body)
-    raise bad_request(
-        'feedback is {"completion_id", "signal", ...} or {"user", "messages" or "prompt", "chosen", "rejected"}'
-    )
+    pair = '{"user", "messages" or "prompt", "chosen", "rejected"}'
+    raise bad_request(f'feedback is {{"completion_id", "signal", ...}} or {pair}')
 
 
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:

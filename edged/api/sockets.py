@@ -148,9 +148,8 @@ def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socke
             raise ListenError(f"systemd's socket {name} (descriptor {descriptor}) cannot be used: {error}") from None
         known = item.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
         if not known or not listens or item.type != socket.SOCK_STREAM:
-            raise ListenError(
-                f"systemd's socket {name} is not a Unix or TCP socket that listens: use ListenStream= with Accept=no"
-            )
+            way_out = "use ListenStream= with Accept=no"
+            raise ListenError(f"systemd's socket {name} is not a Unix or TCP socket that listens: {way_out}")
         taken.append(item)
     return taken
 
@@ -186,9 +185,8 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ListenError(
-            f'api.listen = "{listen}" cannot be used: {os.strerror(error.errno) if error.errno else error}'
-        ) from None
+        why = os.strerror(error.errno) if error.errno else error
+        raise ListenError(f'api.listen = "{listen}" cannot be used: {why}') from None
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:

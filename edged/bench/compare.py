@@ -46,6 +46,7 @@ class Workload:
     pair_format: str = "hh"
     config: str | None = None
     device: str | None = None
+    arrivals: str | None = None
 
     program: ClassVar[tuple[str, ...]] = ("edged", "bench")
     """The words before "replay" or "simulate" on the command line: `edged`'s, or `python -m` and a module."""
@@ -56,6 +57,7 @@ class Workload:
         options = {
             "--device": self.device,
             "--trace": self.trace,
+            "--arrivals": self.arrivals,
             **learnt,
             "--model": self.model,
             "--config": self.config,
@@ -196,11 +198,10 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
 
 def _capacity(workload: Workload, progress: Progress) -> float:
     """Return the requests per second that a burst reaches. Raises CompareError."""
-    short = replace(workload, seconds=1.0)
+    short = replace(workload, seconds=1.0, arrivals=None)
     try:
-        report = call(
-            short.command(CAPACITY_POLICY, 0.0, None, 0), short.seconds, lambda line: progress(f"capacity: {line}")
-        )
+        command = short.command(CAPACITY_POLICY, 0.0, None, 0)
+        report = call(command, short.seconds, lambda line: progress(f"capacity: {line}"))
     except RunFailed as error:
         raise CompareError(f"the capacity, which --load is a share of, could not be measured: {error}") from None
     return float(report["load"]["capacity_per_s"])

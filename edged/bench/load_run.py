@@ -11,8 +11,9 @@ from typing import Any
 
 from edged.align.feedback.pair import TokenPair
 from edged.bench import figures
+from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import ReplayRecorder
-from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
+from edged.bench.traces import Arrival, PromptIds, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
 from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
@@ -28,10 +29,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The load of a run. `rate_per_s` None: 70 % of the requests per second that a burst reaches."""
+    """The load of a run. `arrivals` None: at the trace's own times, stretched; `rate_per_s` None: 70 % of the requests
+    per second that a burst reaches."""
 
     trace: str
     settings: Settings
+    arrivals: Arrivals | None = None
     rate_per_s: float | None = None
     retrain_rate: float = 0.1
     seconds: float = 60.0
@@ -53,26 +56,20 @@ class LoadRun(ABC):
         """`engine` is an `Engine` or a `SimulatedEngine`, which delivers to `recorder`; prompts are of `token_ids`."""
         self._clock = recorder.clock
         self._plan, self.engine, self.recorder, self._progress = plan, engine, recorder, progress
-        self._pairs, self._token_ids = iter(pairs), token_ids
-        self._pairs_sent = 0
+        self._prompts = PromptIds(engine.max_context_tokens, token_ids, plan.seed)
+        self._pairs, self._pairs_sent = iter(pairs), 0
         self._numbers = count()
         self._looks: list[figures.Look] = []
         self._next_line_s = 0.0
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
         """Measure the machine, send the load, wait for the answers, and return the report."""
-        plan, context, recorder = self._plan, self.engine.max_context_tokens, self.recorder
+        plan, recorder = self._plan, self.recorder
         alone_s = self._lone_ttft(trace)
         capacity = None if plan.rate_per_s else self._capacity(trace)
         rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
-        load = scale_trace(
-            trace,
-            rate_per_s=rate,
-            seconds=plan.seconds,
-            context_tokens=context,
-            token_ids=self._token_ids,
-            seed=plan.seed,
-        )
+        times_s = plan.arrivals.times_s(rate, plan.seconds, plan.seed) if plan.arrivals else ()
+        load = scale_trace(trace, self._prompts, rate_per_s=rate, seconds=plan.seconds, times_s=times_s)
         before, measured_from = self.engine.status(), len(recorder.answers)
         start_s = self._clock()
         self._look(start_s)
@@ -94,8 +91,9 @@ class LoadRun(ABC):
             "seed": plan.seed,
             "load": {
                 "trace": trace.name,
+                "arrivals": plan.arrivals.text if plan.arrivals else None,
                 "recorded_rate_per_s": trace.rate_per_s,
-                "length_scale": length_scale(trace, context),
+                "length_scale": length_scale(trace, self._prompts.context_tokens),
                 "mean_prompt_tokens": sum(prompts) / len(load),
                 "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
                 "seconds": plan.seconds,
@@ -133,10 +131,8 @@ class LoadRun(ABC):
     def _capacity(self, trace: RequestTrace) -> float:
         """Return the requests per second of a burst that fills the batch, sampled from the whole trace, with other
         tokens."""
-        plan = self._plan
-        requests = min(len(trace.rows), plan.settings.serving.max_sequences)
-        context = self.engine.max_context_tokens
-        burst = burst_of(trace, requests, context_tokens=context, token_ids=self._token_ids, seed=plan.seed)
+        requests = min(len(trace.rows), self._plan.settings.serving.max_sequences)
+        burst = burst_of(trace, requests, self._prompts)
         return len(burst) / self._burst_s(burst)
 
     def _accompanied(self, load: Sequence[Arrival]) -> Iterator[tuple[Arrival, TokenPair | None]]:

@@ -3,7 +3,7 @@
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain, count
@@ -14,11 +14,14 @@ import numpy as np
 
 Record = TypeVar("Record")
 
-POISSON = "poisson"
+POISSON, LOGNORMAL = "poisson", "lognormal"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 _MOONCAKE_BLOCK_TOKENS = 512
 _MOONCAKE_TICK_S = 3.0
-_POISSON_ROWS = 20_000
+_DRAWN_ROWS = 20_000
+_LOGNORMAL_SIGMA = 1.0
+"""Standard deviation of a drawn length's logarithm: one in a hundred is over six times the mean."""
 _POISSON_TOKENS = (256, 64)
 """Means of a prompt and of an output."""
 _FITTING_PERCENT = 95.0
@@ -62,18 +65,35 @@ class Arrival:
     output_tokens: int
 
 
-def read_trace(source: str, seed: int = 0) -> RequestTrace:
-    """Read a trace from a file: Azure's CSV, Mooncake's JSONL; or "poisson" (prompts of 128-384 tokens, outputs of
-    32-96).
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """The token ids of a load's prompts: random ones of `ids`, the same for the same seed, as far as the context goes.
 
-    Raises TraceError.
+    A prompt and its output together have at most `context_tokens`.
+    """
+
+    context_tokens: int
+    ids: range
+    seed: int = 0
+
+
+def read_trace(source: str, seed: int = 0) -> RequestTrace:
+    """Read a trace from a file: Azure's or BurstGPT's CSV, Mooncake's JSONL; or draw one with Poisson arrivals.
+
+    "poisson" has prompts of 128-384 tokens and outputs of 32-96; "lognormal:PROMPT:OUTPUT" heavy-tailed lengths of
+    these means. Raises TraceError.
     """
     if source == POISSON:
-        return _poisson(random.Random(seed))
+        return _drawn(source, random.Random(seed), lambda chance, mean: chance.randint(mean // 2, mean * 3 // 2))
+    if source.startswith(f"{LOGNORMAL}:"):
+        return _lognormal(source, random.Random(seed))
     path = Path(source)
-    read = {".csv": _azure, ".jsonl": _mooncake}.get(path.suffix.lower())
+    read = {".csv": _csv, ".jsonl": _mooncake}.get(path.suffix.lower())
     if read is None:
-        raise TraceError(f'trace "{source}" has no known format: give an Azure .csv, a Mooncake .jsonl or "{POISSON}"')
+        raise TraceError(
+            f'trace "{source}" has no known format: give an Azure or BurstGPT .csv, a Mooncake .jsonl, "{POISSON}" or '
+            f'"{LOGNORMAL}:PROMPT:OUTPUT"'
+        )
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows, block_tokens = read(path.name, file)
@@ -95,63 +115,43 @@ def length_scale(trace: RequestTrace, context_tokens: int) -> float:
 
 
 def scale_trace(
-    trace: RequestTrace,
-    *,
-    rate_per_s: float,
-    seconds: float,
-    context_tokens: int,
-    token_ids: range,
-    seed: int = 0,
+    trace: RequestTrace, prompts: PromptIds, *, rate_per_s: float, seconds: float, times_s: Sequence[float] = ()
 ) -> list[Arrival]:
-    """Return the trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`.
+    """Return the trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`, or at `times_s`
+    where these are given.
 
-    Gaps and lengths keep their proportions; requests that are still too long keep the start of their prompt. Prompts
-    are random tokens of `token_ids`, with equal tokens for equal blocks of the trace. A load longer than the trace ends
-    with it.
+    Gaps and lengths keep their proportions; requests that are still too long keep the start of their prompt. Equal
+    blocks of the trace become equal tokens. A load longer than the trace ends with it.
     """
-    wanted = max(1, round(rate_per_s * seconds))
+    wanted = len(times_s) or max(1, round(rate_per_s * seconds))
     rows = trace.rows[:wanted]
     span = trace.rows[wanted].at_s if wanted < len(trace.rows) else rows[-1].at_s + 1.0 / trace.rate_per_s
     stretch = len(rows) / rate_per_s / max(span, 1e-9)
-    load = scale_rows(
-        rows,
-        scale=length_scale(trace, context_tokens),
-        block_tokens=trace.block_tokens,
-        context_tokens=context_tokens,
-        token_ids=token_ids,
-        seed=seed,
-    )
-    return [replace(arrival, at_s=arrival.at_s * stretch) for arrival in load]
+    load = scale_rows(rows, prompts, length_scale(trace, prompts.context_tokens), trace.block_tokens)
+    moments = times_s or [arrival.at_s * stretch for arrival in load]
+    return [replace(arrival, at_s=at_s) for arrival, at_s in zip(load, moments, strict=False)]
 
 
-def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
+def burst_of(trace: RequestTrace, requests: int, prompts: PromptIds) -> list[Arrival]:
     """Return `requests` sampled from the whole trace, within a second, with other tokens than a load of the same
     seed."""
-    rows = random.Random(seed).sample(trace.rows, requests)
-    return scale_trace(
-        replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
-        rate_per_s=requests,
-        seconds=1.0,
-        context_tokens=context_tokens,
-        token_ids=token_ids,
-        seed=seed + 1,
-    )
+    rows = random.Random(prompts.seed).sample(trace.rows, requests)
+    sample = replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s)))
+    return scale_trace(sample, replace(prompts, seed=prompts.seed + 1), rate_per_s=requests, seconds=1.0)
 
 
-def scale_rows(
-    rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
-) -> list[Arrival]:
+def scale_rows(rows: Iterable[TraceRow], prompts: PromptIds, scale: float, block_tokens: int) -> list[Arrival]:
     """Return the rows with their lengths, and the length of their blocks, times `scale`, at their own times.
 
     Requests that are still too long for the context keep the start of the prompt.
     """
     whole_block = max(1, round(block_tokens * scale))
     # A list, so that the prompts of a long load share their int objects.
-    known_ids, fresh = list(token_ids), count()
+    known_ids, fresh = list(prompts.ids), count()
 
     def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
         """Draw random tokens, always the same for the same kind and number."""
-        drawn = np.random.default_rng((seed, kind, number)).integers(0, len(known_ids), tokens)
+        drawn = np.random.default_rng((prompts.seed, kind, number)).integers(0, len(known_ids), tokens)
         return tuple(known_ids[index] for index in drawn.tolist())
 
     def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ def scale_rows(
 
     arrivals = []
     for row in rows:
-        prompt, output = scaled_lengths(row, scale, context_tokens)
+        prompt, output = scaled_lengths(row, scale, prompts.context_tokens)
         arrivals.append(Arrival(row.at_s, prompt_of(row.blocks, prompt), output))
     return arrivals
 
@@ -175,28 +175,55 @@ def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[in
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
 
 
-def _poisson(generator: random.Random) -> RequestTrace:
-    """Draw independent arrivals, one a second; lengths are uniform within half of their means."""
+def _drawn(
+    name: str,
+    generator: random.Random,
+    draw: Callable[[random.Random, int], int],
+    means: tuple[int, int] = _POISSON_TOKENS,
+) -> RequestTrace:
+    """Draw independent arrivals, one a second, with lengths by their means."""
     rows, at_s = [], 0.0
-    for _ in range(_POISSON_ROWS):
-        prompt, output = (generator.randint(mean // 2, mean * 3 // 2) for mean in _POISSON_TOKENS)
+    for _ in range(_DRAWN_ROWS):
+        prompt, output = (draw(generator, mean) for mean in means)
         rows.append(TraceRow(at_s, prompt, output))
         at_s += generator.expovariate(1.0)
-    return RequestTrace(POISSON, tuple(rows))
+    return RequestTrace(name, tuple(rows))
 
 
-def _azure(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
-    """Parse Azure's LLM inference traces: time of day, prompt and output lengths."""
+def _lognormal(source: str, generator: random.Random) -> RequestTrace:
+    """Draw a trace whose lengths are lognormal with the means that its name tells."""
+    try:
+        prompt, output = (int(mean) for mean in source.split(":")[1:])
+        if min(prompt, output) < 1:
+            raise ValueError
+    except ValueError:
+        way_out = f"give {LOGNORMAL}:PROMPT:OUTPUT, such as {LOGNORMAL}:1000:200"
+        raise TraceError(f'trace "{source}" does not tell its mean lengths: {way_out}') from None
+
+    def draw(chance: random.Random, mean: int) -> int:
+        return max(1, round(mean * chance.lognormvariate(-0.5 * _LOGNORMAL_SIGMA**2, _LOGNORMAL_SIGMA)))
+
+    return _drawn(source, generator, draw, (prompt, output))
+
+
+def _csv(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
+    """Parse a CSV trace, told by its header: Azure's times of day, or BurstGPT's seconds; prompt and output lengths."""
     reader = csv.DictReader(lines)
-    missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
+    header = reader.fieldnames or ()
+    burstgpt = set(_BURSTGPT_COLUMNS) <= set(header)
+    at, prompt, output = _BURSTGPT_COLUMNS if burstgpt else _AZURE_COLUMNS
+    missing = [column for column in (at, prompt, output) if column not in header]
     if missing:
-        raise TraceError(f"{name} has no column {', '.join(missing)}: an Azure trace has {', '.join(_AZURE_COLUMNS)}")
+        known = f"an Azure trace has {', '.join(_AZURE_COLUMNS)}, one of BurstGPT {', '.join(_BURSTGPT_COLUMNS)}"
+        raise TraceError(f"{name} has no column {', '.join(missing)}: {known}")
 
     def parse(record: dict[str, str]) -> TraceRow:
-        at_s = datetime.fromisoformat(record["TIMESTAMP"]).timestamp()
-        return TraceRow(at_s, int(record["ContextTokens"]), int(record["GeneratedTokens"]))
+        at_s = float(record[at]) if burstgpt else datetime.fromisoformat(record[at]).timestamp()
+        return TraceRow(at_s, int(record[prompt]), int(record[output]))
 
-    return _parsed(name, ((reader.line_num, record) for record in reader), parse), 0
+    rows = _parsed(name, ((reader.line_num, record) for record in reader), parse)
+    # BurstGPT keeps requests that failed, without an output.
+    return [row for row in rows if row.output_tokens or not burstgpt], 0
 
 
 def _mooncake(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:

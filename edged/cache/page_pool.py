@@ -121,7 +121,6 @@ class PagePool:
             self._adopted[new], self._adopted[old] = self._adopted[old], 0
         taken = set(moved.values())
         self._free = [*(page for page in self._free if page not in taken), *moved]
-        self.touched = max(self.touched, 1 + max(taken, default=-1))
 
     def resize(self, capacity: int) -> None:
         """Retire the pages from `capacity` on, or bring those below it back; ValueError for one that is held."""

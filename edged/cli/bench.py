@@ -14,14 +14,23 @@ from edged.client.client import DaemonError
 
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 _SHARE = click.FloatRange(0.0, 1.0)
+
 _FILE = click.Path(exists=True, dir_okay=False)
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
-    "--trace", required=True, metavar="FILE", help='Azure .csv, Mooncake .jsonl, or "poisson" (random arrivals).'
+    "--trace",
+    required=True,
+    metavar="FILE",
+    help='Azure or BurstGPT .csv, Mooncake .jsonl, "poisson", or "lognormal:PROMPT:OUTPUT" (mean tokens, heavy tails).',
 )
-rate_option = click.option(
-    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
+arrivals_option = click.option(
+    "--arrivals",
+    metavar="PROCESS",
+    help="Instead of the trace's own times: poisson, gamma:CV, or cyclic:INTENSITY:SHARE[:MINUTES] (bursts of "
+    "INTENSITY times the rate for SHARE of each period).",
 )
+_RATE_HELP = "Requests per second; default: 70 % of a burst's."
+rate_option = click.option("--rate", "rate_per_s", type=_ABOVE_ZERO, help=_RATE_HELP)
 retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
 
@@ -59,6 +68,7 @@ def bench() -> None:
 
 @bench.command()
 @trace_option
+@arrivals_option
 @click.option("--pairs", required=True, type=_FILE, help="Preference pairs, in the order in which users give them.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
@@ -69,20 +79,31 @@ def bench() -> None:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
-def replay(model: str, pairs: str, config: Path | None, policy: str | None, run: Any = None, **load: Any) -> Any:
+def replay(
+    model: str,
+    pairs: str,
+    config: Path | None,
+    policy: str | None,
+    arrivals: str | None,
+    run: Any = None,
+    **load: Any,
+) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
     Arrivals keep the trace's proportions at --rate requests per second; lengths are scaled into the model's context.
     A share of the requests, --retrain-rate, comes with a preference pair.
     """
     _prepare()
+    from edged.bench.arrivals import Arrivals
     from edged.bench.replay import ReplayPlan
     from edged.bench.replay import replay as run_replay
     from edged.models import find_model
 
     settings = load_settings(config, overrides={"model.path": model, "scheduler.policy": policy})
     with explain_os_errors():
-        plan = ReplayPlan(model_dir=find_model(settings.model)[0], settings=settings, pairs=Path(pairs), **load)
+        model_dir = find_model(settings.model)[0]
+        process = Arrivals.parse(arrivals)
+        plan = ReplayPlan(model_dir=model_dir, settings=settings, pairs=Path(pairs), arrivals=process, **load)
         report = (run or run_replay)(plan, show_progress)
     return report, lambda: screen(report)
 
@@ -155,7 +176,8 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 
 @bench.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--trace", required=True, metavar="FILE", help="As for edged bench replay.")
+@trace_option
+@arrivals_option
 @click.option("--pairs", type=_FILE, help="As for edged bench replay; not for simulations.")
 @pair_format_option
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
@@ -188,6 +210,7 @@ def compare(
     Lists are separated by commas. Each run is a process of its own; policies take turns. FOLDER gets one JSON per run:
     called again, the command does only what is missing or failed.
     """
+    from edged.bench.arrivals import Arrivals
     from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
@@ -196,6 +219,7 @@ def compare(
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
     if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
+    Arrivals.parse(load["arrivals"])
     workload = (kind or Workload)(**load)
     axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:
@@ -242,6 +266,7 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 
 @bench.command()
 @trace_option
+@arrivals_option
 @click.option("--device", "-d", required=True, metavar="NAME|FILE", help="From configs/devices, or such a file.")
 @click.option(
     "--model", "-m", required=True, metavar="NAME|FILE", help="From configs/models, or a directory or config.json."
@@ -261,18 +286,19 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
 @shown
-def simulate(quantize: str | None, config: Path | None, policy: str | None, **load: Any) -> Any:
+def simulate(quantize: str | None, config: Path | None, policy: str | None, arrivals: str | None, **load: Any) -> Any:
     """Simulate a load with learning on a device that is not here, with edged's own scheduler and caches.
 
     The device's times come from a roofline over its file. Nothing is loaded or downloaded; answers and pairs have
     lengths and no contents, so nothing is said about alignment.
     """
     _prepare()
+    from edged.bench.arrivals import Arrivals
     from edged.simulator.simulation import SimulationPlan
     from edged.simulator.simulation import simulate as run
 
     settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
-    report = run(SimulationPlan(settings=settings, **load), show_progress)
+    report = run(SimulationPlan(settings=settings, arrivals=Arrivals.parse(arrivals), **load), show_progress)
     return report, lambda: screen(report)
 
 

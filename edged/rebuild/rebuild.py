@@ -68,9 +68,8 @@ class Rebuild:
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         self.spec = self._spec(name)
-        self.learned, self.held_out = _stored_pairs(
-            data_dir, adapter, Tokenizer.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
-        )
+        most, base = settings.align.max_pair_tokens, self.spec.fingerprint
+        self.learned, self.held_out = _stored_pairs(data_dir, adapter, Tokenizer.load(model_dir), most, base)
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
         if not root.is_dir():
             raise RebuildError(f'"{adapter}" has no version on disk in {root}')
@@ -163,9 +162,8 @@ def _stored_pairs(
     """
     path = data_dir / DATABASE_FILE
     if not path.is_file():
-        raise RebuildError(
-            f'data folder "{data_dir}" has no {DATABASE_FILE}: give --data-dir, or --config of the daemon'
-        )
+        way_out = "give --data-dir, or --config of the daemon"
+        raise RebuildError(f'data folder "{data_dir}" has no {DATABASE_FILE}: {way_out}')
     try:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA query_only = ON")
@@ -177,10 +175,8 @@ def _stored_pairs(
     except sqlite3.Error as error:
         raise RebuildError(f'database "{path}" cannot be read: {error}') from None
     if base != fingerprint:
-        raise RebuildError(
-            f'data folder "{data_dir}" speaks of the base model {base}, the settings name {fingerprint}: give the '
-            "--config and --model that the daemon has"
-        )
+        named = f"the settings name {fingerprint}: give the --config and --model that the daemon has"
+        raise RebuildError(f'data folder "{data_dir}" speaks of the base model {base}, {named}')
     by_state: dict[str, list[TokenPair]] = {}
     for row in rows:
         try:
@@ -191,7 +187,6 @@ def _stored_pairs(
             by_state.setdefault(row.state, []).append(pair)
     learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
     if not learned:
-        raise RebuildError(
-            f'no pair of "{adapter}" was learned yet ({len(rows)} are stored, {len(by_state.get("queued", []))} wait)'
-        )
+        counts = f"{len(rows)} are stored, {len(by_state.get('queued', []))} wait"
+        raise RebuildError(f'no pair of "{adapter}" was learned yet ({counts})')
     return learned, by_state.get("held_out", [])

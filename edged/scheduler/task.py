@@ -72,7 +72,9 @@ class Task:
     """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
-    """Owner of the request: the user, else the adapter; "" where neither is named."""
+    """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
+    trains: tuple[str, ...] = ()
+    """Adapters that a fine-tune step trains."""
 
     @property
     def begun(self) -> bool:

@@ -297,7 +297,7 @@ class SimulatedEngine:
         self.recorder = ReplayRecorder(self.clock)
         self.commands = ComingCommands(self.clock)
         self.stats = Counters()
-        self.scheduler = Scheduler(settings.scheduler, self.device.guess())
+        self.scheduler = Scheduler(settings.scheduler, self.device.guess(), fairness=settings.fairness)
         policy, cache = self.scheduler.policy, settings.cache
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, page 0 belongs to no sequence.

@@ -80,9 +80,8 @@ class Tokenizer:
                 "write one there with tokenizer.save_pretrained"
             ) from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
-            raise TokenizerError(
-                f'model "{directory}" has no tokenizer: write one there with tokenizer.save_pretrained'
-            )
+            way_out = "write one there with tokenizer.save_pretrained"
+            raise TokenizerError(f'model "{directory}" has no tokenizer: {way_out}')
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -113,9 +112,8 @@ class Tokenizer:
         whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
         lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
         lead = lead.rstrip() if text[:1].isspace() else lead
-        return (
-            self._encode(lead) + self.encode_answer(text) if self._special.search(text) else self._encode(lead + text)
-        )
+        apart = self._special.search(text)
+        return self._encode(lead) + self.encode_answer(text) if apart else self._encode(lead + text)
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if not self._tokenizer.chat_template:
@@ -124,13 +122,8 @@ class Tokenizer:
                 "or put a chat_template.jinja into its directory"
             )
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )
+            plain, template = [dict(message) for message in messages], self._tokenizer.apply_chat_template
+            return str(template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
         except Exception as error:  # a template is a program: it raises what it likes
             raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
 

@@ -56,6 +56,27 @@ def test_a_holder_cannot_release_the_tries_reference() -> None:
     assert (pool.evictable_pages, pool.free_pages) == (0, 1)
 
 
+def test_pages_move_below_a_bound_or_the_missing_ones_are_counted() -> None:
+    pool = PagePool(6, 16)
+    held = pool.allocate(5)
+    pool.release(held[:2])
+    moved = pool.places(held[3:], below=2)
+    assert sorted(moved.values()) == sorted(held[:2])
+    with pytest.raises(OutOfPages, match="wanted 3 pages, 2 are free") as caught:
+        pool.places(held[2:], below=2)
+    assert (caught.value.wanted, caught.value.free) == (3, 2)
+    # Page 5 is free and no place below itself.
+    with pytest.raises(OutOfPages):
+        pool.places(held[2:], below=5)
+    pool.move(moved)
+    assert pool.touched == 5
+    pool.resize(3)
+    assert pool.touched == 3
+    for capacity in (0, 7):
+        with pytest.raises(ValueError, match=f"a capacity of {capacity} pages is not between 1 and 6"):
+            pool.resize(capacity)
+
+
 def test_a_pool_without_pages_is_refused() -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         PagePool(0, 16)

@@ -31,6 +31,13 @@ def test_budgets_by_hand() -> None:
     # Nothing is known, or what is known is no number.
     assert budgets([0.0, 0.0], 6) == [3, 3]
     assert budgets([float("nan"), 1.0], 6) == [1, 5]
+    assert budgets([float("inf"), 1.0], 6) == [1, 5]
+    # Tau itself informs, and a head below it gets nothing of the rest while an informative one has room.
+    assert budgets([4.0, 1.0], 10, tau=1.0) == [8, 2]
+    assert budgets([3.0, 3.0, 0.1], 12, most=[3, 20, 20], tau=1.0) == [3, 8, 1]
+    # 0.29 * 100 is a little less than 29 in floating point.
+    assert budgets([29.0, 71.0], 100) == [29, 71]
+    assert budgets([1.0] * 20, 30) == [2] * 10 + [1] * 10
 
 
 @given(st.data())
@@ -55,6 +62,9 @@ def test_blocks_that_cannot_be_shared_are_refused() -> None:
         budgets([1.0, 1.0], 5, most=[2, 2])
     with pytest.raises(ValueError, match="1 blocks cannot be shared by 2 heads"):
         budgets([1.0, 1.0], 1)
+    # Each layer has its own blocks: what one has too many does not help another.
+    with pytest.raises(ValueError, match="5 blocks cannot be shared by 2 heads"):
+        head_budgets(np.ones((2, 2)), 5, np.array([[9, 9], [2, 2]]), 0.0)
 
 
 def test_pages_go_in_steps_once_the_old_ones_exceed_the_budget() -> None:
@@ -69,23 +79,34 @@ def test_pages_go_in_steps_once_the_old_ones_exceed_the_budget() -> None:
     assert rule.nears(32 + 7 * 16)
     # Pruned to its budget it is not pruned again before it has grown by the step.
     assert rule.returned_pages(first - 2 * 16 + 31) == 0
+    assert rule.old_pages(32 + 24) == 1
+
+
+def test_the_least_budget_has_one_page_behind_the_sinks_and_steps_of_one() -> None:
+    rule = PruningRule.of(CacheSettings(page_size=16, pruned_tokens=1, prune_recent=16))
+    assert rule.budget_pages == 2
+    assert [rule.returned_pages(16 + 16 * pages) for pages in range(5)] == [0, 0, 0, 1, 2]
 
 
 def test_pressure_begins_late_and_ends_later() -> None:
     pressure = Pressure("auto")
     seen = []
-    for free in (50, 29, 11, 9, 15, 19, 20, 15):
+    assert (pressure.near, pressure.pressed, pressure.urgent, pressure.forced) == (False, False, False, False)
+    for free in (50, 30, 29, 11, 9, 15, 19, 20, 15):
         pressure.update(free, 100, decoding=2)
         seen.append((pressure.near, pressure.pressed))
     no, near, pressed = (False, False), (True, False), (True, True)
-    assert seen == [no, near, near, pressed, pressed, pressed, near, near]
+    assert seen == [no, no, near, near, pressed, pressed, pressed, near, near]
     # Whatever the share: as many sequences may want a page soon.
-    pressure.update(40, 100, decoding=30)
+    pressure.update(60, 100, decoding=30)
+    assert (pressure.wanted_pages, pressure.urgent, pressure.pressed) == (60, False, False)
+    pressure.update(59, 100, decoding=30)
     assert pressure.pressed
     assert pressure.urgent
     always = Pressure("on")
     always.update(100, 100, decoding=1)
     assert always.pressed
+    assert always.near
     assert not always.urgent
 
 

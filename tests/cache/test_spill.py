@@ -66,6 +66,17 @@ def test_colder_pages_make_room_for_what_comes_back() -> None:
     check_trie(trie)
 
 
+def test_no_more_is_evicted_than_what_comes_back_needs() -> None:
+    pool, trie, _ = make(pages=6)
+    cached(trie, pool, BASE, PROMPT)
+    trie.evict(3)
+    cached(trie, pool, BASE, [7, 7, 8, 8, 9, 9, 4, 4])
+    pages = trie.match(BASE, [*PROMPT, 9])
+    assert len(pages) == 3
+    # Two pages were free, so one of the four was evicted for the third.
+    assert (trie.spilled_pages, pool.evictable_pages) == (1, 3)
+
+
 def test_a_full_spill_drops_what_was_not_used_for_longest() -> None:
     pool, trie, _ = make(capacity=2)
     cached(trie, pool, BASE, [1, 1, 2, 2])

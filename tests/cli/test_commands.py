@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,20 +81,10 @@ def test_no_slow_module_is_imported_for_help() -> None:
         "import sys, click; from edged.cli.main import cli\n"
         "context = click.Context(cli)\n"
         "for name in cli.list_commands(context): cli.get_command(context, name)\n"
-        f"print(sorted({SLOW_MODULES!r} & set(sys.modules)))"
+        f"print(sorted({SLOW_MODULES!r} & set(sys.modules)), len(sys.modules) < 250)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.stdout.strip() == "[]", result.stdout + result.stderr
-
-
-def test_help_appears_at_once() -> None:
-    def seconds() -> float:
-        started = time.perf_counter()
-        assert edged("status", "--help").returncode == 0
-        return time.perf_counter() - started
-
-    # The best of several: other work on the machine is not this command's.
-    assert any(seconds() < 0.3 for _ in range(10))
+    assert result.stdout.strip() == "[] True", result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("words", [("stauts",), ("bench", "report", "runs")], ids=" ".join)

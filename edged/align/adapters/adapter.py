@@ -85,9 +85,8 @@ class AdapterState:
 
     def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Version 0's weights, which answer as the base: A uniform as PEFT's Kaiming initialization, B zero."""
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
-        )
+        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
+        generator = torch.Generator().manual_seed(seed)
         weights = {}
         for name, (fan_in, fan_out) in self.spec.shapes.items():
             a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
@@ -249,8 +248,8 @@ class AdapterFiles:
         """Write a version atomically; returns its folder and the versions removed by retention."""
         folder = self.root / snapshot.adapter
         folder.mkdir(exist_ok=True)
-        final = folder / f"v{snapshot.version:06d}"
-        draft = folder / f".v{snapshot.version:06d}{_DRAFT}"
+        final = self.path(snapshot.adapter, snapshot.version)
+        draft = folder / f".{final.name}{_DRAFT}"
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
@@ -347,12 +346,11 @@ class AdapterFiles:
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""
         folder = self.path(adapter, version)
-        return Snapshot(
-            adapter,
-            version,
+        weights, optimizer = (
             load_file(folder / "adapter_model.safetensors"),
             load_file(folder / "optimizer.safetensors"),
         )
+        return Snapshot(adapter, version, weights, optimizer)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:
         """The newest undamaged version (0: none), and the problems of newer ones."""

@@ -84,9 +84,8 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
             for name, shape in wanted.items():
                 part = file.get_slice(name)
                 if (found := tuple(part.get_shape())) != shape:
-                    raise ImportRefused(
-                        f"{name} has the shape {found}, this model needs {shape}: it was trained for another model"
-                    )
+                    needed = f"this model needs {shape}: it was trained for another model"
+                    raise ImportRefused(f"{name} has the shape {found}, {needed}")
                 if (dtype := part.get_dtype()) not in _DTYPES:
                     raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
             tensors = {name: file.get_tensor(name).float() for name in wanted}

@@ -171,10 +171,8 @@ class FullGraphBackward:
             for branch in self._branches
             for piece in branch.pieces
         ]
-        ids, places = upload(
-            [np.concatenate([s.layout.ids for s in streams]), np.concatenate(positions)], decoder.device
-        )
-        self._hidden, self._calls = decoder.begin(ids, places)
+        tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
+        self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Input and output of each layer, with the graph between them."""
         self.upstream: torch.Tensor | None = None

@@ -69,13 +69,5 @@ def pair_score(
     kl_nats: float | None = None,
 ) -> PairScored:
     """The record of a pair's score by a version of its adapter."""
-    return PairScored(
-        pair.pair_id,
-        pair.adapter,
-        version,
-        split,
-        reward_margin=loss.reward_margin,
-        loss=loss.loss,
-        kl_nats=kl_nats,
-        **asdict(logps),
-    )
+    of = (pair.pair_id, pair.adapter, version, split)
+    return PairScored(*of, reward_margin=loss.reward_margin, loss=loss.loss, kl_nats=kl_nats, **asdict(logps))

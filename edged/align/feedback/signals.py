@@ -93,21 +93,15 @@ def record_signal(
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
     if len(answer.signals) >= _MOST_SIGNALS:
-        raise FeedbackError(
-            f'choice {answer.choice.choice} of completion "{completion.id}" has {_MOST_SIGNALS} signals: '
-            "no more are taken",
-            "bad_signal",
-        )
+        which = f'choice {answer.choice.choice} of completion "{completion.id}"'
+        raise FeedbackError(f"{which} has {_MOST_SIGNALS} signals: no more are taken", "bad_signal")
     return _record(db, answer, signal, report.account)
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
     """The error for a completion that does not exist, or is another user's."""
-    return FeedbackError(
-        f'completion "{completion_id}" is not known: it was never answered here, it named no user '
-        "(send `user` with the request), or it is too old",
-        "unknown_completion",
-    )
+    why = "it was never answered here, it named no user (send `user` with the request), or it is too old"
+    return FeedbackError(f'completion "{completion_id}" is not known: {why}', "unknown_completion")
 
 
 def record_pair(
@@ -143,11 +137,8 @@ def record_pair(
         feedback.insert_signal(db, replace(signal, reason=reason))
         return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
-    asked = (
-        tuple(messages) if messages is not None else None,
-        prompt,
-        None if prompt_ids is None else tuple(prompt_ids),
-    )
+    ids = None if prompt_ids is None else tuple(prompt_ids)
+    asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.weight_pair
     pair_id = _insert(db, signal, account, asked, Side(chosen), Side(rejected), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
@@ -286,11 +277,8 @@ def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
 def _learner(completion: Completion, user: str | None) -> str:
     """The adapter that feedback on a completion teaches. Raises FeedbackError."""
     if completion.adapter is None:
-        raise FeedbackError(
-            f'completion "{completion.id}" was asked for without a user, so there is no adapter to teach: '
-            "send `user` with the request",
-            "wrong_user",
-        )
+        so = "so there is no adapter to teach: send `user` with the request"
+        raise FeedbackError(f'completion "{completion.id}" was asked for without a user, {so}', "wrong_user")
     if user is not None and user not in (completion.user, completion.adapter):
         raise FeedbackError(f'completion "{completion.id}" is not one of user "{user}"', "wrong_user")
     return completion.adapter
@@ -330,9 +318,8 @@ def _check_sides(chosen: str, rejected: str) -> None:
         if not text.strip():
             raise FeedbackError(f"the {name} answer is empty: nothing can be learned from it", "empty_side")
     if chosen.strip() == rejected.strip():
-        raise FeedbackError(
-            "the chosen and the rejected answer are equal: nothing can be learned from them", "equal_sides"
-        )
+        message = "the chosen and the rejected answer are equal: nothing can be learned from them"
+        raise FeedbackError(message, "equal_sides")
 
 
 def _differ(one: Side, other: Side) -> bool:

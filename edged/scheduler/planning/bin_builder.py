@@ -101,7 +101,9 @@ class BinBuilder:
         queues = self._queues
         if self.plan.grants or self.preempted:
             return
-        stuck = min((*queues.started, *queues.waiting), key=by_arrival, default=None)
+        # Where nobody overtakes, the next prompt is the first that waits.
+        waiting = queues.first(1) if queues.order.strict else queues.any_order
+        stuck = min((*queues.started, *waiting), key=by_arrival, default=None)
         if stuck is None and not queues.throttled:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
@@ -163,7 +165,7 @@ class BinBuilder:
     def _holders(self) -> list[Task]:
         """Return the sequences that hold pages."""
         queues = self._queues
-        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.waiting]
+        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.any_order]
         return [task for task in sequences if task.held_pages]
 
     def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:

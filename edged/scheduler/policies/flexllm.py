@@ -65,7 +65,7 @@ class CoServing(Fill):
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         draft, cost = BinBuilder(queues, now, resources, policy.victims.key), policy.cost
-        draft.prompts = queues.started + queues.waiting[:1]
+        draft.prompts = queues.started + queues.first(1)
         plan = draft.plan
         plan.budget_s = policy.spare.limit_s(draft, now)
         all_enter = self._add_prompts(draft, queues, cost)
@@ -90,9 +90,7 @@ class CoServing(Fill):
             tokens = 0 if task in draft.preempted else self._chunk(draft, task, cost)
             if tokens:
                 draft.grant(task, tokens)
-        for task in queues.waiting:
-            if draft.sequences_left <= 0:
-                break
+        for task in queues.first(max(0, draft.sequences_left)):
             tokens = self._chunk(draft, task, cost)
             if not tokens or draft.pages(task, task.tokens) > draft.open_pages:
                 return False

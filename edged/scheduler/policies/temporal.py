@@ -32,7 +32,7 @@ class TemporalSharing(Fill):
         """Return a group alone where it has begun or is due, else serving."""
         tasks = runnable_steps(queues, resources)[:1]
         goes_on = any(task.begun and self._group == (task.task_id, task.groups_done) for task in tasks)
-        if not tasks or not (goes_on or self._due or not (queues.decodes or queues.started or queues.waiting)):
+        if not tasks or not (goes_on or self._due or not (queues.decodes or queues.started or queues.flows)):
             return serve_only(policy, queues, now, resources)
         alone = train_only(tasks, policy, queues, now, resources)
         return alone or serve_only(policy, queues, now, resources, NOBODY)
@@ -113,7 +113,7 @@ class DynamicTemporalSharing(TemporalSharing):
 
     def before(self, queues: TaskQueues, now: float) -> None:
         """Note how many requests wait."""
-        self._queued = sum(map(len, queues.flows.values()))
+        self._queued = queues.count_waiting
 
     def _turns(self) -> bool:
         turns = self._interval.step(self._queued, self._arrived, self._ended)

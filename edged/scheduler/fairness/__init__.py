@@ -1,0 +1,1 @@
+"""Fairness: the turn of each user or application, by virtual token counters or by fair queuing."""
