@@ -250,10 +250,8 @@ def _status(services: Services) -> str:
     """Return the line that `systemctl status` shows."""
     counts = queue(services)
     running = counts["prefill"] + counts["decode"]
-    return (
-        f"serves {services.model}: {running} requests running, {counts['waiting']} waiting, "
-        f"{refused(services)} refused since start, {counts['finetune']} pairs to learn"
-    )
+    requests = f"{running} requests running, {counts['waiting']} waiting, {refused(services)} refused since start"
+    return f"serves {services.model}: {requests}, {counts['finetune']} pairs to learn"
 
 
 @contextlib.asynccontextmanager

@@ -262,10 +262,8 @@ class _Rule:
             kind, _, name = peer.partition(":")
             found = int(name) if kind in ("uid", "gid") else id_of(kind, name)
             if found is None:
-                raise AccessError(
-                    f'{self.where}.peers names "{peer}", and this box has no such {kind}: create it, correct the name, '
-                    f'or write "{"uid" if kind == "user" else "gid"}:NUMBER"'
-                )
+                way_out = f'create it, correct the name, or write "{"uid" if kind == "user" else "gid"}:NUMBER"'
+                raise AccessError(f'{self.where}.peers names "{peer}", and this box has no such {kind}: {way_out}')
             (self._uids if kind in ("user", "uid") else self._gids).add(found)
 
     def fits(self, peer: Peer) -> bool:

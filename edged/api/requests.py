@@ -55,10 +55,8 @@ def _clean(text: str) -> str:
 
 def _check_user(user: str) -> str:
     if not USER_NAME.fullmatch(user):
-        _refuse(
-            f'"{user[:80]}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", '
-            "the first one a letter or digit"
-        )
+        way_out = 'use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
+        _refuse(f'"{user[:80]}" cannot name a user: {way_out}')
     return user
 
 

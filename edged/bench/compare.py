@@ -239,10 +239,8 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
 
 def _refuse_other(folder: Path, what: str, before: Any, now: Any) -> None:
     if before != now:
-        raise CompareError(
-            f'"{folder}" has runs with {what} {before!r}, not {now!r}: '
-            "runs of different workloads cannot be compared; give another folder"
-        )
+        way_out = "runs of different workloads cannot be compared; give another folder"
+        raise CompareError(f'"{folder}" has runs with {what} {before!r}, not {now!r}: {way_out}')
 
 
 def _size(file: str | None) -> int | None:

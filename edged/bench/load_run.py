@@ -103,7 +103,7 @@ class LoadRun(ABC):
             },
             "requests": figures.request_counts(answers),
             **figures.serving_figures(answers, start_s, plan.seconds),
-            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler.ttft_floor_ms / 1e3),
+            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler),
             "finetune": {
                 "pairs_sent": self._pairs_sent,
                 "pairs_trained": gained("pairs_trained"),
@@ -111,8 +111,9 @@ class LoadRun(ABC):
                 "skipped_steps": len(recorder.skipped_steps),
                 "tokens": gained("finetune_tokens"),
                 "tokens_per_s": gained("finetune_tokens") / plan.seconds,
+                "trained_tokens_per_s": gained("trained_tokens") / plan.seconds,
                 "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
-                "latency_ms": figures.learning_latency(pairs),
+                "latency_ms": figures.learning_latency(pairs, self._clock()),
             },
             "alignment": figures.alignment_figures([score for _, score in scores]),
             "series": figures.score_series(scores, start_s),
@@ -162,10 +163,8 @@ class LoadRun(ABC):
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
-            self._progress(
-                f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {self.recorder.open_requests} requests open, "
-                f"{learned} of {self._pairs_sent} pairs learned"
-            )
+            done = f"{self.recorder.open_requests} requests open, {learned} of {self._pairs_sent} pairs learned"
+            self._progress(f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {done}")
 
     @abstractmethod
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:

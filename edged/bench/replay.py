@@ -126,7 +126,8 @@ class _Replay(LoadRun):
         context = self.engine.max_context_tokens
         scale = length_scale(trace, context)
         lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], _PROBED_PERCENTILES)
-        probed = sorted({int(min(max(1.0, length), context - 1)) for length in lengths})
+        # One token alone is a decode's time, too.
+        probed = sorted({1, *(int(min(max(1.0, length), context - 1)) for length in lengths)})
         self._progress(f"measuring prompts of {', '.join(map(str, probed))} tokens alone")
         generator = random.Random(self._plan.seed)
         self._alone_s(generator, probed[0])

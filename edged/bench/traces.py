@@ -13,6 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 Record = TypeVar("Record")
+Draw = Callable[[random.Random, int], int]
+"""A function that draws a length by its mean."""
 
 POISSON, LOGNORMAL = "poisson", "lognormal"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -175,12 +177,7 @@ def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[in
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
 
 
-def _drawn(
-    name: str,
-    generator: random.Random,
-    draw: Callable[[random.Random, int], int],
-    means: tuple[int, int] = _POISSON_TOKENS,
-) -> RequestTrace:
+def _drawn(name: str, generator: random.Random, draw: Draw, means: tuple[int, int] = _POISSON_TOKENS) -> RequestTrace:
     """Draw independent arrivals, one a second, with lengths by their means."""
     rows, at_s = [], 0.0
     for _ in range(_DRAWN_ROWS):

@@ -207,10 +207,9 @@ def _checked(source: Path) -> Path:
     """
     folder = source if source.is_dir() else source.parent
     if not source.is_dir() and source.suffix != ".safetensors":
-        raise DaemonError(
-            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where "
-            "you trust it, with peft's model.save_pretrained(DIRECTORY)"
-        )
+        way_out = "convert it where you trust it, with peft's model.save_pretrained(DIRECTORY)"
+        pickles = "pickles (.bin, .pt) are never read"
+        raise DaemonError(f"{source} is not a folder or a .safetensors file: {pickles}; {way_out}")
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")

@@ -318,6 +318,7 @@ class FinetuneJobs:
                 self._trainer.versions.take_back(adapter, reason)
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
+        totals.trained_tokens = self._trainer.trained_tokens
 
     def _drop(self, task_id: int) -> FineTuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""

@@ -100,16 +100,9 @@ class Rebuild:
             name: {key: score(self._model, name, part, align.beta) for key, part in sets.items()}
             for name in (ONLINE, REBUILT)
         }
-        return Comparison(
-            adapter=self.adapter,
-            online_version=self.online_version,
-            epochs=recipe.epochs,
-            learning_rate=recipe.learning_rate,
-            steps=steps,
-            online=scores[ONLINE],
-            rebuilt=scores[REBUILT],
-            agreement=greedy_agreement(self._model, ONLINE, REBUILT, prompts, _GREEDY_TOKENS),
-        )
+        agreement = greedy_agreement(self._model, ONLINE, REBUILT, prompts, _GREEDY_TOKENS)
+        of = (self.adapter, self.online_version, recipe.epochs, recipe.learning_rate, steps)
+        return Comparison(*of, online=scores[ONLINE], rebuilt=scores[REBUILT], agreement=agreement)
 
     def save(self, folder: Path) -> None:
         """Write the rebuilt adapter as a PEFT folder."""

@@ -362,7 +362,8 @@ class SimulatedEngine:
 
     def status(self) -> dict[str, Any]:
         """Return the part of `Engine.status` that a report is made of."""
-        learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
+        learning = self.learning
+        learned = {name: getattr(learning, name) for name in ("pairs_trained", "trained_tokens", "optimizer_steps")}
         return {
             "model": self._hardware.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,

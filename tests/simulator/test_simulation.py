@@ -379,3 +379,21 @@ def test_the_command_prints_what_was_simulated_and_says_what_it_does_not_know() 
     bad = runner.invoke(cli, [*command, "--pair-tokens", "1,2"])
     assert bad.exit_code == 2
     assert "give 3 values" in bad.output
+
+
+def test_every_field_of_a_report_is_documented() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    report = simulate(plan(seconds=5.0))
+    for name, value in report.items():
+        fields = [f"{name}.{field}" for field in value] if isinstance(value, dict) else []
+        whole = f"`{name}`" in told or f"`{name}.*`" in told
+        assert whole or fields, name
+        assert whole or all(f"`{field}`" in told or f"`{field}.*`" in told for field in fields), (name, fields)
+
+
+def test_trained_tokens_are_those_of_the_pairs_each_time_that_they_are_trained_on() -> None:
+    settings = {"align": {"epochs": 3, "replay_share": 0.0, "micro_batch_pairs": 1}}
+    lengths = [(50, 20, 30)] * 4
+    _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
+    assert report["finetune"]["pairs_trained"] == 4
+    assert report["finetune"]["trained_tokens_per_s"] == pytest.approx(4 * 3 * 100 / 60.0)

@@ -186,10 +186,8 @@ class AdapterState:
                     value = tensors.get(peft_name(name, part))
                     if value is None or value.shape != leaf.shape:
                         found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                        raise AdapterError(
-                            f'adapter "{self.name}": lora_{part} of {name} is {found}, {tuple(leaf.shape)} is needed '
-                            "(another rank or other target_modules?)"
-                        )
+                        needed = f"{tuple(leaf.shape)} is needed (another rank or other target_modules?)"
+                        raise AdapterError(f'adapter "{self.name}": lora_{part} of {name} is {found}, {needed}')
                     leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
@@ -321,10 +319,8 @@ class AdapterFiles:
         if damaged:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
         if manifest.get("base_fingerprint") != self.spec.fingerprint:
-            raise AdapterError(
-                f'{folder}: learned on another base model ("{manifest.get("base_model")}", '
-                f'not "{self.spec.base_model}" as it is now)'
-            )
+            which = f'"{manifest.get("base_model")}", not "{self.spec.base_model}" as it is now'
+            raise AdapterError(f"{folder}: learned on another base model ({which})")
         self._check_shapes(folder)
         return folder
 
@@ -333,10 +329,9 @@ class AdapterFiles:
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
         if found != self.spec.peft_shapes() or alpha != self.spec.alpha:
-            raise AdapterError(
-                f"{folder}: learned with another align.rank, align.alpha or align.target_modules: restore those "
-                "settings to serve it; with these its pairs are learned anew"
-            )
+            way_out = "restore those settings to serve it; with these its pairs are learned anew"
+            what = "another align.rank, align.alpha or align.target_modules"
+            raise AdapterError(f"{folder}: learned with {what}: {way_out}")
 
     def load(self, adapter: str, version: int) -> Snapshot:
         """Check a version and read it. Raises AdapterError."""

@@ -140,7 +140,7 @@ def record_pair(
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.weight_pair
-    pair_id = _insert(db, signal, account, asked, Side(chosen), Side(rejected), "pair", weight)
+    pair_id = _insert(db, signal, account, asked, (Side(chosen), Side(rejected)), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -204,12 +204,12 @@ def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
     weight = weight_of(answer.settings, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, signal, account, asked, Side(signal.text or ""), answer.side, "edit", weight)]
+        return [_insert(db, signal, account, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, signal, account, asked, answer.side, other, "chosen", weight)
+        _insert(db, signal, account, asked, (answer.side, other), "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
@@ -234,7 +234,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The pair has the rejected answer's prompt: an answer to its rephrasing is a better answer to it.
-        pair_id = _insert(db, signal, account, rejected.asked, chosen.side, rejected.side, source, least)
+        pair_id = _insert(db, signal, account, rejected.asked, (chosen.side, rejected.side), source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
@@ -253,14 +253,16 @@ def _insert(
     signal: Signal,
     account: str | None,
     asked: Asked,
-    chosen: Side,
-    rejected: Side,
+    sides: tuple[Side, Side],
     source: str,
     weight: float,
 ) -> int:
-    """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id."""
+    """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
+
+    `sides` are the chosen and the rejected answer.
+    """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, chosen, rejected, state="queued", account=account)
+    row = PairRow(0, *about, *sides, state="queued", account=account)
     return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
 
 

@@ -324,10 +324,8 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         budget = int((free - sum(work.values())) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:
-        raise ModelRefused(
-            f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
-            f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
-        )
+        room = f"{max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in {max(budget, 0) >> 20} MiB"
+        raise ModelRefused(f"the K/V cache has room for {room}: raise cache.memory_mb or free memory")
     refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
     return pages
 
