@@ -15,20 +15,36 @@ from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.base import Fill, Policy, Row, Spare
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.policies.phased import runnable_steps
-from edged.scheduler.task import Plan, Resources, ServiceClass, Task
+from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
+
+_LATEST = 0.05
+"""Share of the latest iteration in the time outside forwards and units."""
 
 
 class SloBudget(Spare):
     """Iterations as long as `slo_ms`, or the least TBT target of those who are served, less the predictions' error.
 
-    Fine-tuning has no share of its own: where serving leaves nothing it starves.
+    Fine-tuning has no share of its own: where serving leaves nothing it starves. What an iteration takes outside its
+    forward and units, as the latest ones did, is a part of its latency.
     """
+
+    def __init__(self) -> None:
+        self._begun_s = self._overhead_s = 0.0
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take the target, and those of the classes."""
         super().configure(settings, cost)
         self._targets = SloTargets(settings, cost)
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note when the iteration begins."""
+        self._begun_s = now
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Learn the iteration's time outside its forward and units."""
+        outside_s = now - self._begun_s - result.forward_s - sum([seconds for _, seconds in result.units])
+        self._overhead_s += _LATEST * (max(0.0, outside_s) - self._overhead_s)
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
@@ -38,7 +54,7 @@ class SloBudget(Spare):
             load = draft.load if draft.load.decodes else Load(decodes=1)
             alone_s = self.cost.priced_s(load)
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
-        return slo_s * (1.0 - self.cost.headroom)
+        return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
 
 
 class BatchBudget(Spare):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
@@ -82,6 +84,18 @@ def test_the_target_is_the_least_of_the_classes_that_are_served() -> None:
     assert scheduler.plan(0.0, resources()).budget_s == 0.9 * share
     add_decode(scheduler, 2)
     assert scheduler.plan(0.0, resources()).budget_s == 0.08 * share
+
+
+def test_what_an_iteration_takes_outside_its_forward_is_left_to_it() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+    decode = add_decode(scheduler, 1)
+    for start in range(200):
+        scheduler.plan(float(start), resources())
+        forward_s = scheduler.cost.forward_s(Load(decodes=1, context=decode.context))
+        done = TaskOutcome(decode, 1, 0, Kind.DECODE)
+        scheduler.complete(IterationResult([done], forward_s), start + forward_s + 0.02)
+    budget_s = scheduler.plan(300.0, resources()).budget_s
+    assert budget_s == pytest.approx(0.1 * (1.0 - scheduler.cost.headroom) - 0.02, abs=1e-4)
 
 
 def test_beside_steady_answers_all_is_learnt_and_no_token_is_late() -> None:
