@@ -160,6 +160,15 @@ class TestCutWindows:
             scheduler.configure(SchedulerSettings(policy="flexllm", slo_ms=1e3 * slo_s))
             assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
 
+    def test_no_part_is_below_the_knee_unless_an_iteration_would_do_nothing_else(self) -> None:
+        cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e12, bytes_per_s=2e10))
+        Scheduler(SchedulerSettings(policy="flexllm"), cost)
+        unit, whole_s = Unit("layer", 256), cost.unit_s(Unit("layer", 256))
+        assert cost.rows(unit, 0.99 * whole_s, least=False) == 144, "the knee is 100 rows"
+        short, left_s = Unit("layer", 150), 0.9 * cost.unit_s(Unit("layer", 150))
+        assert cost.rows(short, left_s, least=False) == 0
+        assert 100 <= cost.rows(short, left_s, least=True) < 150
+
     def test_cut_windows_train_where_whole_ones_never_fit(self) -> None:
         for policy, trains in (("flexllm", True), ("mace", False)):
             device = Device(unit_token_s=0.0004)
