@@ -66,6 +66,8 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    groups_done: int = 0
+    """Groups of a fine-tune step's pairs that have ended."""
     underway: bool = False
     """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE

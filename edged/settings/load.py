@@ -135,6 +135,7 @@ class SchedulerSettings(Section):
     tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
     retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
     retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
+    temporal_every: Count = setting(128, "temporal: iterations that serve between two groups of pairs")
     slo_ms: float = setting(0.0, "flexllm: longest iteration; 0: the least TBT target of those who are served", ge=0.0)
 
     @field_validator("policy")

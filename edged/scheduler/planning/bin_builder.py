@@ -215,7 +215,8 @@ def grant_finetune(
             if units >= most_units:
                 break
             if plan.predicted_units_s + unit_s > left_s:
-                window = cost.rows(unit, left_s - plan.predicted_units_s) if cuts else 0
+                least = not (units or tokens)
+                window = cost.rows(unit, left_s - plan.predicted_units_s, least) if cuts else 0
                 if not window and (units or tokens or not at_least):
                     break
                 unit_s = cost.unit_s(replace(unit, tokens=window or unit.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -103,6 +104,9 @@ class Entry:
 
 class Spare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
+
+    most_units = math.inf
+    """Most fine-tune units of an iteration, however short."""
 
     def waited_s(self, now: float) -> float:
         """Return how long fine-tuning has waited."""

@@ -77,9 +77,9 @@ def test_a_step_that_comes_after_a_rest_waits_for_its_interval(policy: str) -> N
     assert tunes(scheduler.plan(120.0, resources()))
 
 
-@pytest.mark.parametrize("policy", ["adainf", "sync"])
+@pytest.mark.parametrize("policy", ["adainf", "sync", "temporal"])
 def test_a_step_that_lacks_pages_waits_for_answers_to_end_and_nobody_enters_before_it(policy: str) -> None:
-    world = world_of(policy, pages=40)
+    world = world_of(policy, pages=40, temporal_every=1)
     running = [world.ask(prompt=150, answer=30) for _ in range(3)]
     world.step()
     tuning = world.teach(30 * 16, STEP)
