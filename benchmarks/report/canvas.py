@@ -14,6 +14,7 @@ _COMMENT, _PATH = re.compile(r"<!--.*?-->", re.DOTALL), re.compile(r' d="[^"]*"'
 _LONG_NUMBER = re.compile(r"(\d+\.\d)\d+")
 _COLOURS = {
     "mace": "#1b6ca8",
+    "mace-paper": "#7fb2d9",
     "adainf": "#d1495b",
     "ekya": "#edae49",
     "fcfs": "#7d8597",

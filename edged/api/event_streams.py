@@ -38,7 +38,7 @@ class Event:
     id: str = ""
 
 
-class Reader:
+class EventReader:
     """An open stream: the names of the events that it takes, and the queue of those that wait to be sent."""
 
     def __init__(
@@ -72,13 +72,13 @@ class Feed:
         self._loop, self._iterations, self._status = loop, iterations, status
         self._life = int(time.time() * 1e3)
         """The start time (ms), in event ids: the iterations of an earlier daemon had the same numbers."""
-        self.readers: set[Reader] = set()
+        self.readers: set[EventReader] = set()
         """Open streams."""
         self._told = 0
         """Number of the last iteration that was published."""
         self._poller: asyncio.Task[None] | None = None
 
-    async def join(self, reader: Reader, resume_id: str = "", backlog: int = 0) -> None:
+    async def join(self, reader: EventReader, resume_id: str = "", backlog: int = 0) -> None:
         """Send a reader the status at once, and all events from now on, until it is removed from `readers`.
 
         The stream begins with the iterations after the event `resume_id`, if this daemon sent that, else with the

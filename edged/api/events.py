@@ -8,7 +8,7 @@ from aiohttp import web
 from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
-from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, Feed, Reader
+from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, EventReader, Feed
 from edged.api.requests import queried_integer
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
@@ -31,7 +31,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MOST_BACKLOG)
     _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    reader = Reader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
+    reader = EventReader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
     try:
         await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
         await response.prepare(request)
@@ -64,7 +64,7 @@ async def close_streams(app: web.Application) -> None:
         services.feed.close()
 
 
-async def _next(reader: Reader, caller: Caller) -> bytes:
+async def _next(reader: EventReader, caller: Caller) -> bytes:
     """Wait for the next bytes to send to a caller; b"" ends the stream."""
     try:
         event = await asyncio.wait_for(reader.waiting.get(), _HEARTBEAT_S)

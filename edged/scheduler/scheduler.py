@@ -6,6 +6,7 @@ Deterministic: the clock is passed in.
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from edged.runtime import logs
@@ -127,6 +128,10 @@ class Scheduler:
             return None
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self.queues, plan, resources.page_size)
+        for task in decoded:
+            if task.reader is not None:
+                task.reader = replace(task.reader)
+                task.reader.take(end_s)
         self._set_due(decoded, queues.decodes, end_s)
         ahead = self._ask(lambda policy: policy.fill.plan(policy, queues, end_s, resources))
         return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
@@ -134,6 +139,11 @@ class Scheduler:
     def order(self, task: Task) -> tuple[float, ...]:
         """Return a prompt's place among all at this moment; the least goes first."""
         return self._ask(lambda policy: policy.order(task))
+
+    @property
+    def lent_s(self) -> float:
+        """Seconds of fine-tuning so far in time that readers had no need of."""
+        return self.policy.spare.lent_s
 
     # -- a policy that fails -----------------------------------------------------------------------------------------
 

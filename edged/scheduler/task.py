@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edged.scheduler.reader import Reader
+
 
 class ServiceClass(StrEnum):
     """The class of a request's latency targets: its reader waits for every token, or for the whole answer."""
@@ -67,6 +69,8 @@ class Task:
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     """Owner of the request: the user, else the adapter; "" where neither is named."""
+    reader: Reader | None = None
+    """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 
     @property
     def begun(self) -> bool:

@@ -123,6 +123,9 @@ class SchedulerSettings(Section):
     tbt_slowdown: float = setting(
         1.05, "mean time between tokens beside fine-tuning, over that of serving alone, before its min share", ge=1.0
     )
+    reader_reserve_s: float = setting(
+        1.0, "text that every reader keeps in hand, in seconds of reading, before time is lent to fine-tuning", ge=0.0
+    )
     lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
     lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
     gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)

@@ -22,7 +22,7 @@ from aiohttp import web
 from edged.align.feedback.pair import PairScored, VersionPublished
 from edged.api import event_streams as feeds
 from edged.api.app import make_app
-from edged.api.event_streams import Event, Feed, Reader
+from edged.api.event_streams import Event, EventReader, Feed
 from edged.api.services import Lifecycle, Services
 from edged.settings.load import Settings
 from tests.api.accounts import open_folder, root_only
@@ -300,7 +300,7 @@ def scored(adapter: str, split: Any = "prequential") -> PairScored:
 async def told_to(sees: str) -> list[str]:
     """Adapters of whom a reader hears that may hear of `sees` alone."""
     feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
-    reader = Reader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None, "")
+    reader = EventReader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None, "")
     await feed.join(reader)
     feed.tell([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
     await asyncio.sleep(0)
@@ -320,7 +320,7 @@ async def test_of_other_users_nothing_is_told() -> None:
 
 async def test_a_reader_that_does_not_read_is_dropped() -> None:
     dropped = asyncio.Event()
-    reader = Reader({"status"}, lambda adapter: True, dropped.set, "")
+    reader = EventReader({"status"}, lambda adapter: True, dropped.set, "")
     for _ in range(feeds._WAITING):
         reader.offer(Event("status", {}))
     assert not dropped.is_set()
@@ -339,7 +339,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
         return []
 
     feed = Feed(asyncio.get_running_loop(), iterations, dict)
-    reader = Reader({"status"}, lambda adapter: True, lambda: None, "")
+    reader = EventReader({"status"}, lambda adapter: True, lambda: None, "")
     await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]
     feed.readers.discard(reader)

@@ -84,6 +84,9 @@ class Entry:
 class Spare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
 
+    lent_s = 0.0
+    """Seconds of fine-tuning so far in time that readers had no need of."""
+
     def waited_s(self, now: float) -> float:
         """Return how long fine-tuning has waited."""
         return 0.0
@@ -126,6 +129,15 @@ class Due(Part):
         """Return a deadline for each decode that got a token `now`; the present decodes' forward takes `alone_s`."""
         due_s = {service: now + self._targets.tbt_s(service, alone_s) for service in ServiceClass}
         return [due_s[task.service] for task in tasks]
+
+
+class ReaderDue(Due):
+    """The deadlines of decodes that are read to: when their readers have nothing left to read; of others: targets."""
+
+    def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
+        """Return a deadline for each decode that got a token `now`, of which its reader knows."""
+        targets_s = super().due_s(tasks, alone_s, now)
+        return [task.reader.dry_s if task.reader else due_s for task, due_s in zip(tasks, targets_s, strict=True)]
 
 
 class Fill(Part):

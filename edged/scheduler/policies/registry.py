@@ -5,10 +5,13 @@ from edged.scheduler.policies.base import Row
 from edged.scheduler.policies.ekya import EKYA
 from edged.scheduler.policies.flexllm import FLEXLLM
 from edged.scheduler.policies.mace.ablations import MACE_BIN, MACE_PREFIX, MACE_PRIORITY, MACE_PRUNE
-from edged.scheduler.policies.mace.policy import MACE
+from edged.scheduler.policies.mace.policy import MACE, MACE_PAPER
 from edged.scheduler.policies.periodic_async import PERIODIC_ASYNC
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.sync import SYNC
 
-_ALL = (MACE, FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC, MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY)
+_ALL = (
+    *(MACE, MACE_PAPER, FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC),
+    *(MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY),
+)
 ROWS: dict[str, Row] = {row.name: row for row in _ALL}

@@ -1,13 +1,14 @@
 """The MACE policy: serving and fine-tuning share each iteration, by priority, memory and latency budget."""
 
 import math
+from dataclasses import replace
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.planning.queues import by_deadline
-from edged.scheduler.policies.base import Entry, Order, Row, Spare
+from edged.scheduler.policies.base import Due, Entry, Order, ReaderDue, Row, Spare
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
@@ -26,6 +27,9 @@ class MaceSpare(Spare):
     A step keeps memory from its first token to its last unit. So one that keeps prompts out gets the quantum in every
     iteration until it ends; fine-tuning waits longer afterwards.
     """
+
+    _lending = False
+    """Whether the iteration under way slows nobody down: all whom it serves are readers with text in hand."""
 
     def __init__(self) -> None:
         self._deficit = FinetuneDeficit()
@@ -58,7 +62,7 @@ class MaceSpare(Spare):
         steps = [outcome.task for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         if len(steps) < len(result.outcomes):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            self._budget.settle(spent_s - finetune_s, finetune_s, now)
+            self._budget.settle(spent_s - finetune_s, 0.0 if self._lending else finetune_s, now)
         for task in steps:
             if task in self._tasks:
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
@@ -90,12 +94,44 @@ class MaceSpare(Spare):
         """
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
+        return self._beside_s(draft, now, 0.0, max(0.0, self._budget.left_s))
+
+    def _beside_s(self, draft: BinBuilder, now: float, reserve_s: float, most_s: float) -> float:
+        """Return the latency budget that leaves decodes `reserve_s` of slack, and fine-tuning `most_s` at most."""
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
-        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
+        slack_s = min(draft.slack_s - reserve_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
         forward_s = self.cost.forward_s(draft.load)
-        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, max(0.0, self._budget.left_s))
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         return max(0.0, forward_s + spare_s * max(0.0, free))
+
+
+class ReaderSpare(MaceSpare):
+    """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
+
+    Where everybody who is served reads, an iteration may take until the first of them has text for no more than
+    `reader_reserve_s`. One who does not read brings in the slow-down that `MaceSpare` allows; nothing that was lent
+    counts as such.
+    """
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note whether all whom the plan serves are readers."""
+        tasks = [grant.task for grant in plan.grants]
+        serving = [task for task in tasks if task.kind is not Kind.FINETUNE]
+        self._lending = bool(serving) and all([task.reader is not None for task in serving])
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Settle the accounts: what readers lent has slowed nobody down."""
+        super().completed(plan, result, finetune_s, now)
+        if self._lending:
+            self.lent_s += finetune_s
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return the latency budget: the readers' slack beyond the reserve, as free slots and pages allow."""
+        tasks = [grant.task for grant in draft.plan.grants]
+        if not tasks or not all([task.reader is not None for task in tasks]):
+            return super().limit_s(draft, now)
+        return self._beside_s(draft, now, self.settings.reader_reserve_s, math.inf)
 
 
 MACE = Row(
@@ -104,6 +140,14 @@ MACE = Row(
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
-    spare=MaceSpare,
+    spare=ReaderSpare,
+    due=ReaderDue,
     prunes=True,
+)
+MACE_PAPER = replace(
+    MACE,
+    name="mace-paper",
+    keeps="MACE 4 to the letter: what `mace` is measured against",
+    spare=MaceSpare,
+    due=Due,
 )
