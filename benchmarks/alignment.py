@@ -55,7 +55,7 @@ from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
 from edged.align.feedback.pair import StepSkipped, TokenPair
 from edged.bench.figures import request_counts, serving_figures
 from edged.bench.replay import ReplayPlan, load_pairs, replay
-from edged.bench.traces import Arrival, RequestTrace, TraceError, read_trace, scale_trace
+from edged.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, read_trace, scale_trace
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy
 from edged.engine.sampling.params import Sampling
@@ -135,15 +135,9 @@ def run_under_load(load: Load, settings: Settings, pairs: Sequence[TokenPair], d
 def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPair]) -> None:
     engine, vocab = local.engine, local.vocab
     adapters = sorted({pair.adapter for pair in pairs})
-    arrivals = scale_trace(
-        load.trace,
-        rate_per_s=load.rate_per_s,
-        seconds=load.seconds,
-        context_tokens=engine.max_context_tokens,
-        # A tokenizer's special tokens are among the first ids.
-        token_ids=range(vocab // 8, vocab),
-        seed=load.seed,
-    )
+    # A tokenizer's special tokens are among the first ids.
+    prompts = PromptIds(engine.max_context_tokens, range(vocab // 8, vocab), load.seed)
+    arrivals = scale_trace(load.trace, prompts, rate_per_s=load.rate_per_s, seconds=load.seconds)
     gap_s = load.seconds / len(pairs)
     requests: Iterator[_Event] = ((arrival.at_s, number, arrival) for number, arrival in enumerate(arrivals))
     feedback: Iterator[_Event] = ((number * gap_s, number, pair) for number, pair in enumerate(pairs))

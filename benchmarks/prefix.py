@@ -47,7 +47,7 @@ from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, r
 from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scaled, whole_conversations
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
 from edged.bench.figures import percentiles_ms
-from edged.bench.traces import Arrival, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
+from edged.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)
@@ -133,14 +133,8 @@ def be_side(name: str, told: str) -> None:
     while True:
         question = conversation.question()
         rows = workloads[question["workload"]]
-        load = scale_rows(
-            rows,
-            scale=job.block_tokens / job.trace_block_tokens,
-            block_tokens=job.trace_block_tokens,
-            context_tokens=job.context_tokens,
-            token_ids=range(_FIRST_ID, job.vocab),
-            seed=question["seed"],
-        )
+        prompts = PromptIds(job.context_tokens, range(_FIRST_ID, job.vocab), question["seed"])
+        load = scale_rows(rows, prompts, job.block_tokens / job.trace_block_tokens, job.trace_block_tokens)
         conversation.answer(loop.run(rows, load))
 
 

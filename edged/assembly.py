@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal, LogEvents
-from edged.api.admission import TenantQueue, UserLimits, queue_sizes
+from edged.api.admission import TenantQueue, UserLimits, queue_sizes, tenant_places
 from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
@@ -100,7 +100,12 @@ def assemble(
         feed=feed,
         feedback_intake=feedback_intake,
         monitor=monitor,
-        admission=TenantQueue(lambda: queue_sizes(live.now.serving)),
+        admission=TenantQueue(
+            lambda: queue_sizes(live.now.serving),
+            places=lambda tenants: (
+                None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
+            ),
+        ),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         governors=governors,
@@ -117,13 +122,8 @@ def connect(services: Services, reloader: Reloader) -> None:
     """Register the parts that take over settings at run time, in the order in which they do."""
     engine = services.engine
 
-    async def configure_engine(settings: Settings) -> None:
-        await asyncio.wrap_future(engine.configure(adopted(engine.settings, settings)))
-
-    for apply in (
-        configure_engine,
-        services.configure,
-        lambda settings: services.limits.configure(settings.limits),
-        lambda _: services.feedback_intake.release(),
-    ):
-        reloader.on_change(apply)
+    configure = engine.configure
+    reloader.on_change(lambda settings: asyncio.wrap_future(configure(adopted(engine.settings, settings))))
+    reloader.on_change(services.configure)
+    reloader.on_change(lambda settings: services.limits.configure(settings.limits))
+    reloader.on_change(lambda _: services.feedback_intake.release())

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,21 +109,16 @@ class Daemon:
             self._reloader.on_change(lambda settings: access.configure(settings.access))
             listeners = take_addresses(self._settings.api, access.has_tokens, os.environ)
             parts.callback(listeners.close)
-            runner = web.AppRunner(
-                make_app(self._settings, self._lifecycle, access),
-                handle_signals=False,
-                handler_cancellation=True,
-                shutdown_timeout=_HANDLERS_END_S,
-            )
+            app = make_app(self._settings, self._lifecycle, access)
+            runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_HANDLERS_END_S)
             parts.push_async_callback(runner.cleanup)
             await runner.setup()
             for item in listeners.sockets:
                 await Site(runner, item, self._settings.limits).start()
             self._tell_start(listeners, folder)
             event_router, model = EventRouter(loop), self._settings.model.path
-            services, journal = await self._unless_stopped(
-                f"loading {model}", lambda: self._load(store, event_router, folder), listeners, store
-            )
+            load = partial(self._load, store, event_router, folder)
+            services, journal = await self._unless_stopped(f"loading {model}", load, listeners, store)
             return await self._run_until_stopped(services, journal, runner)
 
     async def _unless_stopped(self, doing: str, fn: Callable[[], T], *opened: Store | Listeners) -> T:
@@ -246,19 +242,16 @@ def _check_access(access: Access, settings: Settings) -> None:
     except AccessError as error:
         raise ConfigError(str(error)) from None
     if other.has_tokens != access.has_tokens:
-        raise ConfigError(
-            "access.tokens: TCP listeners are open with tokens or without, which needs a restart; nothing was changed"
-        )
+        needs = "TCP listeners are open with tokens or without, which needs a restart; nothing was changed"
+        raise ConfigError(f"access.tokens: {needs}")
 
 
 def _status(services: Services) -> str:
     """Return the line that `systemctl status` shows."""
     counts = queue(services)
     running = counts["prefill"] + counts["decode"]
-    return (
-        f"serves {services.model}: {running} requests running, {counts['waiting']} waiting, "
-        f"{refused(services)} refused since start, {counts['finetune']} pairs to learn"
-    )
+    requests = f"{running} requests running, {counts['waiting']} waiting, {refused(services)} refused since start"
+    return f"serves {services.model}: {requests}, {counts['finetune']} pairs to learn"
 
 
 @contextlib.asynccontextmanager

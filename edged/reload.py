@@ -21,6 +21,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "serving": frozenset({"max_queue", "default_max_tokens", "drain_s"}),
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
     "scheduler": _all_of("scheduler") - {"policy", "profile"},
+    "fairness": _all_of("fairness"),
     # The others size the memory of slots, steps and windows, or say what an adapter is.
     "align": frozenset(
         {
@@ -33,9 +34,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "api": frozenset({"max_stop_chars", "max_logprobs"}),
     "access": _all_of("access"),
     # The patience with slow clients is a connection's, from its beginning.
-    "limits": frozenset(
-        {"requests_per_minute", "tokens_per_minute", "concurrent_requests", "feedback_per_minute", "stored_mb"}
-    ),
+    "limits": _all_of("limits") - {"header_s", "body_s", "idle_s", "stalled_s"},
     "metrics": _all_of("metrics"),
     "store": _all_of("store") - {"data_dir", "new_base"},
     "log": _all_of("log"),
@@ -72,9 +71,8 @@ class ReloadResult:
         """Return the line of the log."""
         applied = ", ".join(f"{change.setting} = {change.new!r}" for change in self.applied)
         waiting = ", ".join(change.setting for change in self.needs_restart)
-        return f"settings reloaded: {applied or 'nothing to apply'}" + (
-            f"; needs a restart: {waiting}" if waiting else ""
-        )
+        restart = f"; needs a restart: {waiting}" if waiting else ""
+        return f"settings reloaded: {applied or 'nothing to apply'}{restart}"
 
 
 def compare(old: Settings, new: Settings) -> ReloadResult:

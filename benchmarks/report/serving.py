@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.report import paper
 from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from benchmarks.report.setting import Setting
-from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, THROUGHPUT, ReportFigure
+from edged.bench.summary import ATTAINMENT, CLPD, MEAN_TBT, PAIRS, THROUGHPUT, ReportFigure
 
 ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")
 STRATEGIES = {
@@ -21,7 +21,6 @@ STRATEGIES = {
 }
 """The paper's busy share of the strategy that each policy follows: periodic, continuous or hybrid."""
 MEAN_TTFT = ReportFigure("ttft_ms.mean", "TTFT mean ms")
-MEAN_TBT = ReportFigure("tbt_ms.mean", "TBT mean ms", 2)
 MEAN_LEARNING = ReportFigure("finetune.latency_ms.mean", "learnt after mean ms", 0)
 _LATENCIES = (("TTFT", MEAN_TTFT, "ms"), ("TBT", MEAN_TBT, "ms"), ("fine-tuning", MEAN_LEARNING, "ms"))
 _PARTS = ("prefill", "decode", "finetune")

@@ -177,10 +177,8 @@ def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSetti
     won = sum(score.correct[pair] > best.correct[pair] for pair in common)
     if before - now <= settings.max_accuracy_drop or _by_chance(won, lost + won) > _CHANCE:
         return ""
-    return (
-        f"held-out reward accuracy fell from {before:.2f} (version {best.version}) to {now:.2f} on "
-        f"{len(common)} pairs, the bound on the loss is {settings.max_accuracy_drop:g}"
-    )
+    fell = f"held-out reward accuracy fell from {before:.2f} (version {best.version}) to {now:.2f}"
+    return f"{fell} on {len(common)} pairs, the bound on the loss is {settings.max_accuracy_drop:g}"
 
 
 def _by_chance(won: int, changed: int) -> float:

@@ -194,13 +194,9 @@ class LogEvents:
                 case VersionPublished():
                     self._published(record)
                 case StepSkipped():
-                    logs.event(
-                        log,
-                        logging.WARNING,
-                        "step_skipped",
-                        f"{len(record.pair_ids)} pairs of {record.adapter} were not learned: {record.reason}",
-                        **{**field_values(record), "pair_ids": list(record.pair_ids)},
-                    )
+                    message = f"{len(record.pair_ids)} pairs of {record.adapter} were not learned: {record.reason}"
+                    fields = {**field_values(record), "pair_ids": list(record.pair_ids)}
+                    logs.event(log, logging.WARNING, "step_skipped", message, **fields)
                 case VersionSaved(adapter, version):
                     message = f"version {version} of {adapter} is on disk"
                     logs.event(log, logging.DEBUG, "saved", message, adapter=adapter, version=version)

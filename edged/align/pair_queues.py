@@ -290,9 +290,8 @@ class PairQueues:
         self._versions.setdefault(adapter, 0)
         if adapter not in self.queues:
             feedback = self._settings.now.feedback
-            self.queues[adapter] = AdapterQueue(
-                adapter, OutlierDetector(feedback), TokenBucket(feedback.pairs_per_hour)
-            )
+            detector, rate = OutlierDetector(feedback), TokenBucket(feedback.pairs_per_hour)
+            self.queues[adapter] = AdapterQueue(adapter, detector, rate)
         self._changed[adapter] = None
         return self.queues[adapter]
 

@@ -55,7 +55,7 @@ class Trainer:
         self._published = published
         self._most_tokens = cache_tokens // 4
         self.records: list[Record] = []
-        self.pairs_trained = 0
+        self.pairs_trained = self.trained_tokens = 0
         self.steps = 0
 
     def _announce(self, state: AdapterState, record: VersionPublished) -> None:
@@ -156,9 +156,8 @@ class Trainer:
         pairs = queue.to_test(version, settings.guard)
         neutral = self.pair_queues.neutral if version else ()
         try:
-            queue.step = HeldOutEvaluation(
-                queue.name, version, pairs, self._decoder, settings.align, self._release, neutral
-            )
+            about = (queue.name, version, pairs, self._decoder, settings.align, self._release)
+            queue.step = HeldOutEvaluation(*about, neutral)
         except Exception:
             queue.skip_test(version)
             raise
@@ -221,6 +220,7 @@ class Trainer:
     def _close_trained(self, queue: AdapterQueue, member: AdapterStep, seconds: float) -> None:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
+        self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
         self.size.grow()
         guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""

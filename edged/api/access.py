@@ -10,7 +10,7 @@ import pwd
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -141,7 +141,23 @@ class Caller:
 
     def speaks_for(self, user: str) -> bool:
         """Whether the caller may act as a user and read that user's data."""
-        return any(user.startswith(known[:-1]) if known.endswith("*") else user == known for known in self.users)
+        return any(self._fits(known, user) for known in self.users)
+
+    def turn(self, user: str | None, named: Collection[str] = ()) -> str:
+        """Return the name under which a user's requests take turns with others.
+
+        It is the user's own where an admin asks, or where the user is granted by name or `named` in the settings. Names
+        that a pattern grants could be invented: they share the pattern's turn, those of "*" the caller's.
+        """
+        if user is None:
+            return self.tenant
+        if self.may("admin") or user in self.users or user in named:
+            return user
+        return next((known for known in self.users if known != "*" and self._fits(known, user)), self.tenant)
+
+    @staticmethod
+    def _fits(known: str, user: str) -> bool:
+        return user.startswith(known[:-1]) if known.endswith("*") else user == known
 
     def demand_role(self, role: Role) -> None:
         """Raise ApiError (403) unless the caller has the role."""
@@ -246,10 +262,8 @@ class _Rule:
             kind, _, name = peer.partition(":")
             found = int(name) if kind in ("uid", "gid") else id_of(kind, name)
             if found is None:
-                raise AccessError(
-                    f'{self.where}.peers names "{peer}", and this box has no such {kind}: create it, correct the name, '
-                    f'or write "{"uid" if kind == "user" else "gid"}:NUMBER"'
-                )
+                way_out = f'create it, correct the name, or write "{"uid" if kind == "user" else "gid"}:NUMBER"'
+                raise AccessError(f'{self.where}.peers names "{peer}", and this box has no such {kind}: {way_out}')
             (self._uids if kind in ("user", "uid") else self._gids).add(found)
 
     def fits(self, peer: Peer) -> bool:

@@ -1,13 +1,15 @@
-"""Admission: the queue before the engine, round robin over tenants, and the rate limits of each user.
+"""Admission: the queue before the engine, and the rate limits of each user.
 
-The engine orders its requests by deadline, whichever tenant sent them. So it never gets more than it can soon begin,
-and a tenant who sends a thousand requests at once delays the others by one turn of each, not by a thousand.
+Without `fairness.policy` the engine orders its requests by deadline, whichever tenant sent them. So it never gets more
+than it can soon begin, and tenants take turns here: one who sends a thousand requests at once delays the others by one
+turn of each, not by a thousand. With it the engine decides whose turn it is. So whoever waits at all has a request in
+the engine's queue, and here each waits behind the same tenant's alone.
 """
 
 import asyncio
 import math
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +44,14 @@ def queue_sizes(serving: ServingSettings) -> tuple[int, int]:
     return serving.max_sequences + chosen_from, serving.max_queue - chosen_from
 
 
+def tenant_places(serving: ServingSettings, tenants: int) -> int:
+    """Return the choices of one of several `tenants` that the engine holds at once, where it decides on turns.
+
+    It can run `max_sequences`, so that with one more of each it always has one of everybody who waits to choose from.
+    """
+    return serving.max_sequences + max(1, min(serving.max_sequences, serving.max_queue) // max(1, tenants))
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """A choice in the queue; `turn` resolves when it may enter the engine."""
@@ -55,15 +65,25 @@ class _Waiting:
 
 
 class TenantQueue:
-    """A queue of choices before the engine, round robin over tenants; used on the event loop alone.
+    """A queue of choices before the engine; used on the event loop alone.
 
     `enter` before a choice of a request is submitted, `leave` when it is over.
     """
 
-    def __init__(self, sizes: Callable[[], tuple[int, int]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`sizes` returns how many choices the engine gets at once, and how many may wait here: see `queue_sizes`."""
-        self._sizes, self._clock = sizes, clock
+    def __init__(
+        self,
+        sizes: Callable[[], tuple[int, int]],
+        clock: Callable[[], float] = time.monotonic,
+        places: Callable[[int], int | None] = lambda _: None,
+    ) -> None:
+        """`sizes` returns how many choices the engine gets at once, and how many may wait here: see `queue_sizes`.
+
+        `places` returns how many the engine gets of one tenant, by the number of tenants; None while tenants take turns
+        here.
+        """
+        self._sizes, self._clock, self._places = sizes, clock, places
         self._inside = 0
+        self._inside_of: Counter[str] = Counter()
         self.waiting = 0
         """Choices that wait; any thread may read this and `refused`."""
         self.refused = 0
@@ -93,7 +113,7 @@ class TenantQueue:
         except asyncio.CancelledError:
             if waiting.turn.done() and not waiting.turn.cancelled() and not waiting.turn.exception():
                 self.waiting += 1
-                self.leave()
+                self.leave(tenant)
             else:
                 self._remove(waiting)
             if not begun:
@@ -104,9 +124,12 @@ class TenantQueue:
         """Subtract choices of a request that will not enter."""
         self.waiting -= choices
 
-    def leave(self) -> None:
+    def leave(self, tenant: str) -> None:
         """Count a choice as over, and let the next in."""
         self._inside -= 1
+        self._inside_of[tenant] -= 1
+        if self._inside_of[tenant] <= 0:
+            del self._inside_of[tenant]
         self._ends.append(self._clock())
         self._go_on()
 
@@ -118,17 +141,24 @@ class TenantQueue:
         return min(_MOST_WAIT_S, max(1.0, self.waiting * span / len(self._ends)))
 
     def _go_on(self) -> None:
-        while self._queues and self._inside < self._sizes()[0]:
-            tenant, queue = next(iter(self._queues.items()))
+        while (tenant := self._next()) is not None:
+            queue = self._queues.pop(tenant)
             waiting = queue.popleft()
-            del self._queues[tenant]
             if queue:
                 self._queues[tenant] = queue  # behind the others
             # A choice whose client has just left is skipped.
             if not waiting.turn.cancelled():
                 self._inside += 1
+                self._inside_of[tenant] += 1
                 self.waiting -= 1
                 waiting.turn.set_result(None)
+
+    def _next(self) -> str | None:
+        """Return the tenant whose next choice the engine gets, if it gets one: the first in turn that has a place."""
+        places = self._places(len(self._inside_of.keys() | self._queues.keys())) if self._queues else None
+        if places is not None:
+            return next((tenant for tenant in self._queues if self._inside_of[tenant] < places), None)
+        return next(iter(self._queues), None) if self._inside < self._sizes()[0] else None
 
     def _turn_away(self) -> bool:
         """Refuse the latest request of the tenant with the most waiting choices; False where all have begun."""

@@ -53,7 +53,8 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     sampling = _sampling(services, body, len(completion.prompt_ids))
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
-    generation = Generation(services, body, completion, sampling, tenant, caller.may("train"))
+    turn = caller.turn(body.user or adapter, services.settings.fairness.weights)
+    generation = Generation(services, body, completion, sampling, tenant, turn, caller.may("train"))
     name_request(request, completion.id)
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)

@@ -61,11 +61,7 @@ class Connection(web.RequestHandler):
             self._stall_timer.cancel()
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer a request that aiohttp could not parse with an ApiError, and log no traceback."""
         if status >= 500 or exc is None or request.writer.output_size > 0:

@@ -82,12 +82,8 @@ def _deleted(name: str, delete: Callable[[], object]) -> bool:
     try:
         delete()
     except OSError as error:
-        log.error(
-            "forgetting %s: its files cannot be deleted (%s): nobody is answered with them, and the next start tries "
-            "again; let the daemon's user write there",
-            name,
-            error,
-        )
+        meanwhile = "nobody is answered with them, and the next start tries again; let the daemon's user write there"
+        log.error("forgetting %s: its files cannot be deleted (%s): %s", name, error, meanwhile)
         return False
     return True
 

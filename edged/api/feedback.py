@@ -40,12 +40,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     written.add_done_callback(services.feedback_intake.learn_from)
     # Shielded from the client's disconnect: feedback that was sent is stored.
     result = await asyncio.shield(asyncio.wrap_future(written))
+    pair_ids, reason, duplicate = list(result.pair_ids), result.reason or None, result.duplicate
     return FeedbackTaken(
-        id=result.feedback_id,
-        object="feedback",
-        pair_ids=list(result.pair_ids),
-        reason=result.reason or None,
-        duplicate=result.duplicate,
+        id=result.feedback_id, object="feedback", pair_ids=pair_ids, reason=reason, duplicate=duplicate
     )
 
 
@@ -129,42 +126,29 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
     reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
     pairs = [_pair_progress(row, reasons) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
-    return FeedbackProgress(
-        id=signal.id,
-        object="feedback.progress",
-        user=signal.user,
-        reason=signal.reason or None,
-        settled=not waits,
-        blocked=waits and blocked,
-        pairs=pairs,
-    )
+    about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}
+    return FeedbackProgress(object="feedback.progress", settled=not waits, blocked=waits and blocked, **about)
 
 
 def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
     """Build one pair's progress, also as a sentence. `reasons` are why queued pairs wait for their step."""
-    name, note, version, seconds = row["adapter"], row["note"], row["trained_version"], row["seconds"]
+    name, note, state = row["adapter"], row["note"], row["state"]
+    version, seconds = row["trained_version"], row["seconds"]
     waits_for = None
-    if row["state"] == "queued":
+    if state == "queued":
         before = f"{row['before']} pair{'s' * (row['before'] > 1)} before it" if row["before"] else ""
         waits_for = "; ".join(filter(None, (before, *reasons))) or f"the next step of {name}"
     after = "" if seconds is None else f" after {seconds:.1f} s" if seconds < 60 else f" after {seconds / 60:.0f} min"
-    texts = {
+    text = {
         "queued": f"waits: {waits_for}",
         "trained": f"learned{f' as {name}@{version}' if version else ''}{after}",
         "learnt": f"{f'{name}@{version}' if version else name} knew it already: {note}",
         "held_out": f"kept as a test: {name}'s versions are measured by it, and none learns it",
         "quarantined": f"held: {note}; if this was you: edged quarantine release --user {name}",
         "skipped": f"not learned: {note}",
-    }
-    return PairProgress(
-        pair_id=row["id"],
-        adapter=name,
-        state=row["state"],
-        version=version,
-        seconds=seconds,
-        waits_for=waits_for,
-        text=texts[row["state"]],
-    )
+    }[state]
+    about = {"pair_id": row["id"], "adapter": name, "state": state, "version": version, "seconds": seconds}
+    return PairProgress(**about, waits_for=waits_for, text=text)
 
 
 def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:

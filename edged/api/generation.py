@@ -145,6 +145,8 @@ class Generation:
     sampling: Sampling
     tenant: str
     """The tenant that the completion counts for: the user, else the adapter, else the caller."""
+    turn: str
+    """The name under which it takes turns with others: see `Caller.turn`."""
     teaches: bool
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
 
@@ -180,7 +182,7 @@ class Generation:
         Their prompt is computed once. Raises EngineBusy and RequestRefused.
         """
         asked_s = time.monotonic()
-        await self.services.admission.enter(self.tenant, len(self.answers))
+        await self.services.admission.enter(self.turn, len(self.answers))
         self._outside = len(self.answers) - 1
         self._submit(self.answers[0], asked_s)
         if self._outside:
@@ -190,7 +192,7 @@ class Generation:
         """Submit the other choices, each when it is the tenant's turn."""
         try:
             for answer in self.answers[1:]:
-                await self.services.admission.enter(self.tenant, begun=True)
+                await self.services.admission.enter(self.turn, begun=True)
                 self._outside -= 1
                 self._submit(answer, asked_s)
         except Exception as error:
@@ -211,6 +213,7 @@ class Generation:
             service=self.body.service,
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
+            turn=self.turn,
         )
         services.event_router.expect(request.request_id, self._queue)
         self._inside.add(answer.request_id)
@@ -313,7 +316,7 @@ class Generation:
         answer.end(event)
         del self._unfinished[event.request_id]
         self._inside.discard(event.request_id)
-        self.services.admission.leave()
+        self.services.admission.leave(self.turn)
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
@@ -327,7 +330,7 @@ class Generation:
         self.services.event_router.drop(self._unfinished)
         for request_id in self._inside:
             self.services.engine.cancel(request_id)
-            self.services.admission.leave()
+            self.services.admission.leave(self.turn)
         self._inside.clear()
         self._unfinished.clear()
 

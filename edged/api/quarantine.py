@@ -73,10 +73,9 @@ async def _decide(
     trusted, so whoever may train a shared adapter could otherwise poison it and release the poison.
     """
     if action == "release" and not caller.may("admin") and caller.tenant != adapter:
-        message = (
-            f'releasing what "{adapter}" was taught needs the role "admin", unless it is the caller\'s own account'
-        )
-        raise ApiError(403, f"{message}; {caller.label} may drop it ({caller.rule})", code="forbidden_role")
+        unless = f"unless it is the caller's own account; {caller.label} may drop it ({caller.rule})"
+        message = f'releasing what "{adapter}" was taught needs the role "admin", {unless}'
+        raise ApiError(403, message, code="forbidden_role")
     decision: quarantine.Decision = "released" if action == "release" else "dropped"
     state: PairState = "queued" if action == "release" else "skipped"
 

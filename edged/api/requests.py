@@ -55,10 +55,8 @@ def _clean(text: str) -> str:
 
 def _check_user(user: str) -> str:
     if not USER_NAME.fullmatch(user):
-        _refuse(
-            f'"{user[:80]}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", '
-            "the first one a letter or digit"
-        )
+        way_out = 'use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
+        _refuse(f'"{user[:80]}" cannot name a user: {way_out}')
     return user
 
 
@@ -340,9 +338,8 @@ def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
         return SignalRequest.checked(body)
     if "chosen" in body or "rejected" in body:
         return PairRequest.checked(body)
-    raise bad_request(
-        'feedback is {"completion_id", "signal", ...} or {"user", "messages" or "prompt", "chosen", "rejected"}'
-    )
+    pair = '{"user", "messages" or "prompt", "chosen", "rejected"}'
+    raise bad_request(f'feedback is {{"completion_id", "signal", ...}} or {pair}')
 
 
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:

@@ -35,6 +35,7 @@ _FIRST_INHERITED = 3
 """SD_LISTEN_FDS_START of sd_listen_fds(3)."""
 
 
+_OTHER_PATH = "stop that one, or give --socket another path"
 _TCP_MESSAGE = "edged could not start: whoever runs this box finds the reason in its log"
 _SILENT = logging.Logger("edged.api.sockets", logging.CRITICAL + 1)
 """A logger that drops aiohttp's tracebacks for requests that it cannot parse."""
@@ -70,15 +71,11 @@ class UnixListener:
                 self._inode = os.stat(path).st_ino
                 undo.pop_all()
         except LockTaken as error:
-            raise ListenError(
-                f'socket "{path}" is served by another edged (pid {error.holder}): stop that one, or give --socket '
-                "another path"
-            ) from None
+            who = f"another edged (pid {error.holder})"
+            raise ListenError(f'socket "{path}" is served by {who}: {_OTHER_PATH}') from None
         except OSError as error:
-            raise ListenError(
-                f'cannot listen on "{path}": {error.strerror or error}; give --socket (or EDGED_SOCKET) a path in a '
-                "folder where this user may write"
-            ) from None
+            way_out = "give --socket (or EDGED_SOCKET) a path in a folder where this user may write"
+            raise ListenError(f'cannot listen on "{path}": {error.strerror or error}; {way_out}') from None
 
     def close(self) -> None:
         """Close the socket, remove its file unless another one has replaced it, and release the lock."""
@@ -148,9 +145,8 @@ def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socke
             raise ListenError(f"systemd's socket {name} (descriptor {descriptor}) cannot be used: {error}") from None
         known = item.family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
         if not known or not listens or item.type != socket.SOCK_STREAM:
-            raise ListenError(
-                f"systemd's socket {name} is not a Unix or TCP socket that listens: use ListenStream= with Accept=no"
-            )
+            way_out = "use ListenStream= with Accept=no"
+            raise ListenError(f"systemd's socket {name} is not a Unix or TCP socket that listens: {way_out}")
         taken.append(item)
     return taken
 
@@ -165,10 +161,8 @@ def _name(item: socket.socket) -> str:
 def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
     """Raise ListenError for an address beyond loopback where there are no tokens."""
     if not has_tokens and not ipaddress.ip_address(host).is_loopback:
-        raise ListenError(
-            f"{what} is reachable from other machines: set api.token or make one (`edged token new`), "
-            "or listen on 127.0.0.1"
-        )
+        way_out = "set api.token or make one (`edged token new`), or listen on 127.0.0.1"
+        raise ListenError(f"{what} is reachable from other machines: {way_out}")
 
 
 def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
@@ -186,9 +180,8 @@ def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise ListenError(
-            f'api.listen = "{listen}" cannot be used: {os.strerror(error.errno) if error.errno else error}'
-        ) from None
+        why = os.strerror(error.errno) if error.errno else error
+        raise ListenError(f'api.listen = "{listen}" cannot be used: {why}') from None
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:
@@ -226,7 +219,7 @@ def _remove_stale(path: Path) -> None:
         except TimeoutError:
             # A program listens but is too busy to accept.
             pass
-    raise ListenError(f'socket "{path}" is served by another program: stop that one, or give --socket another path')
+    raise ListenError(f'socket "{path}" is served by another program: {_OTHER_PATH}')
 
 
 def over_tcp(request: web.BaseRequest) -> bool:

@@ -200,9 +200,8 @@ def _capacity(workload: Workload, progress: Progress) -> float:
     """Return the requests per second that a burst reaches. Raises CompareError."""
     short = replace(workload, seconds=1.0, arrivals=None)
     try:
-        report = call(
-            short.command(CAPACITY_POLICY, 0.0, None, 0), short.seconds, lambda line: progress(f"capacity: {line}")
-        )
+        command = short.command(CAPACITY_POLICY, 0.0, None, 0)
+        report = call(command, short.seconds, lambda line: progress(f"capacity: {line}"))
     except RunFailed as error:
         raise CompareError(f"the capacity, which --load is a share of, could not be measured: {error}") from None
     return float(report["load"]["capacity_per_s"])
@@ -240,10 +239,8 @@ def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
 
 def _refuse_other(folder: Path, what: str, before: Any, now: Any) -> None:
     if before != now:
-        raise CompareError(
-            f'"{folder}" has runs with {what} {before!r}, not {now!r}: '
-            "runs of different workloads cannot be compared; give another folder"
-        )
+        way_out = "runs of different workloads cannot be compared; give another folder"
+        raise CompareError(f'"{folder}" has runs with {what} {before!r}, not {now!r}: {way_out}')
 
 
 def _size(file: str | None) -> int | None:

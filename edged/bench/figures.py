@@ -10,6 +10,7 @@ import numpy as np
 from edged.align.feedback.pair import PairScored
 from edged.align.metrics import RECENT_PAIRS
 from edged.bench.recorder import ReplayedAnswer, SentPair
+from edged.settings.load import SchedulerSettings
 
 SLO_FACTOR = 5.0
 """Factor of the TTFT target: a first token is in time within this many times its prompt's own forward (MACE, section
@@ -95,10 +96,24 @@ def prefix_shares(answers: Sequence[ReplayedAnswer]) -> list[int]:
     return [tenths[tenth] for tenth in range(10)]
 
 
-def learning_latency(pairs: Sequence[SentPair]) -> dict[str, float | None]:
-    """Return the milliseconds from a pair's submission until a version that learned it; pairs not learned are left
-    out."""
-    return percentiles_ms([pair.learnt_s - pair.sent_s for pair in pairs if pair.learnt_s is not None])
+def learning_latency(pairs: Sequence[SentPair], end_s: float) -> dict[str, float | None]:
+    """Return the milliseconds from a pair's submission until a version that learned it, over all pairs.
+
+    Those not learned by `end_s` are censored: they count as longer than they have waited (Kaplan and Meier 1958). A
+    percentile that too few pairs reached is None, and so is the mean where one is censored.
+    """
+    waits = sorted(
+        (end_s - pair.sent_s, True) if pair.learnt_s is None else (pair.learnt_s - pair.sent_s, False) for pair in pairs
+    )
+    wanted: dict[str, float | None] = {"p50": None, "p95": None, "p99": None}
+    waiting_share = 1.0
+    for number, (seconds, censored) in enumerate(waits):
+        waiting_share *= 1.0 if censored else 1.0 - 1.0 / (len(waits) - number)
+        for name, value in wanted.items():
+            if value is None and not censored and waiting_share <= 1.0 - int(name[1:]) / 100 + 1e-9:
+                wanted[name] = seconds * 1e3
+    whole = waits and not any(censored for _, censored in waits)
+    return {"mean": float(np.mean([seconds for seconds, _ in waits]) * 1e3) if whole else None, **wanted}
 
 
 def score_series(scores: Sequence[tuple[float, PairScored]], start_s: float) -> list[dict[str, Any]]:
@@ -133,25 +148,46 @@ def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
 
 
 def slo_figures(
-    answers: Sequence[ReplayedAnswer], prompts: Sequence[int], alone_s: Callable[[float], float], floor_s: float
+    answers: Sequence[ReplayedAnswer],
+    prompts: Sequence[int],
+    alone_s: Callable[[float], float],
+    settings: SchedulerSettings,
 ) -> dict[str, Any]:
-    """Return SLO attainment; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length."""
+    """Return SLO attainment; `prompts` are the load's lengths, `alone_s` the TTFT of a lone prompt by its length.
+
+    A request is in time when its first token is, and its mean time per further token (TPOT), too.
+    """
+    floor_s = settings.ttft_floor_ms / 1e3
+    tpot_s = max(settings.tbt_floor_ms / 1e3, settings.tbt_factor * alone_s(1))
+
+    def first_s(tokens: int) -> float:
+        return max(floor_s, SLO_FACTOR * alone_s(tokens))
+
     return {
         "ttft_factor": SLO_FACTOR,
         "ttft_within_factor_share": attainment(answers, lambda n: SLO_FACTOR * alone_s(n)),
-        "ttft_floor_ms": floor_s * 1e3,
-        "ttft_within_factor_or_floor_share": attainment(answers, lambda n: max(floor_s, SLO_FACTOR * alone_s(n))),
+        "ttft_floor_ms": settings.ttft_floor_ms,
+        "ttft_within_factor_or_floor_share": attainment(answers, first_s),
+        "tpot_target_ms": tpot_s * 1e3,
+        "requests_in_time_share": attainment(answers, first_s, tpot_s),
         "forward_ms_of_mean_prompt": alone_s(sum(prompts) / len(prompts)) * 1e3,
     }
 
 
-def attainment(answers: Sequence[ReplayedAnswer], target_s: Callable[[int], float]) -> float | None:
+def attainment(
+    answers: Sequence[ReplayedAnswer], target_s: Callable[[int], float], tpot_s: float | None = None
+) -> float | None:
     """Return the share of all requests, answered or not, whose first token came within the target of their prompt
-    length."""
+    length; with `tpot_s`, of those that also got the rest at this pace."""
     if not answers:
         return None
-    met = sum(answer.ttft_s is not None and answer.ttft_s <= target_s(answer.prompt_tokens) for answer in answers)
-    return met / len(answers)
+
+    def in_time(answer: ReplayedAnswer) -> bool:
+        first_s = answer.ttft_s
+        first = first_s is not None and first_s <= target_s(answer.prompt_tokens)
+        return first and (tpot_s is None or (answer.whole and answer.tpot_s <= tpot_s))
+
+    return sum(map(in_time, answers)) / len(answers)
 
 
 def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | None]:

@@ -13,7 +13,7 @@ from edged.align.feedback.pair import TokenPair
 from edged.bench import figures
 from edged.bench.arrivals import Arrivals
 from edged.bench.recorder import ReplayRecorder
-from edged.bench.traces import Arrival, RequestTrace, burst_of, length_scale, scale_trace
+from edged.bench.traces import Arrival, PromptIds, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
@@ -59,27 +59,20 @@ class LoadRun(ABC):
         """`engine` is an `Engine` or a `SimulatedEngine`, which delivers to `recorder`; prompts are of `token_ids`."""
         self._clock = recorder.clock
         self._plan, self.engine, self.recorder, self._progress = plan, engine, recorder, progress
-        self._pairs, self._token_ids = iter(pairs), token_ids
-        self._pairs_sent = 0
+        self._prompts = PromptIds(engine.max_context_tokens, token_ids, plan.seed)
+        self._pairs, self._pairs_sent = iter(pairs), 0
         self._numbers = count()
         self._looks: list[figures.Look] = []
         self._next_line_s = 0.0
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
         """Measure the machine, send the load, wait for the answers, and return the report."""
-        plan, context, recorder = self._plan, self.engine.max_context_tokens, self.recorder
+        plan, recorder = self._plan, self.recorder
         alone_s = self._lone_ttft(trace)
         capacity = None if plan.rate_per_s else self._capacity(trace)
         rate = plan.rate_per_s or LOAD_SHARE * (capacity or 0.0)
-        load = scale_trace(
-            trace,
-            rate_per_s=rate,
-            seconds=plan.seconds,
-            context_tokens=context,
-            token_ids=self._token_ids,
-            seed=plan.seed,
-            times_s=plan.arrivals.times_s(rate, plan.seconds, plan.seed) if plan.arrivals else (),
-        )
+        times_s = plan.arrivals.times_s(rate, plan.seconds, plan.seed) if plan.arrivals else ()
+        load = scale_trace(trace, self._prompts, rate_per_s=rate, seconds=plan.seconds, times_s=times_s)
         before, measured_from = self.engine.status(), len(recorder.answers)
         start_s = self._clock()
         self._look(start_s)
@@ -103,7 +96,7 @@ class LoadRun(ABC):
                 "trace": trace.name,
                 "arrivals": plan.arrivals.text if plan.arrivals else None,
                 "recorded_rate_per_s": trace.rate_per_s,
-                "length_scale": length_scale(trace, context),
+                "length_scale": length_scale(trace, self._prompts.context_tokens),
                 "mean_prompt_tokens": sum(prompts) / len(load),
                 "mean_output_tokens": sum(arrival.output_tokens for arrival in load) / len(load),
                 "seconds": plan.seconds,
@@ -113,7 +106,7 @@ class LoadRun(ABC):
             },
             "requests": figures.request_counts(answers),
             **figures.serving_figures(answers, start_s, plan.seconds),
-            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler.ttft_floor_ms / 1e3),
+            "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler),
             "readers": figures.reader_figures(answers),
             "finetune": {
                 "pairs_sent": self._pairs_sent,
@@ -123,8 +116,9 @@ class LoadRun(ABC):
                 "tokens": gained("finetune_tokens"),
                 "tokens_per_s": gained("finetune_tokens") / plan.seconds,
                 "lent_s": after["scheduler"]["lent_s"] - before["scheduler"]["lent_s"],
+                "trained_tokens_per_s": gained("trained_tokens") / plan.seconds,
                 "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
-                "latency_ms": figures.learning_latency(pairs),
+                "latency_ms": figures.learning_latency(pairs, self._clock()),
             },
             "alignment": figures.alignment_figures([score for _, score in scores]),
             "series": figures.score_series(scores, start_s),
@@ -143,10 +137,8 @@ class LoadRun(ABC):
     def _capacity(self, trace: RequestTrace) -> float:
         """Return the requests per second of a burst that fills the batch, sampled from the whole trace, with other
         tokens."""
-        plan = self._plan
-        requests = min(len(trace.rows), plan.settings.serving.max_sequences)
-        context = self.engine.max_context_tokens
-        burst = burst_of(trace, requests, context_tokens=context, token_ids=self._token_ids, seed=plan.seed)
+        requests = min(len(trace.rows), self._plan.settings.serving.max_sequences)
+        burst = burst_of(trace, requests, self._prompts)
         return len(burst) / self._burst_s(burst)
 
     def _accompanied(self, load: Sequence[Arrival]) -> Iterator[tuple[Arrival, TokenPair | None]]:
@@ -176,10 +168,8 @@ class LoadRun(ABC):
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
-            self._progress(
-                f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {self.recorder.open_requests} requests open, "
-                f"{learned} of {self._pairs_sent} pairs learned"
-            )
+            done = f"{self.recorder.open_requests} requests open, {learned} of {self._pairs_sent} pairs learned"
+            self._progress(f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {done}")
 
     @abstractmethod
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:

@@ -14,13 +14,7 @@ from transformers import AutoConfig
 
 from edged.engine.model.loading import ModelRefused, pick_dtype
 from edged.engine.model.memory_model import BaseShape, needs
-from edged.engine.model.quantization import (
-    CannotQuantize,
-    WeightForm,
-    form_of_checkpoint,
-    form_of_setting,
-    method_of,
-)
+from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}

@@ -24,6 +24,16 @@ class ReplayedAnswer:
         """Time to first token from the trace's due time, so that a late sender does not flatter the engine."""
         return self.token_s[0] - self.due_s if self.token_s else None
 
+    @property
+    def whole(self) -> bool:
+        """Whether the answer came to its end."""
+        return self.finish is not None and self.finish.reason in ("length", "stop")
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per output token after the first; 0 for answers of a single token."""
+        return (self.token_s[-1] - self.token_s[0]) / max(1, len(self.token_s) - 1)
+
 
 @dataclass(slots=True)
 class SentPair:

@@ -46,9 +46,7 @@ OnPair = Callable[[Engine, TokenPair, float], None]
 
 
 def replay(
-    plan: ReplayPlan,
-    progress: Progress = lambda _line: None,
-    on_pair: OnPair = lambda _engine, _pair, _at_s: None,
+    plan: ReplayPlan, progress: Progress = lambda _line: None, on_pair: OnPair = lambda _engine, _pair, _at_s: None
 ) -> dict[str, Any]:
     """Run the plan and report; units are in the keys' names.
 
@@ -68,7 +66,9 @@ def replay(
     try:
         # The adapter is applied from the start, so that policies that learn late or never pay for it, too.
         engine.introduce(ADAPTER).result()
-        report = _Replay(plan, engine, recorder, pairs, tokenizer, progress, on_pair).play(trace)
+        run = _Replay(plan, engine, recorder, pairs, _plain_ids(tokenizer), progress)
+        run.on_pair = on_pair
+        report = run.play(trace)
     finally:
         engine.stop(0.0)
     return {
@@ -108,25 +108,17 @@ def load_pairs(path: Path, format: Format, tokenizer: Tokenizer, max_tokens: int
     return pairs, bad_lines
 
 
+def _plain_ids(tokenizer: Tokenizer) -> range:
+    """The ids after those that end an answer; all where no others are left."""
+    ids = range(max(tokenizer.eos_ids) + 1, tokenizer.vocab_size)
+    return ids if len(ids) > 1 else range(tokenizer.vocab_size)
+
+
 class _Replay(LoadRun):
     """A load run against a running engine."""
 
     engine: Engine
-
-    def __init__(
-        self,
-        plan: ReplayPlan,
-        engine: Engine,
-        recorder: ReplayRecorder,
-        pairs: list[TokenPair],
-        tokenizer: Tokenizer,
-        progress: Progress,
-        on_pair: OnPair,
-    ) -> None:
-        token_ids = range(max(tokenizer.eos_ids) + 1, tokenizer.vocab_size)
-        token_ids = token_ids if len(token_ids) > 1 else range(tokenizer.vocab_size)
-        super().__init__(plan, engine, recorder, pairs, token_ids, progress)
-        self._on_pair = on_pair
+    on_pair: OnPair
 
     # -- the machine -------------------------------------------------------------------------------------------------
 
@@ -134,7 +126,8 @@ class _Replay(LoadRun):
         context = self.engine.max_context_tokens
         scale = length_scale(trace, context)
         lengths = np.percentile([row.prompt_tokens * scale for row in trace.rows], _PROBED_PERCENTILES)
-        probed = sorted({int(min(max(1.0, length), context - 1)) for length in lengths})
+        # One token alone is a decode's time, too.
+        probed = sorted({1, *(int(min(max(1.0, length), context - 1)) for length in lengths)})
         self._progress(f"measuring prompts of {', '.join(map(str, probed))} tokens alone")
         generator = random.Random(self._plan.seed)
         self._alone_s(generator, probed[0])
@@ -142,7 +135,7 @@ class _Replay(LoadRun):
         return lambda tokens: float(np.interp(tokens, probed, seconds))
 
     def _alone_s(self, generator: random.Random, tokens: int) -> float:
-        ids = tuple(generator.choices(self._token_ids, k=tokens))
+        ids = tuple(generator.choices(self._prompts.ids, k=tokens))
         answer = self.recorder.answers[self._submit(Arrival(0.0, ids, 1), time.monotonic())]
         self._wait_for_probe()
         if answer.ttft_s is None:
@@ -173,7 +166,7 @@ class _Replay(LoadRun):
             self._sleep_until(start_s + arrival.at_s, start_s)
             self._submit(arrival, start_s + arrival.at_s)
             if pair is not None:
-                self._on_pair(self.engine, pair, time.monotonic() - start_s)
+                self.on_pair(self.engine, pair, time.monotonic() - start_s)
                 self.recorder.expect_pair(pair.pair_id)
                 self.engine.submit_pairs([pair])
         self._sleep_until(start_s + self._plan.seconds, start_s)

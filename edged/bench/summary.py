@@ -36,8 +36,12 @@ class ReportFigure:
 
 
 TTFT = ReportFigure("ttft_ms.p50", "TTFT p50 ms")
+TTFT_P95 = ReportFigure("ttft_ms.p95", "TTFT p95 ms")
 TBT = ReportFigure("tbt_ms.p50", "TBT p50 ms", 2)
-ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "SLO attainment", 3)
+TBT_P95 = ReportFigure("tbt_ms.p95", "TBT p95 ms", 2)
+MEAN_TBT = ReportFigure("tbt_ms.mean", "TBT mean ms", 2)
+ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "first tokens in time", 3)
+REQUESTS_IN_TIME = ReportFigure("slo.requests_in_time_share", "requests in time", 3)
 THROUGHPUT = ReportFigure("throughput.output_tokens_per_s", "output tokens/s")
 PAIRS = ReportFigure("finetune.pairs_trained", "pairs trained", 0)
 LEARNING = ReportFigure("finetune.latency_ms.p50", "learnt after p50 ms", 0)
@@ -45,12 +49,16 @@ CLPD = ReportFigure("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd
 WIN_RATE = ReportFigure("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
 METRICS = (
     TTFT,
-    ReportFigure("ttft_ms.p95", "TTFT p95 ms"),
+    TTFT_P95,
     TBT,
-    ReportFigure("tbt_ms.p95", "TBT p95 ms", 2),
+    MEAN_TBT,
+    TBT_P95,
+    ReportFigure("tbt_ms.p99", "TBT p99 ms", 2),
     ATTAINMENT,
+    REQUESTS_IN_TIME,
     THROUGHPUT,
     PAIRS,
+    ReportFigure("finetune.trained_tokens_per_s", "trained tokens/s"),
     LEARNING,
     CLPD,
     WIN_RATE,

@@ -13,6 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 Record = TypeVar("Record")
+Draw = Callable[[random.Random, int], int]
+"""A function that draws a length by its mean."""
 
 POISSON, LOGNORMAL = "poisson", "lognormal"
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -65,6 +67,18 @@ class Arrival:
     output_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptIds:
+    """The token ids of a load's prompts: random ones of `ids`, the same for the same seed, as far as the context goes.
+
+    A prompt and its output together have at most `context_tokens`.
+    """
+
+    context_tokens: int
+    ids: range
+    seed: int = 0
+
+
 def read_trace(source: str, seed: int = 0) -> RequestTrace:
     """Read a trace from a file: Azure's or BurstGPT's CSV, Mooncake's JSONL; or draw one with Poisson arrivals.
 
@@ -103,66 +117,43 @@ def length_scale(trace: RequestTrace, context_tokens: int) -> float:
 
 
 def scale_trace(
-    trace: RequestTrace,
-    *,
-    rate_per_s: float,
-    seconds: float,
-    context_tokens: int,
-    token_ids: range,
-    seed: int = 0,
-    times_s: Sequence[float] = (),
+    trace: RequestTrace, prompts: PromptIds, *, rate_per_s: float, seconds: float, times_s: Sequence[float] = ()
 ) -> list[Arrival]:
     """Return the trace's first `rate_per_s * seconds` requests, squeezed or stretched into `seconds`, or at `times_s`
     where these are given.
 
-    Gaps and lengths keep their proportions; requests that are still too long keep the start of their prompt. Prompts
-    are random tokens of `token_ids`, with equal tokens for equal blocks of the trace. A load longer than the trace ends
-    with it.
+    Gaps and lengths keep their proportions; requests that are still too long keep the start of their prompt. Equal
+    blocks of the trace become equal tokens. A load longer than the trace ends with it.
     """
     wanted = len(times_s) or max(1, round(rate_per_s * seconds))
     rows = trace.rows[:wanted]
     span = trace.rows[wanted].at_s if wanted < len(trace.rows) else rows[-1].at_s + 1.0 / trace.rate_per_s
     stretch = len(rows) / rate_per_s / max(span, 1e-9)
-    load = scale_rows(
-        rows,
-        scale=length_scale(trace, context_tokens),
-        block_tokens=trace.block_tokens,
-        context_tokens=context_tokens,
-        token_ids=token_ids,
-        seed=seed,
-    )
+    load = scale_rows(rows, prompts, length_scale(trace, prompts.context_tokens), trace.block_tokens)
     moments = times_s or [arrival.at_s * stretch for arrival in load]
     return [replace(arrival, at_s=at_s) for arrival, at_s in zip(load, moments, strict=False)]
 
 
-def burst_of(trace: RequestTrace, requests: int, *, context_tokens: int, token_ids: range, seed: int) -> list[Arrival]:
+def burst_of(trace: RequestTrace, requests: int, prompts: PromptIds) -> list[Arrival]:
     """Return `requests` sampled from the whole trace, within a second, with other tokens than a load of the same
     seed."""
-    rows = random.Random(seed).sample(trace.rows, requests)
-    return scale_trace(
-        replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s))),
-        rate_per_s=requests,
-        seconds=1.0,
-        context_tokens=context_tokens,
-        token_ids=token_ids,
-        seed=seed + 1,
-    )
+    rows = random.Random(prompts.seed).sample(trace.rows, requests)
+    sample = replace(trace, rows=tuple(sorted(rows, key=lambda row: row.at_s)))
+    return scale_trace(sample, replace(prompts, seed=prompts.seed + 1), rate_per_s=requests, seconds=1.0)
 
 
-def scale_rows(
-    rows: Iterable[TraceRow], *, scale: float, block_tokens: int, context_tokens: int, token_ids: range, seed: int = 0
-) -> list[Arrival]:
+def scale_rows(rows: Iterable[TraceRow], prompts: PromptIds, scale: float, block_tokens: int) -> list[Arrival]:
     """Return the rows with their lengths, and the length of their blocks, times `scale`, at their own times.
 
     Requests that are still too long for the context keep the start of the prompt.
     """
     whole_block = max(1, round(block_tokens * scale))
     # A list, so that the prompts of a long load share their int objects.
-    known_ids, fresh = list(token_ids), count()
+    known_ids, fresh = list(prompts.ids), count()
 
     def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
         """Draw random tokens, always the same for the same kind and number."""
-        drawn = np.random.default_rng((seed, kind, number)).integers(0, len(known_ids), tokens)
+        drawn = np.random.default_rng((prompts.seed, kind, number)).integers(0, len(known_ids), tokens)
         return tuple(known_ids[index] for index in drawn.tolist())
 
     def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
@@ -175,7 +166,7 @@ def scale_rows(
 
     arrivals = []
     for row in rows:
-        prompt, output = scaled_lengths(row, scale, context_tokens)
+        prompt, output = scaled_lengths(row, scale, prompts.context_tokens)
         arrivals.append(Arrival(row.at_s, prompt_of(row.blocks, prompt), output))
     return arrivals
 
@@ -186,12 +177,7 @@ def scaled_lengths(row: TraceRow, scale: float, context_tokens: int) -> tuple[in
     return min(max(1, round(row.prompt_tokens * scale)), context_tokens - output), output
 
 
-def _drawn(
-    name: str,
-    generator: random.Random,
-    draw: Callable[[random.Random, int], int],
-    means: tuple[int, int] = _POISSON_TOKENS,
-) -> RequestTrace:
+def _drawn(name: str, generator: random.Random, draw: Draw, means: tuple[int, int] = _POISSON_TOKENS) -> RequestTrace:
     """Draw independent arrivals, one a second, with lengths by their means."""
     rows, at_s = [], 0.0
     for _ in range(_DRAWN_ROWS):
@@ -208,10 +194,8 @@ def _lognormal(source: str, generator: random.Random) -> RequestTrace:
         if min(prompt, output) < 1:
             raise ValueError
     except ValueError:
-        raise TraceError(
-            f'trace "{source}" does not tell its mean lengths: give {LOGNORMAL}:PROMPT:OUTPUT, such as '
-            f"{LOGNORMAL}:1000:200"
-        ) from None
+        way_out = f"give {LOGNORMAL}:PROMPT:OUTPUT, such as {LOGNORMAL}:1000:200"
+        raise TraceError(f'trace "{source}" does not tell its mean lengths: {way_out}') from None
 
     def draw(chance: random.Random, mean: int) -> int:
         return max(1, round(mean * chance.lognormvariate(-0.5 * _LOGNORMAL_SIGMA**2, _LOGNORMAL_SIGMA)))
@@ -227,10 +211,8 @@ def _csv(name: str, lines: Iterator[str]) -> tuple[list[TraceRow], int]:
     at, prompt, output = _BURSTGPT_COLUMNS if burstgpt else _AZURE_COLUMNS
     missing = [column for column in (at, prompt, output) if column not in header]
     if missing:
-        raise TraceError(
-            f"{name} has no column {', '.join(missing)}: an Azure trace has {', '.join(_AZURE_COLUMNS)}, one of "
-            f"BurstGPT {', '.join(_BURSTGPT_COLUMNS)}"
-        )
+        known = f"an Azure trace has {', '.join(_AZURE_COLUMNS)}, one of BurstGPT {', '.join(_BURSTGPT_COLUMNS)}"
+        raise TraceError(f"{name} has no column {', '.join(missing)}: {known}")
 
     def parse(record: dict[str, str]) -> TraceRow:
         at_s = float(record[at]) if burstgpt else datetime.fromisoformat(record[at]).timestamp()

@@ -207,10 +207,9 @@ def _checked(source: Path) -> Path:
     """
     folder = source if source.is_dir() else source.parent
     if not source.is_dir() and source.suffix != ".safetensors":
-        raise DaemonError(
-            f"{source} is not a folder or a .safetensors file: pickles (.bin, .pt) are never read; convert it where "
-            "you trust it, with peft's model.save_pretrained(DIRECTORY)"
-        )
+        way_out = "convert it where you trust it, with peft's model.save_pretrained(DIRECTORY)"
+        pickles = "pickles (.bin, .pt) are never read"
+        raise DaemonError(f"{source} is not a folder or a .safetensors file: {pickles}; {way_out}")
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
         raise DaemonError(f"{folder} has no {missing[0]}: give what peft's save_pretrained wrote, as safetensors")
@@ -232,9 +231,7 @@ def forget(client: Client, name: str, yes: bool) -> Any:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
     data = client.call("DELETE", _path(name))
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
-    found = [
-        f"the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)" for item in searched["found"]
-    ]
+    found = [f"the {it['what']} in {it['table']}.{it['column']} ({it['rows']} rows)" for it in searched["found"]]
     nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the file keeps its size, see the log"
     others, new = searched["said_by_others"], searched["new_rows"]
     text = [
@@ -272,17 +269,7 @@ def align() -> None:
 @json_option
 @with_client
 def rebuild(
-    client: Client,
-    user: str,
-    epochs: int | None,
-    lr: float | None,
-    seed: int,
-    output: Path | None,
-    adopt: bool,
-    model: str | None,
-    data_dir: str | None,
-    config: Path | None,
-    as_json: bool,
+    client: Client, user: str, output: Path | None, adopt: bool, config: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Train USER's adapter anew with TRL's DPOTrainer, and compare.
 
@@ -292,10 +279,12 @@ def rebuild(
     """
     if output is not None:
         refuse_full(output)
-    settings, work = _prepare(client, user, config, {"model.path": model, "store.data_dir": data_dir})
+    flags = {"model.path": options["model"], "store.data_dir": options["data_dir"]}
+    settings, work = _prepare(client, user, config, flags)
     from edged.rebuild.training import Recipe
 
-    recipe = Recipe(epochs or settings.align.epochs, lr or settings.align.learning_rate, seed)
+    align = settings.align
+    recipe = Recipe(options["epochs"] or align.epochs, options["lr"] or align.learning_rate, options["seed"])
     result = work.train(recipe, lambda step, of, loss: show_progress(f"step {step} of {of}, loss {loss:.3f}"))
     show_progress("")
     version = None

@@ -19,20 +19,17 @@ _ANDES_TOKENS_PER_S = {"andes-text": 4.8, "andes-speech": 3.3}
 """Mean speeds of people who read and who listen (Andes, Tables 2.1 and 2.2)."""
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
-    "--trace",
-    required=True,
-    metavar="FILE",
+    "--trace", required=True, metavar="FILE",
     help='Azure or BurstGPT .csv, Mooncake .jsonl, "poisson", or "lognormal:PROMPT:OUTPUT" (mean tokens, heavy tails).',
-)
+)  # fmt: skip
 arrivals_option = click.option(
     "--arrivals",
     metavar="PROCESS",
     help="Instead of the trace's own times: poisson, gamma:CV, or cyclic:INTENSITY:SHARE[:MINUTES] (bursts of "
     "INTENSITY times the rate for SHARE of each period).",
 )
-rate_option = click.option(
-    "--rate", "rate_per_s", type=_ABOVE_ZERO, help="Requests per second; default: 70 % of a burst's."
-)
+_RATE_HELP = "Requests per second; default: 70 % of a burst's."
+rate_option = click.option("--rate", "rate_per_s", type=_ABOVE_ZERO, help=_RATE_HELP)
 retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
 
 
@@ -109,13 +106,7 @@ def bench() -> None:
 @seed_option
 @shown
 def replay(
-    model: str,
-    pairs: str,
-    config: Path | None,
-    policy: str | None,
-    arrivals: str | None,
-    run: Any = None,
-    **load: Any,
+    model: str, pairs: str, config: Path | None, policy: str | None, arrivals: str | None, run: Any = None, **load: Any
 ) -> Any:
     """Replay a request trace while learning from preference pairs, and report latency, throughput and alignment.
 
@@ -274,13 +265,14 @@ def table(rows: list[dict[str, Any]]) -> Renderable:
         ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
         return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
 
+    metrics = [metric for metric in METRICS if any(row["metrics"][metric.path]["value"] for row in rows)]
     made = make_table(
-        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in METRICS)),
+        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in metrics)),
         caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
     )
     for row in rows:
         share = "" if row["load"] is None else f" ({percent(row['load'])})"
-        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in METRICS)
+        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in metrics)
         made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
     return made
 
@@ -306,12 +298,9 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
 @rate_option
 @retrain_rate_option
 @click.option(
-    "--pair-tokens",
-    type=Values(click.IntRange(1), 3),
-    default="100,60,60",
-    metavar="PROMPT,CHOSEN,REJECTED",
+    "--pair-tokens", type=Values(click.IntRange(1), 3), default="100,60,60", metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
-)
+)  # fmt: skip
 @readers_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
@@ -366,7 +355,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
     def latency(name: str) -> str:
         values = report[name]
-        return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("p50", "p95", "p99"))
+        return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("mean", "p50", "p95", "p99"))
 
     def metric(name: str, unit: str = "") -> str:
         recent = alignment[f"{name}_recent"]
@@ -382,16 +371,26 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{throughput['prompt_tokens_per_s']:.0f} prompt tokens/s, {throughput['requests_per_s']:.2f} requests/s",
         ),
         (
-            "SLO attainment",
-            f"{percent(slo['ttft_within_factor_share'])} of first tokens within {slo['ttft_factor']:.0f}x the forward "
+            "first tokens in time",
+            f"{percent(slo['ttft_within_factor_share'])} within {slo['ttft_factor']:.0f}x the forward "
             f"latency ({percent(slo['ttft_within_factor_or_floor_share'])} within that or "
             f"{slo['ttft_floor_ms']:.0f} ms)",
         ),
         *reading,
         (
+            "requests in time",
+            f"{percent(slo['requests_in_time_share'])} with their first token, by the latter, and at most "
+            f"{slo['tpot_target_ms']:.0f} ms per further token",
+        ),
+        (
             "fine-tuning",
             f"{finetune['pairs_trained']} of {finetune['pairs_sent']} pairs in {finetune['steps']} steps, "
-            f"{finetune['tokens_per_s']:.0f} tokens/s",
+            f"{finetune['trained_tokens_per_s']:.0f} trained tokens/s",
+        ),
+        (
+            "submitted to learned",
+            f"p50 {number(finetune['latency_ms']['p50'], 0, 'ms')}; {finetune['pairs_waiting']} not learned at the "
+            "end, counted as longer than they waited",
         ),
         ("win rate", metric("win_rate")),
         ("CLPD", metric("clpd_nats", "nats")),

@@ -47,9 +47,8 @@ def chat(client: Client, user: str | None, **options: Any) -> None:
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing for input())
 
-        whose = (
-            f"{user}'s adapter of {model}" if user else f"the base model {model}; --user NAME makes it learn from you"
-        )
+        base = f"the base model {model}; --user NAME makes it learn from you"
+        whose = f"{user}'s adapter of {model}" if user else base
         click.secho(f"{whose}. /help lists the commands.", dim=True)
     for item in client.get("/v1/adapters")["adapters"]:
         if item["adapter"] == user and (waiting := held(item)):

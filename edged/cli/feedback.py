@@ -72,16 +72,7 @@ def feedback() -> None:
 @click.option("--no-wait", is_flag=True, help="Leave when the pairs are sent; they are learned all the same.")
 @json_option
 @with_client
-def import_(
-    client: Client,
-    file: Path,
-    user: str | None,
-    format_: Any,
-    skip: int,
-    limit: int | None,
-    no_wait: bool,
-    as_json: bool,
-) -> None:
+def import_(client: Client, file: Path, user: str | None, format_: Any, as_json: bool, **how: Any) -> None:
     """Learn from the preference pairs of FILE, and wait until each has its outcome.
 
     FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by
@@ -90,6 +81,7 @@ def import_(
     """
     from edged.align.feedback.pair_formats import count_lines, read_pairs
 
+    skip, limit = how["skip"], how["limit"]
     if not user and format_ != "edged":
         raise DaemonError(f"lines of format {format_} name no user: give --user NAME")
     with explain_os_errors(f"{file} cannot be read"):
@@ -100,7 +92,7 @@ def import_(
             result = send(client, user, rows, lambda done: show(done, expected, f"importing: {done} of {expected}"))
     if not as_json:
         _report(result, user)
-    waits = result.feedback_ids and not (no_wait or result.stopped)
+    waits = result.feedback_ids and not (how["no_wait"] or result.stopped)
     states, why = follow(client, result.feedback_ids, user) if waits else (None, None)
     pairs, go_on = len(result.feedback_ids), skip + result.done
     if as_json:

@@ -47,10 +47,9 @@ def settings_file(named: Path | None) -> Path | None:
     except FileNotFoundError:
         return None
     except PermissionError:
-        raise NotReadable(
-            f"the installed daemon's settings, {INSTALLED_FILE}, may be read by its user alone: run this with sudo, or "
-            "name another daemon's with --config FILE (/dev/null: the defaults)"
-        ) from None
+        way_out = "run this with sudo, or name another daemon's with --config FILE (/dev/null: the defaults)"
+        closed = f"the installed daemon's settings, {INSTALLED_FILE}, may be read by its user alone"
+        raise NotReadable(f"{closed}: {way_out}") from None
     return INSTALLED_FILE
 
 

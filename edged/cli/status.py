@@ -176,10 +176,8 @@ def _spilled(prefix: dict[str, Any]) -> str:
     spill = prefix["spill"]
     if spill["kind"] == "off":
         return f"nothing, {number(prefix['evicted_pages'])} pages dropped"
-    return (
-        f"{number(spill['pages'])} of {number(spill['capacity'])} pages ({spill['kind']}), "
-        f"{number(prefix['restored_tokens'])} tokens restored"
-    )
+    pages = f"{number(spill['pages'])} of {number(spill['capacity'])} pages ({spill['kind']})"
+    return f"{pages}, {number(prefix['restored_tokens'])} tokens restored"
 
 
 def bins_panel(data: dict[str, Any], columns: int = BINS) -> Renderable:
@@ -337,10 +335,5 @@ def metrics_plot(item: dict[str, Any]) -> Renderable | None:
         ("CLPD in nats", "cyan", line_plot(clpd, *PLOT_SIZE, guide=0.0)),
     )
     columns = [Text("\n".join([title, *rows]), style=colour, no_wrap=True) for title, colour, rows in plots]
-    return Panel(
-        Columns(columns, padding=(0, 2)),
-        title=f"{item['adapter']}, pairs {series[0]['pair']} to {series[-1]['pair']}",
-        title_align="left",
-        border_style="dim",
-        expand=False,
-    )
+    title, drawn = f"{item['adapter']}, pairs {series[0]['pair']} to {series[-1]['pair']}", Columns(columns, (0, 2))
+    return Panel(drawn, title=title, title_align="left", border_style="dim", expand=False)

@@ -95,10 +95,9 @@ class _UnixConnection(http.client.HTTPConnection):
                 self.close()
                 refused = error
             if isinstance(refused, PermissionError):
-                raise DaemonError(
-                    f"no permission for {path}: whoever runs edged lets accounts in by the socket's mode and group "
-                    "(api.socket_mode; under systemd SocketMode= and SocketGroup= of edged.socket)"
-                )
+                how = "api.socket_mode; under systemd SocketMode= and SocketGroup= of edged.socket"
+                way_out = f"whoever runs edged lets accounts in by the socket's mode and group ({how})"
+                raise DaemonError(f"no permission for {path}: {way_out}")
         raise refused
 
 

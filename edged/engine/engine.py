@@ -72,7 +72,7 @@ class Engine:
         self.subject = subject_of(model, name, settings.model, runner.threads)
         """The model, device and numerics that a usable profile must have been measured on."""
         cost = first_cost_model(model, self.subject, settings.scheduler.profile, data_dir)
-        scheduler = self.scheduler = Scheduler(settings.scheduler, cost)
+        scheduler = self.scheduler = Scheduler(settings.scheduler, cost, fairness=settings.fairness)
         adapter_cache = AdapterCache(spec, self._live, model.device, files)
         slots, stats, commands = SlotTable(model.lora), Counters(), CommandQueue()
         self.slots, self.stats, self.commands = slots, stats, commands

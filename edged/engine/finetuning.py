@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from itertools import islice
 from typing import Any
 
 from edged.align.adapters.loader import AdapterLoader
@@ -109,7 +108,7 @@ class FinetuneJobs:
             self._slotless, self._slotless_s = "", math.inf
         if len(self.jobs) >= self._most_open:
             return
-        for adapter in list(islice(ready, _MOST_TRIED)):
+        for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
             if len(self.jobs) >= self._most_open or not self._rested(now):
                 return
             # The adapter may have joined another's step meanwhile.
@@ -268,6 +267,7 @@ class FinetuneJobs:
                 self._shrink(now)
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
+        task.trains = tuple(step.adapters)
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -318,6 +318,7 @@ class FinetuneJobs:
                 self._trainer.versions.take_back(adapter, reason)
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
+        totals.trained_tokens = self._trainer.trained_tokens
 
     def _drop(self, task_id: int) -> FineTuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""

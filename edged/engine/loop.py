@@ -201,6 +201,7 @@ class EngineLoop:
     def configure(self, settings: Settings) -> None:
         """Change the settings of all parts, and plan anew."""
         self._scheduler.configure(settings.scheduler)
+        self._scheduler.share_by(settings.fairness)
         self._settings.now = settings
         self._ahead = None
 

@@ -27,7 +27,7 @@ from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import Drawn, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.runtime.process import give_back_memory
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import Grant, Kind, Plan, Task, TaskOutcome, Unit
 from edged.tensors.cpu_threads import CpuThreads
 from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
@@ -184,7 +184,7 @@ class ModelRunner:
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
-                self._run_units(jobs[grant.task.task_id], grant.units, interrupted, work)
+                self._run_units(jobs[grant.task.task_id], grant, interrupted, work)
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
@@ -266,15 +266,15 @@ class ModelRunner:
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
         return [sequence.row(self.end_ids) for sequence in work.sampled]
 
-    def _run_units(self, job: FineTuneJob, units: int, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
+    def _run_units(self, job: FineTuneJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
         ran, started = 0, time.perf_counter()
-        while ran < units:
+        while ran < grant.units:
             # At least one unit or forward of fine-tuning runs: a stream of arrivals must not starve a granted step.
             begun = work.units or work.finetuned
             if job.step.finished or job.step.group.tokens_left or (begun and interrupted()):
                 break
             try:
-                unit = Unit(*job.step.run_unit())
+                unit = Unit(*job.step.run_unit(grant.window if ran + 1 == grant.units else 0))
             except Exception as error:
                 if not out_of_memory(error):
                     # A device that has failed raises here, too: then the step is not to blame.

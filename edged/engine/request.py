@@ -27,7 +27,7 @@ class Request:
     """A request for one completion. `adapter` None is the base model.
 
     Its K/V is shared only with requests of the same `tenant`; "" is the tenant of all who share. `user` is the
-    requesting user, where known, whatever the adapter.
+    requesting user, where known, whatever the adapter; `turn` names whose turn it is, where that is another name.
     """
 
     request_id: str
@@ -37,6 +37,7 @@ class Request:
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     user: str | None = None
+    turn: str = ""
     pace: Pace | None = None
     """Speed of the person who reads the answer while it is made, if anybody does."""
 

@@ -25,13 +25,10 @@ def bin_resources(
 ) -> Resources:
     """Return the resources of a bin: `free` of `usable` pages, and at most `sequences` sequences, if given."""
     # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
-    most = min(settings.max_sequences, settings.max_batch_tokens // 2)
+    tokens = settings.max_batch_tokens
+    most = min(settings.max_sequences, tokens // 2, settings.max_sequences if sequences is None else sequences)
     return Resources(
-        free_pages=free,
-        total_pages=usable,
-        page_size=pages.page_size,
-        max_tokens=settings.max_batch_tokens,
-        max_sequences=most if sequences is None else min(most, sequences),
+        free_pages=free, total_pages=usable, page_size=pages.page_size, max_tokens=tokens, max_sequences=most
     )
 
 

@@ -21,9 +21,8 @@ def demo_model_dir() -> Path:
     """
     directory = Path(str(files(__package__))) / "demo"
     if not (directory / "model.safetensors").is_file():
-        raise ModelMissing(
-            f'the demo model is missing from "{directory}": reinstall edged or run tools/train_demo_model.py'
-        )
+        way_out = "reinstall edged or run tools/train_demo_model.py"
+        raise ModelMissing(f'the demo model is missing from "{directory}": {way_out}')
     return directory
 
 
@@ -40,9 +39,8 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
     if path.is_dir():
         return path, name_of(settings)
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
-        raise ModelMissing(
-            f'model "{settings.path}" is not a directory: give one that save_pretrained wrote, a hub name, or "demo"'
-        )
+        way_out = 'give one that save_pretrained wrote, a hub name, or "demo"'
+        raise ModelMissing(f'model "{settings.path}" is not a directory: {way_out}')
     from huggingface_hub import snapshot_download
 
     try:
@@ -50,6 +48,5 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
         patterns += ["*.py"] if settings.trust_remote_code else []
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), name_of(settings)
     except Exception as error:  # network, names and permissions, each with its own exception
-        raise ModelMissing(
-            f'model "{settings.path}" is not a directory here and could not be downloaded ({logs.first_line(error)})'
-        ) from error
+        why = f"could not be downloaded ({logs.first_line(error)})"
+        raise ModelMissing(f'model "{settings.path}" is not a directory here and {why}') from error

@@ -1,6 +1,6 @@
 """Every metric that `GET /metrics` can show: name, type, labels, meaning. docs/metrics.md is checked against it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,16 +22,12 @@ class Metric:
     help: str
 
 
-def _counter(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, "counter", labels, help)
+def _of_kind(kind: Literal["counter", "gauge", "histogram"]) -> Callable[..., Metric]:
+    """Return a function of (name, help, *labels) that makes a metric of this kind."""
+    return lambda name, help, *labels: Metric(name, kind, labels, help)
 
 
-def _gauge(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, "gauge", labels, help)
-
-
-def _histogram(name: str, help: str, *labels: str) -> Metric:
-    return Metric(name, "histogram", labels, help)
+_counter, _gauge, _histogram = _of_kind("counter"), _of_kind("gauge"), _of_kind("histogram")
 
 
 CATALOGUE = (
@@ -133,12 +129,11 @@ class Samples(Collector):
         """Families in the catalogue's order, for prometheus_client's encoders."""
         for metric in CATALOGUE:
             value = self._values.get(metric.name)
-            family = _FAMILIES[metric.kind](
-                metric.name.removesuffix("_info"), metric.help, labels=() if metric.kind == "info" else metric.labels
-            )
-            for labels, each in (value if isinstance(value, Mapping) else {(): value}).items():
+            labels = () if metric.kind == "info" else metric.labels
+            family = _FAMILIES[metric.kind](metric.name.removesuffix("_info"), metric.help, labels=labels)
+            for own, each in (value if isinstance(value, Mapping) else {(): value}).items():
                 if each is not None:
-                    _add(metric, family, (labels,) if isinstance(labels, str) else labels, each)
+                    _add(metric, family, (own,) if isinstance(own, str) else own, each)
             if family.samples:
                 yield family
 

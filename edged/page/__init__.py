@@ -34,11 +34,8 @@ class PageFile:
 def page_file(name: str) -> PageFile:
     """Return a file by its name, one of NAMES; the chart library takes a fraction of a second the first time."""
     content = _content(name)
-    return PageFile(
-        body_gzip=gzip.compress(content, _COMPRESSION, mtime=0),
-        media_type=_TYPES[name.rpartition(".")[2]],
-        tag=hashlib.sha256(content).hexdigest()[:32],
-    )
+    media_type, tag = _TYPES[name.rpartition(".")[2]], hashlib.sha256(content).hexdigest()[:32]
+    return PageFile(gzip.compress(content, _COMPRESSION, mtime=0), media_type, tag)
 
 
 def _content(name: str) -> bytes:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle
 from statistics import median_high
 
 import numpy as np
@@ -36,6 +37,8 @@ ROUNDS, QUICK_ROUNDS = 12, 4
 caches, unlike in an engine whose forwards differ; and a neighbour's busy seconds do not meet one shape alone."""
 _STEPS_EVERY = 3
 """Interval, in rounds, at which steps are measured: each is many forwards and units."""
+_WINDOWS = (16, 0, 0, 32, 0, 0, 64, 0, 0, 128, 0, 0)
+"""Rows to which units are cut in turn, as far as they can be; 0: none. After a cut one come its rest and a whole."""
 _LONG_S = 0.25
 """Longest forward that every round measures; longer ones are measured only in the rounds with steps."""
 _DECODE_CONTEXT = 64
@@ -182,6 +185,7 @@ class Prober:
         self._slots: list[int] = []
         self._forwards: dict[str, tuple[Load, list[float]]] = {}
         self._units: dict[tuple[str, int], list[float]] = {}
+        self._windows = cycle(_WINDOWS)
 
     def times(self) -> tuple[list[ForwardTime], list[UnitTime]]:
         """Return the times of all forwards, by their loads, and of all units, by kind and tokens; in a random order.
@@ -289,13 +293,11 @@ class Prober:
         self._parts.trainer.records.clear()
 
     def _advance(self, job: FineTuneJob, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
-        """Run the step's next chunk of forward, or all units that are known; return the output and the chunk's
-        tokens."""
+        """Run the step's next chunk of forward, or its next unit; return the output and the chunk's tokens."""
         task = job.task
         left, most = job.step.group.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
         if not left:
-            units = len(job.step.units_left())
-            return self._run((), Grant(task, 0, units), jobs={task.task_id: job}), 0
+            return self._run((), Grant(task, 0, 1, next(self._windows)), jobs={task.task_id: job}), 0
         # Chunks of all lengths: a third of the rest, then of what remains, and then all of it.
         chunk = min(most, left if left < 24 else max(24, left // 3))
         return self._run(running, Grant(task, chunk), jobs={task.task_id: job}), chunk

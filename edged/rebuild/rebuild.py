@@ -68,9 +68,8 @@ class Rebuild:
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
         self.spec = self._spec(name)
-        self.learned, self.held_out = _stored_pairs(
-            data_dir, adapter, Tokenizer.load(model_dir), settings.align.max_pair_tokens, self.spec.fingerprint
-        )
+        most, base = settings.align.max_pair_tokens, self.spec.fingerprint
+        self.learned, self.held_out = _stored_pairs(data_dir, adapter, Tokenizer.load(model_dir), most, base)
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
         if not root.is_dir():
             raise RebuildError(f'"{adapter}" has no version on disk in {root}')
@@ -101,16 +100,9 @@ class Rebuild:
             name: {key: score(self._model, name, part, align.beta) for key, part in sets.items()}
             for name in (ONLINE, REBUILT)
         }
-        return Comparison(
-            adapter=self.adapter,
-            online_version=self.online_version,
-            epochs=recipe.epochs,
-            learning_rate=recipe.learning_rate,
-            steps=steps,
-            online=scores[ONLINE],
-            rebuilt=scores[REBUILT],
-            agreement=greedy_agreement(self._model, ONLINE, REBUILT, prompts, _GREEDY_TOKENS),
-        )
+        agreement = greedy_agreement(self._model, ONLINE, REBUILT, prompts, _GREEDY_TOKENS)
+        of = (self.adapter, self.online_version, recipe.epochs, recipe.learning_rate, steps)
+        return Comparison(*of, online=scores[ONLINE], rebuilt=scores[REBUILT], agreement=agreement)
 
     def save(self, folder: Path) -> None:
         """Write the rebuilt adapter as a PEFT folder."""
@@ -163,9 +155,8 @@ def _stored_pairs(
     """
     path = data_dir / DATABASE_FILE
     if not path.is_file():
-        raise RebuildError(
-            f'data folder "{data_dir}" has no {DATABASE_FILE}: give --data-dir, or --config of the daemon'
-        )
+        way_out = "give --data-dir, or --config of the daemon"
+        raise RebuildError(f'data folder "{data_dir}" has no {DATABASE_FILE}: {way_out}')
     try:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("PRAGMA query_only = ON")
@@ -177,10 +168,8 @@ def _stored_pairs(
     except sqlite3.Error as error:
         raise RebuildError(f'database "{path}" cannot be read: {error}') from None
     if base != fingerprint:
-        raise RebuildError(
-            f'data folder "{data_dir}" speaks of the base model {base}, the settings name {fingerprint}: give the '
-            "--config and --model that the daemon has"
-        )
+        named = f"the settings name {fingerprint}: give the --config and --model that the daemon has"
+        raise RebuildError(f'data folder "{data_dir}" speaks of the base model {base}, {named}')
     by_state: dict[str, list[TokenPair]] = {}
     for row in rows:
         try:
@@ -191,7 +180,6 @@ def _stored_pairs(
             by_state.setdefault(row.state, []).append(pair)
     learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
     if not learned:
-        raise RebuildError(
-            f'no pair of "{adapter}" was learned yet ({len(rows)} are stored, {len(by_state.get("queued", []))} wait)'
-        )
+        counts = f"{len(rows)} are stored, {len(by_state.get('queued', []))} wait"
+        raise RebuildError(f'no pair of "{adapter}" was learned yet ({counts})')
     return learned, by_state.get("held_out", [])

@@ -35,10 +35,8 @@ def check_trl() -> None:
     try:
         import trl  # noqa: F401
     except ImportError:
-        raise RebuildError(
-            f"TRL is not installed for this edged: `{sys.executable} -P -m pip install trl`, or, from a checkout, "
-            "`sudo tools/install --with rebuild`"
-        ) from None
+        way_out = f"`{sys.executable} -P -m pip install trl`, or, from a checkout, `sudo tools/install --with rebuild`"
+        raise RebuildError(f"TRL is not installed for this edged: {way_out}") from None
 
 
 def train(
@@ -98,14 +96,8 @@ def train(
             disable_tqdm=True,
         )
         lora = LoraConfig(r=align.rank, lora_alpha=align.alpha, target_modules=list(targets), task_type="CAUSAL_LM")
-        trainer = ServedTokens(
-            model=base,
-            args=config,
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=lora,
-            callbacks=[Progress()],
-        )
+        data = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+        trainer = ServedTokens(model=base, args=config, peft_config=lora, callbacks=[Progress()], **data)
         # TRL's own lines would interrupt the progress.
         trainer.remove_callback(PrinterCallback)
         trainer.train()

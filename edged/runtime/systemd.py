@@ -31,10 +31,7 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
     address = environ.get("NOTIFY_SOCKET", "")
     if not address:
         return
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier,
-        contextlib.suppress(OSError),
-    ):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier, contextlib.suppress(OSError):
         # A full queue must not hold up the event loop.
         notifier.setblocking(False)
         notifier.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
@@ -74,12 +71,8 @@ class ServiceManager:
 
     def stopping(self, drain_s: float) -> None:
         """Report that nothing new is begun and running answers have `drain_s`."""
-        patience_s = drain_s + _STOP_MARGIN_S
-        self._tell(
-            "STOPPING=1",
-            f"STATUS=stopping: running answers have {drain_s:g} s",
-            f"EXTEND_TIMEOUT_USEC={patience_s * 1e6:.0f}",
-        )
+        status = f"STATUS=stopping: running answers have {drain_s:g} s"
+        self._tell("STOPPING=1", status, f"EXTEND_TIMEOUT_USEC={(drain_s + _STOP_MARGIN_S) * 1e6:.0f}")
 
     async def watch(self, last_sign_s: Callable[[], float], status: Callable[[], str]) -> None:
         """Feed the watchdog, until cancelled, with the engine's signs of life, and report the status.

@@ -43,7 +43,7 @@ class LookaheadPlan:
         if any(task_id in live and _state(copy) != _state(live[task_id]) for task_id, copy in self.tasks.items()):
             return None
         grants = [
-            Grant(live[grant.task.task_id], grant.tokens, grant.units)
+            Grant(live[grant.task.task_id], grant.tokens, grant.units, grant.window)
             for grant in self.plan.grants
             if grant.task.task_id in live
         ]

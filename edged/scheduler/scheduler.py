@@ -5,12 +5,13 @@ Deterministic: the clock is passed in.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.fairness.turns import fair_order
 from edged.scheduler.lookahead import LookaheadPlan, advanced
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
@@ -19,7 +20,7 @@ from edged.scheduler.policies.base import Happened, Part, Policy
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task
-from edged.settings.load import SchedulerSettings
+from edged.settings.load import FairnessSettings, SchedulerSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,8 +34,14 @@ class Scheduler:
     `update`).
     """
 
-    def __init__(self, settings: SchedulerSettings, cost: CostModel, policy: Policy | None = None) -> None:
-        """Take `policy`, or where it is None the one that the settings name."""
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        cost: CostModel,
+        policy: Policy | None = None,
+        fairness: FairnessSettings | None = None,
+    ) -> None:
+        """Take `policy`, or where it is None the one that the settings name; `fairness` wraps its order."""
         self.policy = policy or Policy(ROWS[settings.policy], settings, cost)
         self.degraded = ""
         """Reason why the policy is not asked any more; "" while it is."""
@@ -46,6 +53,21 @@ class Scheduler:
         self.throttle = DutyCycle()
         self.queues = TaskQueues(self.policy.flow_order)
         self.targets = SloTargets(settings, cost)
+        if fairness is not None:
+            self.share_by(fairness)
+
+    def share_by(self, fairness: FairnessSettings) -> None:
+        """Order users or applications by other settings; what they had counts on where the policy is the same."""
+        policy = self.policy
+        order = fair_order(fairness, policy.row_order, policy.flow_order)
+        if order is policy.flow_order:
+            return
+        policy.take_order(order)
+        order.configure(policy.row_order.settings, self.cost)
+        if not self.degraded:
+            for task in self.queues.any_order:
+                order.arrived(task, self._now)
+            self.queues.refile(order)
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy keeps its state; a failed one is asked again."""
@@ -138,7 +160,11 @@ class Scheduler:
 
     def order(self, task: Task) -> tuple[float, ...]:
         """Return a prompt's place among all at this moment; the least goes first."""
-        return self._ask(lambda policy: policy.order(task))
+        return self._ask(lambda policy: policy.flow_order.place(task))
+
+    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
+        """Return the adapters, of those that are ready, whose steps are next, at most so many."""
+        return self._ask(lambda policy: policy.flow_order.next_steps(adapters, most))
 
     @property
     def lent_s(self) -> float:
@@ -229,7 +255,7 @@ class Scheduler:
         """Return the number of live tasks by kind."""
         queues = self.queues
         return {
-            Kind.PREFILL: len(queues.started) + len(queues.waiting),
+            Kind.PREFILL: len(queues.started) + queues.count_waiting,
             Kind.DECODE: len(queues.decodes),
             Kind.FINETUNE: len(queues.finetunes),
         }

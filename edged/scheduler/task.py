@@ -22,6 +22,10 @@ class Kind(StrEnum):
     FINETUNE = "finetune"
 
 
+CUTTABLE_UNITS = frozenset({"score", "head", "layer"})
+"""Kinds of units whose last rows can be computed without the others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
@@ -68,7 +72,9 @@ class Task:
     """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
-    """Owner of the request: the user, else the adapter; "" where neither is named."""
+    """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
+    trains: tuple[str, ...] = ()
+    """Adapters that a fine-tune step trains."""
     reader: Reader | None = None
     """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 
@@ -95,6 +101,8 @@ class Grant:
     task: Task
     tokens: int
     units: int = 0
+    window: int = 0
+    """Rows of the last unit to compute, its last ones, where it can be cut; 0: all of it."""
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Typed settings of edged: what can be set, section by section (`[access]` and `[limits]` are in
-`edged.settings.access`), and how it is read: a TOML file, the environment and flags, in rising order of precedence.
+`edged.settings.access`, `[fairness]` in `edged.settings.fairness`), and how it is read: a TOML file, the environment
+and flags, in rising order of precedence.
 """
 
 import difflib
@@ -18,6 +19,7 @@ from edged.settings.access import USER_NAME as USER_NAME
 from edged.settings.access import AccessSettings as AccessSettings
 from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
+from edged.settings.fairness import FairnessSettings as FairnessSettings
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
@@ -150,11 +152,8 @@ class SchedulerSettings(Section):
     def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
         every_s = info.data.get("retrain_every_s", math.inf)
         if window_s >= every_s:
-            raise PydanticCustomError(
-                "window",
-                "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served",
-                {"every_s": every_s},
-            )
+            message = "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served"
+            raise PydanticCustomError("window", message, {"every_s": every_s})
         return window_s
 
 
@@ -306,6 +305,7 @@ class Settings(Section):
     serving: ServingSettings = ServingSettings()
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    fairness: FairnessSettings = FairnessSettings()
     align: AlignSettings = AlignSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from typing import Any
 
 from edged.settings.load import SECRET_SETTINGS, Settings
@@ -32,10 +33,16 @@ def to_toml(settings: Settings, defaults: Settings | None = None) -> str:
 def to_toml_value(value: Any) -> str:
     """Return a value in TOML: JSON's notation for strings, numbers, booleans and lists of them, but not for tables."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {to_toml_value(item)}" for key, item in value.items()) + " }"
+        items = [f"{_key(key)} = {to_toml_value(item)}" for key, item in value.items()]
+        return "{ " + ", ".join(items) + " }" if items else "{}"
     if isinstance(value, list):
         return "[" + ", ".join(map(to_toml_value, value)) + "]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def _key(name: str) -> str:
+    """Return a key of a table, in quotes where TOML wants them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 def without_secrets(settings: Settings) -> Settings:

@@ -29,7 +29,7 @@ from edged.engine.sequence import Sequence
 from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Resources, Unit
+from edged.scheduler.task import Grant, Kind, Plan, Resources, Unit
 from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 from edged.simulator.hardware import SimulatedHardware
@@ -195,7 +195,7 @@ class SimulatedRunner:
                 if (work.finetuned or work.units) and interrupted():
                     break
                 job = jobs[grant.task.task_id]
-                work.units_run[grant.task.task_id] = self.run_units(job, grant.units, interrupted, work)
+                work.units_run[grant.task.task_id] = self.run_units(job, grant, interrupted, work)
         return work
 
     def _serve(self, sequence: Sequence, tokens: int, work: RunnerOutput, load: Pass) -> None:
@@ -233,14 +233,13 @@ class SimulatedRunner:
             stream.pages = max(stream.pages, -(-stream.done // size))
         return tokens - left
 
-    def run_units(self, job: SimulatedJob, count: int, interrupted: Callable[[], bool], work: RunnerOutput) -> int:
-        """Run up to `count` units of a step whose forward is done, one by one until interrupted; return how many
-        ran."""
+    def run_units(self, job: SimulatedJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput) -> int:
+        """Run the granted units of a step whose forward is done, one by one until interrupted; return how many ran."""
         ran = 0
-        while ran < count and not job.step.finished and not job.step.tokens_left:
+        while ran < grant.units and not job.step.finished and not job.step.tokens_left:
             streams = job.step.streams
-            unit = Unit(*job.step.run_unit())
             ran += 1
+            unit = Unit(*job.step.run_unit(grant.window if ran == grant.units else 0))
             if job.step.streams is not streams or job.step.group_ended:
                 self.pages.pool.release(job.pages)
                 job.pages = []
@@ -298,7 +297,7 @@ class SimulatedEngine:
         self.recorder = ReplayRecorder(self.clock)
         self.commands = ComingCommands(self.clock)
         self.stats = Counters()
-        self.scheduler = Scheduler(settings.scheduler, self.device.guess())
+        self.scheduler = Scheduler(settings.scheduler, self.device.guess(), fairness=settings.fairness)
         policy, cache = self.scheduler.policy, settings.cache
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, page 0 belongs to no sequence.
@@ -363,7 +362,8 @@ class SimulatedEngine:
 
     def status(self) -> dict[str, Any]:
         """Return the part of `Engine.status` that a report is made of."""
-        learned = {"pairs_trained": self.learning.pairs_trained, "optimizer_steps": self.learning.steps}
+        learning = self.learning
+        learned = {name: getattr(learning, name) for name in ("pairs_trained", "trained_tokens", "optimizer_steps")}
         return {
             "model": self._hardware.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,

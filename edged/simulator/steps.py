@@ -54,9 +54,9 @@ class SimulatedStep(StepPlan):
         """Forward tokens of the current group that are still to compute."""
         return sum(stream.left for stream in self.streams)
 
-    def run_unit(self) -> UnitWork:
-        """Run the next unit and return it."""
-        unit = self.units.pop(0)
+    def run_unit(self, most: int = 0) -> UnitWork:
+        """Run the next unit, or `most` of its rows, and return what ran."""
+        unit = self.take_unit(most)
         self.finished = unit[0] == "step"
         if not self.units and not self.finished:
             self.next_group()
@@ -109,7 +109,7 @@ class SimulatedFinetuning:
         self.pairs: dict[int, SentPair] = {}
         """Submitted pairs by pair id."""
         self.jobs: dict[int, SimulatedJob] = {}
-        self.pairs_trained = self.steps = 0
+        self.pairs_trained = self.trained_tokens = self.optimizer_steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
         """Queue a pair; one that the KV cache has no room for, or that the policy never trains on, is dropped."""
@@ -193,6 +193,7 @@ class SimulatedFinetuning:
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:
                 del self.jobs[task_id]
+                self.trained_tokens += sum(pair.tokens for pair in job.step.pairs)
                 self._close(now)
             else:
                 self._sync(job)
@@ -210,7 +211,7 @@ class SimulatedFinetuning:
                 continue
             self._queue.replay.append(known)
             self.pairs_trained += 1
-        self.steps += 1
+        self.optimizer_steps += 1
         previous = self.state.version
         self.state = replace(self.state, version=previous + 1)
         self._publish(self.state, previous)

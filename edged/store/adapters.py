@@ -66,10 +66,9 @@ def set_version_saved(db: Database, adapter: str, version: int, path: str, remov
 
 def drop_newer(db: Database, adapter: str, version: int) -> None:
     """Forget the versions after `version`, which were lost, with their held-out scores."""
-    db.execute("DELETE FROM adapter_versions WHERE adapter = ? AND version > ?", [adapter, version])
-    db.execute(
-        "DELETE FROM alignment_metrics WHERE adapter = ? AND version > ? AND split = 'held_out'", [adapter, version]
-    )
+    newer = "adapter = ? AND version > ?"
+    db.execute(f"DELETE FROM adapter_versions WHERE {newer}", [adapter, version])
+    db.execute(f"DELETE FROM alignment_metrics WHERE {newer} AND split = 'held_out'", [adapter, version])
 
 
 def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
@@ -81,11 +80,10 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     signals = f"user = :adapter OR completion_id IN ({said})"
     pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
+    learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
     deletions = {
         "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
-        **dict.fromkeys(
-            ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions"), "adapter = :adapter"
-        ),
+        **dict.fromkeys(learning, "adapter = :adapter"),
         "quarantine": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
@@ -94,10 +92,8 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     named = {"adapter": adapter}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
-    deleted = {
-        table: db.execute(f"DELETE FROM {table} WHERE {where}", named).rowcount for table, where in deletions.items()
-    }
-    return deleted, pair_ids
+    deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
+    return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids
 
 
 def forget_learning(db: Database, adapter: str) -> None:

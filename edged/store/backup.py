@@ -47,10 +47,8 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
         raise BackupError(f'data folder "{data_dir}" has no {DATABASE_FILE}: there is nothing to back up')
     free, needed = shutil.disk_usage(data_dir).free, database.stat().st_size
     if free < needed:
-        raise BackupError(
-            f'data folder "{data_dir}" has {free >> 20} MiB of room, a copy of the database needs {needed >> 20} MiB: '
-            "make room on the disk"
-        )
+        sizes = f"has {free >> 20} MiB of room, a copy of the database needs {needed >> 20} MiB"
+        raise BackupError(f'data folder "{data_dir}" {sizes}: make room on the disk')
     try:
         folder = Path(tempfile.mkdtemp(prefix=f"{SCRATCH}backup-", dir=data_dir))
     except OSError as error:

@@ -1,6 +1,5 @@
 """The data folder: its place, the names of its parts, and syncing files in it."""
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -38,22 +37,17 @@ def sha256_of(path: Path) -> str:
 
 
 def file_bytes(path: Path) -> int:
-    """The size of a file; 0 where there is none."""
+    """The size of a file; 0 where there is none, or a failing disk does not tell it."""
     try:
         return path.stat().st_size
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none. A file that cannot be asked counts nothing."""
-    total = 0
     # Versions come and go meanwhile: `os.walk` passes over folders that are gone, `Path.rglob` raises.
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += file_bytes(Path(parent, name))
-    return total
+    return sum(file_bytes(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
 
 
 def erase_folder(folder: Path) -> None:

@@ -97,11 +97,8 @@ def renew_signal(db: Database, signal: Signal) -> None:
 
 def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
     """All signals on these completions, oldest first."""
-    rows = db.query(
-        "SELECT * FROM signals WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY rowid",
-        [json.dumps(list(completion_ids))],
-    )
-    return [record_of(Signal, row) for row in rows]
+    sql = "SELECT * FROM signals WHERE completion_id IN (SELECT value FROM json_each(?)) ORDER BY rowid"
+    return [record_of(Signal, row) for row in db.query(sql, [json.dumps(list(completion_ids))])]
 
 
 def get_signal(db: Database, signal_id: str) -> Signal | None:
@@ -154,11 +151,10 @@ def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> lis
     Reference log-probabilities of another model than `ref_model`, where that is given, are left out.
     """
     stale = {"ref_chosen_logp": None, "ref_rejected_logp": None, "ref_model": None}
+    sql = f"SELECT {_COLUMNS} FROM pairs WHERE id IN (SELECT value FROM json_each(?))"
     rows = {
         row["id"]: row if ref_model in ("", row["ref_model"]) else {**row, **stale}
-        for row in db.query(
-            f"SELECT {_COLUMNS} FROM pairs WHERE id IN (SELECT value FROM json_each(?))", [json.dumps(list(pair_ids))]
-        )
+        for row in db.query(sql, [json.dumps(list(pair_ids))])
     }
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
@@ -170,10 +166,7 @@ def first_pair(db: Database, adapter: str) -> PairRow | None:
 
 
 def pair_ids_of(
-    db: Database,
-    adapter: str | None = None,
-    since: str = "",
-    shown: Callable[[str], bool] = lambda learner: True,
+    db: Database, adapter: str | None = None, since: str = "", shown: Callable[[str], bool] = lambda learner: True
 ) -> list[int]:
     """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
     sql = """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since

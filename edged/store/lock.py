@@ -57,7 +57,6 @@ class FolderLock(FileLock):
         try:
             super().__init__(folder / LOCK_FILE, 0o644)
         except LockTaken as error:
-            raise FolderTaken(
-                f'data folder "{folder}" is in use by another edged (pid {error.holder}): '
-                "stop that one, or give this one another store.data_dir"
-            ) from None
+            way_out = "stop that one, or give this one another store.data_dir"
+            who = f"another edged (pid {error.holder})"
+            raise FolderTaken(f'data folder "{folder}" is in use by {who}: {way_out}') from None

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
@@ -122,8 +121,8 @@ class Maintenance:
             self._look()
         return {
             "path": str(self._store.path),
-            "database_bytes": _size_of(self._store.path),
-            "log_bytes": _size_of(self._store.log_path),
+            "database_bytes": file_bytes(self._store.path),
+            "log_bytes": file_bytes(self._store.log_path),
             "max_bytes": self._settings.now.store.max_database_mb << 20,
             **self._facts,
             "deleted": dict(self._deleted),
@@ -330,11 +329,3 @@ def used_bytes(db: Database) -> int:
 def _pages(db: Database) -> tuple[int, int]:
     """(pages of the file, those of them that are free)."""
     return first_value(db, "PRAGMA page_count"), first_value(db, "PRAGMA freelist_count")
-
-
-def _size_of(path: Path) -> int:
-    """Return a file's size; 0 where the disk does not tell it, for the status is asked for most when a disk fails."""
-    try:
-        return file_bytes(path)
-    except OSError:
-        return 0

@@ -87,10 +87,9 @@ def known_of(names: set[str], migrations: tuple[Migration, ...] = MIGRATIONS) ->
     """Which of `migrations` (default: all) a file has whose table names these. Raises UnknownMigration."""
     folded = names & FOLDED
     if folded and folded != FOLDED:
-        raise UnknownMigration(
-            f"was left by an edged from before the first release ({len(folded)} of its {len(FOLDED)} migrations)",
-            "no later one can use it; move it away, and restore another backup or start anew",
-        )
+        left = f"was left by an edged from before the first release ({len(folded)} of its {len(FOLDED)} migrations)"
+        way_out = "no later one can use it; move it away, and restore another backup or start anew"
+        raise UnknownMigration(left, way_out)
     applied = names - FOLDED | ({m009_schema.__name__} if folded else set())
     if unknown := sorted(applied - {migration.__name__ for migration in migrations}):
         raise UnknownMigration(f"was written by a newer edged (migration {unknown[0]})", "install that version")

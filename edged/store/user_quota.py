@@ -45,10 +45,9 @@ class UserQuota:
     def demand_room(self, db: Database, user: str) -> None:
         """Raises StorageFull when no more may be kept of a user."""
         if self._most and self._over(db, user):
-            raise StorageFull(
-                f'{self._known[user][0] / 2**20:.1f} MiB of user "{user}" are kept, and limits.stored_mb = '
-                f"{self._most / 2**20:g}: forget the user (`edged adapters forget {user}`), or raise the limit"
-            )
+            kept = f'{self._known[user][0] / 2**20:.1f} MiB of user "{user}" are kept'
+            way_out = f"forget the user (`edged adapters forget {user}`), or raise the limit"
+            raise StorageFull(f"{kept}, and limits.stored_mb = {self._most / 2**20:g}: {way_out}")
 
     def added(self, db: Database, user: str, size_bytes: int) -> None:
         """Count what was written of a user; the oldest completions that no feedback refers to make room for it."""

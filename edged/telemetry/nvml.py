@@ -55,9 +55,8 @@ class Nvml:
     def _values(self, gpu: Any) -> dict[str, Any]:
         # All GPUs have a temperature: where reading it fails the driver is gone.
         temperature_c = float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
-        limit_c = _asked(
-            float, pynvml.nvmlDeviceGetTemperatureThreshold, gpu, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
-        )
+        slowdown = pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        limit_c = _asked(float, pynvml.nvmlDeviceGetTemperatureThreshold, gpu, slowdown)
         power_w = _asked(_watts, pynvml.nvmlDeviceGetPowerUsage, gpu)
         return {
             "heats": [(temperature_c, limit_c)],

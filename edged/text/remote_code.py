@@ -27,10 +27,9 @@ def check_weights(directory: Path) -> None:
         return
     pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
     if pickles:
-        raise Untrusted(
-            f"its weights are pickled ({pickles[0]}), and loading a pickle can run any code: only safetensors are "
-            "read; convert it where you trust it, with from_pretrained(...).save_pretrained(DIRECTORY)"
-        )
+        way_out = "convert it where you trust it, with from_pretrained(...).save_pretrained(DIRECTORY)"
+        pickled = f"its weights are pickled ({pickles[0]}), and loading a pickle can run any code"
+        raise Untrusted(f"{pickled}: only safetensors are read; {way_out}")
 
 
 def check_code(directory: Path, trusted: bool) -> None:
@@ -42,10 +41,8 @@ def check_code(directory: Path, trusted: bool) -> None:
         raise Untrusted(f"it needs Python code of its own (auto_map in config.json), which is not run: {WAY_OUT}")
     tokenizer = read_json(directory / "tokenizer_config.json")
     if _maps(tokenizer, "AutoTokenizer") and not (directory / "tokenizer.json").is_file():
-        raise Untrusted(
-            "its tokenizer needs Python code of its own (auto_map in tokenizer_config.json), which is not run: "
-            f"{WAY_OUT}"
-        )
+        needs = "its tokenizer needs Python code of its own (auto_map in tokenizer_config.json)"
+        raise Untrusted(f"{needs}, which is not run: {WAY_OUT}")
 
 
 def _maps(config: dict[str, Any], *names: str) -> bool:

@@ -22,6 +22,7 @@ _HELD_CHARS = 3
 """A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
 _STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
 """Marks where a chat template writes an answer."""
+_WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
 _CONTEXT_TOKENS = 8
 """Number of tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
@@ -46,10 +47,8 @@ class Tokenizer:
         eos = {int(token) for token in generation_eos}
         own = tokenizer.eos_token_id
         if own is None and not eos:
-            raise TokenizerError(
-                f'model "{name}" has no end-of-sequence token: set eos_token in its tokenizer_config.json '
-                "or eos_token_id in its generation_config.json"
-            )
+            way_out = "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
+            raise TokenizerError(f'model "{name}" has no end-of-sequence token: {way_out}')
         self.eos_id: int = min(eos) if own is None else int(own)
         """The token that ends an answer in training (the tokenizer's, as TRL appends it)."""
         self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
@@ -75,14 +74,10 @@ class Tokenizer:
         except Untrusted as error:
             raise TokenizerError(f'model "{directory}" is not loaded: {error}') from None
         except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
-            raise TokenizerError(
-                f'model "{directory}" has no usable tokenizer ({logs.first_line(error)}): '
-                "write one there with tokenizer.save_pretrained"
-            ) from error
+            why = f"no usable tokenizer ({logs.first_line(error)})"
+            raise TokenizerError(f'model "{directory}" has {why}: {_WRITE_ONE}') from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
-            raise TokenizerError(
-                f'model "{directory}" has no tokenizer: write one there with tokenizer.save_pretrained'
-            )
+            raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -113,24 +108,16 @@ class Tokenizer:
         whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
         lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
         lead = lead.rstrip() if text[:1].isspace() else lead
-        return (
-            self._encode(lead) + self.encode_answer(text) if self._special.search(text) else self._encode(lead + text)
-        )
+        apart = self._special.search(text)
+        return self._encode(lead) + self.encode_answer(text) if apart else self._encode(lead + text)
 
     def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
         if not self._tokenizer.chat_template:
-            raise NoChatTemplate(
-                f'model "{self._name}" has no chat template: use /v1/completions, '
-                "or put a chat_template.jinja into its directory"
-            )
+            way_out = "use /v1/completions, or put a chat_template.jinja into its directory"
+            raise NoChatTemplate(f'model "{self._name}" has no chat template: {way_out}')
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )
+            plain, template = [dict(message) for message in messages], self._tokenizer.apply_chat_template
+            return str(template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
         except Exception as error:  # a template is a program: it raises what it likes
             raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edged.api.admission import QueueFull, TenantQueue, queue_sizes
+from edged.api.admission import QueueFull, TenantQueue, queue_sizes, tenant_places
 from edged.settings.load import ServingSettings
 
 
@@ -29,8 +29,8 @@ class Scene:
         await asyncio.sleep(0)
         return task
 
-    async def end(self) -> None:
-        self.admission.leave()
+    async def end(self, tenant: str = "ann") -> None:
+        self.admission.leave(tenant)
         await asyncio.sleep(0)
 
 
@@ -102,7 +102,7 @@ async def test_a_request_that_has_begun_and_leaves_takes_the_rest_with_it() -> N
     scene = Scene(1, 10)
     await scene.ask("ann", 3)
     gone = await scene.ask("ann", begun=True)
-    scene.admission.leave()
+    scene.admission.leave("ann")
     gone.cancel()
     await asyncio.sleep(0)
     scene.admission.withdraw(2)
@@ -128,7 +128,7 @@ async def test_a_client_that_leaves_at_the_moment_of_its_turn_gives_it_on() -> N
     await scene.ask("ann")
     gone = await scene.ask("bob")
     await scene.ask("cy")
-    scene.admission.leave()
+    scene.admission.leave("ann")
     gone.cancel()
     for _ in range(3):
         await asyncio.sleep(0)
@@ -142,7 +142,7 @@ async def test_a_turn_that_comes_to_one_who_is_leaving_goes_to_the_next() -> Non
     await scene.ask("cy")
     for task in gone:
         task.cancel()
-    scene.admission.leave()
+    scene.admission.leave("ann")
     late = await scene.ask("dan")
     for _ in range(3):
         await asyncio.sleep(0)
@@ -171,3 +171,30 @@ async def test_how_long_to_wait_follows_from_the_rate_of_late() -> None:
 def test_the_engine_gets_what_it_runs_and_as_much_to_choose_from() -> None:
     assert queue_sizes(ServingSettings(max_sequences=4, max_queue=10)) == (8, 6)
     assert queue_sizes(ServingSettings(max_sequences=4, max_queue=1)) == (5, 0)
+
+
+async def test_where_the_engine_decides_each_waits_behind_the_same_tenant_alone() -> None:
+    scene = Scene(1, 100)
+    scene.admission = TenantQueue(lambda: (1, 100), lambda: 0.0, places=lambda _: 2)
+    for tenant in ("ann", "ann", "ann", "bob", "bob", "bob", "cy"):
+        await scene.ask(tenant)
+    assert scene.order == ["ann", "ann", "bob", "bob", "cy"]
+    assert scene.admission.waiting == 2
+    await scene.end("bob")
+    assert scene.order[5:] == ["bob"]
+    await scene.end("ann")
+    assert scene.order[6:] == ["ann"]
+
+
+async def test_where_the_engine_decides_a_flood_is_turned_away_too() -> None:
+    scene = Scene(1, 100)
+    scene.admission = TenantQueue(lambda: (2, 4), lambda: 0.0, places=lambda _: 2)
+    flood = [await scene.ask("ann") for _ in range(6)]
+    await scene.ask("bob")
+    assert [task.done() for task in flood] == [True, True, False, False, False, True]
+    assert scene.order == ["ann", "ann", "bob"]
+
+
+def test_of_everybody_who_waits_the_engine_has_one_to_choose_from() -> None:
+    serving = ServingSettings(max_sequences=8, max_queue=100)
+    assert [tenant_places(serving, tenants) for tenants in (1, 4, 1000)] == [16, 10, 9]

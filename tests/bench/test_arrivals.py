@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from edged.bench.arrivals import Arrivals
-from edged.bench.traces import RequestTrace, TraceError, TraceRow, scale_trace
+from edged.bench.traces import PromptIds, RequestTrace, TraceError, TraceRow, scale_trace
 from edged.cli.main import cli
 
 
@@ -73,9 +73,7 @@ def test_a_load_shorter_than_a_cycle_is_refused_since_its_mean_rate_would_be_the
 
 def test_a_trace_keeps_its_lengths_at_other_times() -> None:
     trace = RequestTrace("t", tuple(TraceRow(float(at), 10 + at, 5) for at in range(4)))
-    load = scale_trace(
-        trace, rate_per_s=9.0, seconds=9.0, context_tokens=64, token_ids=range(9), times_s=[0.5, 0.6, 3.0]
-    )
+    load = scale_trace(trace, PromptIds(64, range(9)), rate_per_s=9.0, seconds=9.0, times_s=[0.5, 0.6, 3.0])
     assert [(arrival.at_s, len(arrival.prompt_ids)) for arrival in load] == [(0.5, 10), (0.6, 11), (3.0, 12)]
 
 

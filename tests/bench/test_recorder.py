@@ -18,9 +18,11 @@ from edged.bench.figures import (
     request_counts,
     score_series,
     serving_figures,
+    slo_figures,
 )
-from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
+from edged.bench.recorder import ReplayedAnswer, ReplayRecorder, SentPair
 from edged.engine.request import FinishEvent, FinishReason, TokenEvent
+from edged.settings.load import SchedulerSettings
 
 
 def answer(due_s: float, *token_s: float, reason: FinishReason | None = "length", prompt: int = 10) -> ReplayedAnswer:
@@ -113,8 +115,32 @@ def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
     assert first_s is not None
     assert recorder.pairs[1].learnt_s == first_s
     assert [pair.learnt_s is None for pair in recorder.pairs.values()] == [False, True, True, True]
-    recorder.pairs[1].learnt_s = recorder.pairs[1].sent_s + 0.25
-    assert learning_latency(list(recorder.pairs.values()))["p50"] == pytest.approx(250.0)
+
+
+def test_pairs_not_learned_count_as_longer_than_they_waited() -> None:
+    def latency(*pairs: SentPair) -> dict[str, float | None]:
+        return learning_latency(pairs, end_s=10.0)
+
+    quick, slow, late, lost = SentPair(0.0, 1.0), SentPair(0.0, 4.0), SentPair(9.5), SentPair(0.0)
+    assert latency(quick, slow) == {"mean": 2500.0, "p50": 1000.0, "p95": 4000.0, "p99": 4000.0}
+    assert latency(quick, lost) == {"mean": None, "p50": 1000.0, "p95": None, "p99": None}
+    assert latency(quick, lost, lost)["p50"] is None, "two of three wait for longer than ten seconds"
+    # Those that came half a second ago say nothing about longer waits.
+    assert latency(quick, slow, late, late)["p50"] == 1000.0
+    assert latency(lost)["p50"] is latency()["p50"] is None
+
+
+def test_a_request_is_in_time_with_its_first_token_and_with_the_mean_pace_of_the_others() -> None:
+    paced, stalled = answer(0.0, 0.1, 0.2, 0.3), answer(0.0, 0.1, 0.2, 0.6)
+    late, cut = answer(0.0, 0.4, 0.5), answer(0.0, 0.1, 0.2, reason="cancelled")
+    settings = SchedulerSettings(ttft_floor_ms=300, tbt_floor_ms=110, tbt_factor=2.0)
+    slo = slo_figures([paced, stalled, late, cut], [10] * 4, lambda _tokens: 0.05, settings)
+    assert slo["tpot_target_ms"] == pytest.approx(110.0)
+    assert (slo["requests_in_time_share"], slo["ttft_within_factor_or_floor_share"]) == (0.25, 0.75)
+    slower = slo_figures([paced, stalled, late, cut], [10] * 4, lambda _tokens: 0.13, settings)
+    assert slower["tpot_target_ms"] == pytest.approx(260.0)
+    assert slower["requests_in_time_share"] == 0.75
+    assert slo_figures([], [10], lambda _tokens: 0.05, settings)["requests_in_time_share"] is None
 
 
 def test_the_series_tells_each_pair_with_the_base_models_opinion() -> None:

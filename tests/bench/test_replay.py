@@ -55,6 +55,7 @@ def test_every_request_is_answered_and_every_pair_learnt_meanwhile(model_dir: Pa
     assert report["finetune"]["pairs_sent"] == 12
     assert report["finetune"]["pairs_trained"] > 0
     assert report["finetune"]["steps"] > 0
+    assert report["finetune"]["trained_tokens_per_s"] > 0.0
     assert 0 < report["alignment"]["pairs"] <= 12
     assert 0.0 <= report["slo"]["ttft_within_factor_share"] <= report["slo"]["ttft_within_factor_or_floor_share"] <= 1.0
     assert report["ttft_ms"]["p50"] <= report["ttft_ms"]["p99"]
@@ -68,7 +69,10 @@ def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Pa
     wins = [row["win"] for row in report["series"]]
     assert sum(wins) / len(wins) == pytest.approx(report["alignment"]["win_rate"])
     assert [row["at_s"] for row in report["series"]] == sorted(row["at_s"] for row in report["series"])
-    assert 0.0 < report["finetune"]["latency_ms"]["p50"] <= report["finetune"]["latency_ms"]["p99"]
+    # Percentiles that too few of the pairs reached are not known.
+    known = [wait for name in ("p50", "p95", "p99") if (wait := report["finetune"]["latency_ms"][name]) is not None]
+    assert known == sorted(known)
+    assert all(wait > 0.0 for wait in known)
     assert report["finetune"]["pairs_waiting"] < report["finetune"]["pairs_sent"]
     # The last look may come so late that it has a row of its own.
     assert {round(row["at_s"]) for row in report["timeline"]} == {1, 2}
@@ -115,7 +119,7 @@ def test_the_command_prints_the_report_as_json_and_as_a_table(model_dir: Path, t
     assert report["finetune"]["steps"] == 0
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
-    assert "SLO attainment" in result.stdout
+    assert "first tokens in time" in result.stdout
 
 
 @pytest.mark.parametrize(

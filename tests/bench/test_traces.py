@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.bench.traces import RequestTrace, TraceError, TraceRow, length_scale, read_trace, scale_trace
+from edged.bench.traces import PromptIds, RequestTrace, TraceError, TraceRow, length_scale, read_trace, scale_trace
 from tests.real_data import DATA
 
 IDS = range(3, 259)
@@ -104,20 +104,20 @@ def test_drawn_lengths_have_their_means_and_a_heavy_tail() -> None:
 
 def test_a_load_has_the_asked_rate_and_the_traces_proportions() -> None:
     trace = RequestTrace("t", tuple(TraceRow(at, 10, 5) for at in (0.0, 1.0, 4.0, 5.0, 10.0, 20.0)))
-    load = scale_trace(trace, rate_per_s=2.0, seconds=2.0, context_tokens=100, token_ids=IDS)
+    load = scale_trace(trace, PromptIds(100, IDS), rate_per_s=2.0, seconds=2.0)
     assert [arrival.at_s for arrival in load] == pytest.approx([0.0, 0.2, 0.8, 1.0])
 
 
 def test_a_load_longer_than_the_trace_ends_with_it() -> None:
     trace = RequestTrace("t", tuple(TraceRow(float(at), 10, 5) for at in range(5)))
-    load = scale_trace(trace, rate_per_s=2.0, seconds=60.0, context_tokens=100, token_ids=IDS)
+    load = scale_trace(trace, PromptIds(100, IDS), rate_per_s=2.0, seconds=60.0)
     assert len(load) == 5
     assert load[-1].at_s == pytest.approx(2.0, abs=0.01)
 
 
 def test_lengths_are_scaled_into_the_context_and_the_longest_cut() -> None:
     rows = [TraceRow(float(at), 150, 50) for at in range(99)] + [TraceRow(99.0, 5000, 10)]
-    load = scale_trace(RequestTrace("t", tuple(rows)), rate_per_s=1.0, seconds=100.0, context_tokens=100, token_ids=IDS)
+    load = scale_trace(RequestTrace("t", tuple(rows)), PromptIds(100, IDS), rate_per_s=1.0, seconds=100.0)
     assert (len(load[0].prompt_ids), load[0].output_tokens) == (75, 25)
     assert (len(load[-1].prompt_ids), load[-1].output_tokens) == (95, 5)
 
@@ -125,7 +125,7 @@ def test_lengths_are_scaled_into_the_context_and_the_longest_cut() -> None:
 def test_short_traces_keep_their_lengths() -> None:
     trace = RequestTrace("t", tuple(TraceRow(float(at), 30, 7) for at in range(3)))
     assert length_scale(trace, 1000) == 1.0
-    load = scale_trace(trace, rate_per_s=1.0, seconds=3.0, context_tokens=1000, token_ids=IDS)
+    load = scale_trace(trace, PromptIds(1000, IDS), rate_per_s=1.0, seconds=3.0)
     assert {(len(arrival.prompt_ids), arrival.output_tokens) for arrival in load} == {(30, 7)}
 
 
@@ -138,12 +138,7 @@ def test_equal_blocks_become_equal_tokens_and_nothing_else_does() -> None:
     one, two, three = (
         arrival.prompt_ids
         for arrival in scale_trace(
-            RequestTrace("t", rows, block_tokens=20),
-            rate_per_s=1.0,
-            seconds=3.0,
-            context_tokens=64,
-            token_ids=IDS,
-            seed=7,
+            RequestTrace("t", rows, block_tokens=20), PromptIds(64, IDS, seed=7), rate_per_s=1.0, seconds=3.0
         )
     )
     assert one[:40] == two[:40]
@@ -156,7 +151,7 @@ def test_prompts_of_a_trace_without_blocks_share_nothing_and_follow_the_seed() -
     trace = RequestTrace("t", tuple(TraceRow(float(at), 40, 4) for at in range(4)))
 
     def prompts(seed: int) -> list[tuple[int, ...]]:
-        load = scale_trace(trace, rate_per_s=1.0, seconds=4.0, context_tokens=64, token_ids=IDS, seed=seed)
+        load = scale_trace(trace, PromptIds(64, IDS, seed=seed), rate_per_s=1.0, seconds=4.0)
         return [arrival.prompt_ids for arrival in load]
 
     assert len({ids[:8] for ids in prompts(1)}) == 4
@@ -186,7 +181,7 @@ def test_the_real_traces_are_read_whole(name: str, requests: int, rate: float) -
     trace = read_trace(str(path))
     assert len(trace.rows) == requests
     assert trace.rate_per_s == pytest.approx(rate, abs=0.1)
-    load = scale_trace(trace, rate_per_s=2.0, seconds=60.0, context_tokens=2048, token_ids=IDS)
+    load = scale_trace(trace, PromptIds(2048, IDS), rate_per_s=2.0, seconds=60.0)
     assert len(load) == 120
     assert load[-1].at_s < 60.0
     assert all(len(arrival.prompt_ids) + arrival.output_tokens <= 2048 for arrival in load)

@@ -104,6 +104,9 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
             '[[access.rules]]\npeers = ["ann"]\nroles = ["use"]\n',
             '"ann" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"',
         ),
+        ("[fairness]\nweights = { ann = 0 }\n", 'setting "fairness.weights.ann" = 0: Input should be greater than 0'),
+        ('[fairness]\nweights = { "a b" = 1 }\n', '"a b" names no user: give a name, or a name\'s beginning with "*"'),
+        ('[fairness]\nrun_headers = ["a b"]\n', '"a b" is no name of a header'),
         ('[access]\ntokens = "{"\n', 'setting "access.tokens": it is neither a list of tables nor JSON'),
     ],
 )
@@ -163,10 +166,12 @@ def allowed(schema: dict[str, Any]) -> str:
     """A setting's type and bounds in words."""
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{json.dumps(schema['const'])}`"
     if "anyOf" in schema:
         return " or ".join(allowed(option) for option in schema["anyOf"])
     kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "array": "list"}
-    text = kind[schema["type"]]
+    text = (kind | {"object": "table"})[schema["type"]]
     if "maximum" in schema:
         return f"{text} from {schema['minimum']:g} to {schema['maximum']:g}"
     if "minimum" in schema:

@@ -44,6 +44,7 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert profile.subject.model == "tiny"
     assert "cores" in profile.subject.device
     assert profile.prices.units.keys() >= {"graph", "grad", "head", "score", "layer", "step"}
+    assert {unit.tokens for unit in profile.units if unit.kind == "layer"} >= {16, 32, 64, 128}
     assert {forward.kind for forward in profile.forwards} == {"prefill", "decode", "mixed", "finetune"}
     assert max(forward.adapters for forward in profile.forwards) > 1
     assert 0.0 < profile.overhead_s < 0.1

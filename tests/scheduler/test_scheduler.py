@@ -123,7 +123,7 @@ def test_a_preempted_sequence_starts_over_and_keeps_its_arrival() -> None:
     scheduler.restart(task, tokens=103, now=2.0)
     assert (task.kind, task.tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
     assert task.arrival_s == 0.5
-    assert len(scheduler.queues.waiting) == 1
+    assert scheduler.queues.count_waiting == 1
     (grant,) = scheduler.plan(2.0, AMPLE).grants
     assert (grant.task, grant.tokens) == (task, 103)
 

@@ -151,7 +151,7 @@ def overload(world: World, seconds: float, tokens: int = 400, rounds: int = 10, 
     """Keep `backlog` requests waiting for `seconds` while one adapter learns, `rounds` times all units a step."""
     tuning = world.teach(tokens, UNITS * rounds, steps=1_000_000)
     while world.now < seconds:
-        while len(world.scheduler.queues.waiting) < backlog:
+        while world.scheduler.queues.count_waiting < backlog:
             world.ask(prompt=200, answer=30)
         world.step()
     return tuning

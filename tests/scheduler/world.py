@@ -9,10 +9,20 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from edged.scheduler.cost.model import Load
+from edged.scheduler.cost.model import WINDOW_STEP, Load
 from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
+from edged.scheduler.task import (
+    CUTTABLE_UNITS,
+    Grant,
+    IterationResult,
+    Kind,
+    Plan,
+    Resources,
+    Task,
+    TaskOutcome,
+    Unit,
+)
 
 
 @dataclass
@@ -28,6 +38,8 @@ class Device:
     unit_token_s: float = 0.0001
     unit_base_s: float = 0.001
     free_tokens: int = 0
+    free_rows: int = 0
+    """Rows of a unit that take as long as one."""
     past_s: float = 0.0
     """Once where there are more than the free tokens."""
     noise: float = 0.0
@@ -48,7 +60,7 @@ class Device:
         )
 
     def unit_s(self, unit: Unit) -> float:
-        return self.unit_base_s + self.unit_token_s * unit.tokens
+        return self.unit_base_s + self.unit_token_s * max(unit.tokens, self.free_rows)
 
 
 @dataclass
@@ -149,12 +161,23 @@ class World:
         result = self._run(plan)
         self.iterations += 1
         self.scheduler.complete(result, self.now)
+        for grant in plan.grants:
+            if grant.window:
+                self._leave_rest(grant)
         for outcome in result.outcomes:
             self._follow_up(outcome)
         self.check_pages()
         if not plan.grants and not plan.preempt and plan.resume_s < math.inf:
             self.now = max(self.now, min(plan.resume_s, self.busy_again_s))
         return plan
+
+    def _leave_rest(self, grant: Grant) -> None:
+        """The rows that a cut unit left are the next unit."""
+        task = grant.task
+        task.next_unit -= 1
+        units = list(task.units)
+        units[task.next_unit] = replace(units[task.next_unit], tokens=units[task.next_unit].tokens - grant.window)
+        task.units = tuple(units)
 
     def room(self) -> Resources:
         """What the next bin may use."""
@@ -176,6 +199,11 @@ class World:
             assert grant.units <= len(task.units) - task.next_unit
             if grant.units:
                 assert grant.tokens == task.tokens, "units before the end of the forward"
+            if grant.window:
+                cut = task.units[task.next_unit + grant.units - 1]
+                assert cut.kind in CUTTABLE_UNITS
+                assert 0 < grant.window < cut.tokens
+                assert grant.window % WINDOW_STEP == 0
         needed = sum(self._needed(grant) for grant in plan.grants)
         assert needed == plan.pages
         assert needed <= self.free + sum(task.held_pages for task in plan.preempt)
@@ -207,7 +235,9 @@ class World:
                 load.context += task.context
             elif grant.tokens:
                 load.add_chunk(grant.tokens, task.context, task.kind is Kind.FINETUNE)
-            granted = task.units[task.next_unit : task.next_unit + grant.units]
+            granted = list(task.units[task.next_unit : task.next_unit + grant.units])
+            if grant.window:
+                granted[-1] = replace(granted[-1], tokens=grant.window)
             units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
             outcomes.append(TaskOutcome(task, grant.tokens, grant.units, self._next(grant)))
         if self.plans_ahead:
@@ -235,7 +265,7 @@ class World:
         task = grant.task
         if task.kind is Kind.FINETUNE:
             tuning = self.tunings[task.task_id]
-            ended = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units)
+            ended = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units) and not grant.window
             return None if ended and tuning.steps == 1 else Kind.FINETUNE
         life = self.lives[task.task_id]
         if grant.tokens < task.tokens:
@@ -253,6 +283,7 @@ class World:
                 tuning.taken += 1
                 if tuning.steps:
                     task.tokens, task.context, task.next_unit = tuning.tokens, 0, 0
+                    task.units = tuning.units
                     task.underway = False
                     self.scheduler.update(task)
                 else:
@@ -269,6 +300,7 @@ class World:
     def _preempt(self, task: Task) -> None:
         self._release(task)
         if task.kind is Kind.FINETUNE:
+            task.units = self.tunings[task.task_id].units
             self.scheduler.restart(task, self.tunings[task.task_id].tokens, self.now)
         else:
             life = self.lives[task.task_id]

@@ -21,7 +21,7 @@ from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.model import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
-from edged.scheduler.task import Unit
+from edged.scheduler.task import Grant, Unit
 from edged.settings.load import AlignSettings, Settings
 from edged.simulator.device_file import DeviceError
 from edged.simulator.hardware import SimulatedHardware
@@ -174,11 +174,11 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
         waited.append(engine.now - min((coming.at_s for coming in engine.commands.coming), default=engine.now))
         return unit_s(unit)
 
-    def watched(job: Any, count: int, *more: Any) -> int:
+    def watched(job: Any, grant: Grant, *more: Any) -> int:
         waited.clear()
-        ran = run_units(job, count, *more)
+        ran = run_units(job, grant, *more)
         assert all(wait_s <= 0.0 for wait_s in waited[1:]), "a unit began though a request had come"
-        cut.append(ran < count)
+        cut.append(ran < grant.units)
         return ran
 
     engine.device.unit_s = timed  # type: ignore[method-assign]
@@ -297,9 +297,9 @@ class Told(DpoStep):
 
     told: list[Any]
 
-    def run_unit(self) -> tuple[str, int]:
+    def run_unit(self, most: int = 0) -> tuple[str, int]:
         left = self.units_left()
-        ran = super().run_unit()
+        ran = super().run_unit(most)
         type(self).told.append((left, ran, self.group.tokens_left, self.finished))
         return ran
 
@@ -379,3 +379,21 @@ def test_the_command_prints_what_was_simulated_and_says_what_it_does_not_know() 
     bad = runner.invoke(cli, [*command, "--pair-tokens", "1,2"])
     assert bad.exit_code == 2
     assert "give 3 values" in bad.output
+
+
+def test_every_field_of_a_report_is_documented() -> None:
+    told = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+    report = simulate(plan(seconds=5.0))
+    for name, value in report.items():
+        fields = [f"{name}.{field}" for field in value] if isinstance(value, dict) else []
+        whole = f"`{name}`" in told or f"`{name}.*`" in told
+        assert whole or fields, name
+        assert whole or all(f"`{field}`" in told or f"`{field}.*`" in told for field in fields), (name, fields)
+
+
+def test_trained_tokens_are_those_of_the_pairs_each_time_that_they_are_trained_on() -> None:
+    settings = {"align": {"epochs": 3, "replay_share": 0.0, "micro_batch_pairs": 1}}
+    lengths = [(50, 20, 30)] * 4
+    _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
+    assert report["finetune"]["pairs_trained"] == 4
+    assert report["finetune"]["trained_tokens_per_s"] == pytest.approx(4 * 3 * 100 / 60.0)

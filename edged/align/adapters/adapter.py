@@ -85,9 +85,8 @@ class AdapterState:
 
     def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Version 0's weights, which answer as the base: A uniform as PEFT's Kaiming initialization, B zero."""
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
-        )
+        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
+        generator = torch.Generator().manual_seed(seed)
         weights = {}
         for name, (fan_in, fan_out) in self.spec.shapes.items():
             a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
@@ -187,10 +186,8 @@ class AdapterState:
                     value = tensors.get(peft_name(name, part))
                     if value is None or value.shape != leaf.shape:
                         found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                        raise AdapterError(
-                            f'adapter "{self.name}": lora_{part} of {name} is {found}, {tuple(leaf.shape)} is needed '
-                            "(another rank or other target_modules?)"
-                        )
+                        needed = f"{tuple(leaf.shape)} is needed (another rank or other target_modules?)"
+                        raise AdapterError(f'adapter "{self.name}": lora_{part} of {name} is {found}, {needed}')
                     leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
@@ -249,8 +246,8 @@ class AdapterFiles:
         """Write a version atomically; returns its folder and the versions removed by retention."""
         folder = self.root / snapshot.adapter
         folder.mkdir(exist_ok=True)
-        final = folder / f"v{snapshot.version:06d}"
-        draft = folder / f".v{snapshot.version:06d}{_DRAFT}"
+        final = self.path(snapshot.adapter, snapshot.version)
+        draft = folder / f".{final.name}{_DRAFT}"
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir()
@@ -322,10 +319,8 @@ class AdapterFiles:
         if damaged:
             raise AdapterError(f"{folder}: {', '.join(damaged)} is damaged (checksum differs)")
         if manifest.get("base_fingerprint") != self.spec.fingerprint:
-            raise AdapterError(
-                f'{folder}: learned on another base model ("{manifest.get("base_model")}", '
-                f'not "{self.spec.base_model}" as it is now)'
-            )
+            which = f'"{manifest.get("base_model")}", not "{self.spec.base_model}" as it is now'
+            raise AdapterError(f"{folder}: learned on another base model ({which})")
         self._check_shapes(folder)
         return folder
 
@@ -334,10 +329,9 @@ class AdapterFiles:
         with safe_open(folder / "adapter_model.safetensors", "pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
         if found != self.spec.peft_shapes() or alpha != self.spec.alpha:
-            raise AdapterError(
-                f"{folder}: learned with another align.rank, align.alpha or align.target_modules: restore those "
-                "settings to serve it; with these its pairs are learned anew"
-            )
+            way_out = "restore those settings to serve it; with these its pairs are learned anew"
+            what = "another align.rank, align.alpha or align.target_modules"
+            raise AdapterError(f"{folder}: learned with {what}: {way_out}")
 
     def load(self, adapter: str, version: int) -> Snapshot:
         """Check a version and read it. Raises AdapterError."""
@@ -347,12 +341,11 @@ class AdapterFiles:
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""
         folder = self.path(adapter, version)
-        return Snapshot(
-            adapter,
-            version,
+        weights, optimizer = (
             load_file(folder / "adapter_model.safetensors"),
             load_file(folder / "optimizer.safetensors"),
         )
+        return Snapshot(adapter, version, weights, optimizer)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:
         """The newest undamaged version (0: none), and the problems of newer ones."""

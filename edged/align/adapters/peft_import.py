@@ -29,10 +29,9 @@ def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
     """Read a PEFT folder's weights by PEFT's names, in fp32, all finite and fitting `spec`. Raises ImportRefused."""
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / WEIGHTS).exists():
-            raise ImportRefused(
-                f"{name} is a pickle, which can run any code when it is loaded: only {WEIGHTS} is read; convert it "
-                "where you trust it, with peft's model.save_pretrained(DIRECTORY)"
-            )
+            way_out = "convert it where you trust it, with peft's model.save_pretrained(DIRECTORY)"
+            pickle = f"{name} is a pickle, which can run any code when it is loaded"
+            raise ImportRefused(f"{pickle}: only {WEIGHTS} is read; {way_out}")
     _check_config(_config(folder / CONFIG), spec)
     return _weights(folder / WEIGHTS, spec)
 
@@ -84,9 +83,8 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
             for name, shape in wanted.items():
                 part = file.get_slice(name)
                 if (found := tuple(part.get_shape())) != shape:
-                    raise ImportRefused(
-                        f"{name} has the shape {found}, this model needs {shape}: it was trained for another model"
-                    )
+                    needed = f"this model needs {shape}: it was trained for another model"
+                    raise ImportRefused(f"{name} has the shape {found}, {needed}")
                 if (dtype := part.get_dtype()) not in _DTYPES:
                     raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
             tensors = {name: file.get_tensor(name).float() for name in wanted}
@@ -102,9 +100,7 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
 
 def _check_names(found: set[str], wanted: set[str]) -> None:
     if missing := sorted(wanted - found):
-        raise ImportRefused(
-            f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): it was trained with other "
-            "target_modules or for another model"
-        )
+        why = "it was trained with other target_modules or for another model"
+        raise ImportRefused(f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): {why}")
     if more := sorted(found - wanted):
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")

@@ -82,12 +82,9 @@ class AdapterWriter:
             elif written is None:
                 future.set_exception(UnknownAdapter(adapter))
             else:
-                future.set_exception(
-                    StoreError(
-                        f"version {version} of {adapter} is served, but could not be written to disk: a power cut "
-                        "would bring the one before it back; it is tried again, and the log has the error"
-                    )
-                )
+                then = "a power cut would bring the one before it back; it is tried again, and the log has the error"
+                served = f"version {version} of {adapter} is served, but could not be written to disk"
+                future.set_exception(StoreError(f"{served}: {then}"))
 
     def bring(self, copies: HostCopies) -> None:
         """Bring copies to the host on the writer's thread."""
@@ -107,9 +104,8 @@ class AdapterWriter:
         finally:
             self._thread.shutdown(wait=True)
             for adapter, version, _ in list(self._awaited):
-                self._answer_waiting(
-                    adapter, version, max(self._adapter_cache.files.versions(adapter), default=0) >= version
-                )
+                written = max(self._adapter_cache.files.versions(adapter), default=0) >= version
+                self._answer_waiting(adapter, version, written)
 
     def _save(self, copied: CopiedVersion, recorded: Future[None] | None) -> None:
         """Write a version after the records of what it learned: without them its pairs would be trained on twice.

@@ -150,9 +150,8 @@ class AdapterStep:
         elif self.trained:
             weight = sum(outcome.pair.weight for outcome in self._taken if outcome.trained)
             try:
-                self.grad_norm = self.state.step(
-                    self.leaves.gradients, self.trained, weight, self._most_norm(), self._step_scale
-                )
+                rest = (self.trained, weight, self._most_norm(), self._step_scale)
+                self.grad_norm = self.state.step(self.leaves.gradients, *rest)
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested
             except FloatingPointError as error:

@@ -92,14 +92,18 @@ class RecomputeBackward:
     ) -> None:
         self._group, self._windows, self._upstream, self._decoder = group, list(windows), upstream, decoder
         self._leaves = leaves
-        self._layer, self._window = decoder.layer_count - 1, 0
+        self._layer, self._window, self._done = decoder.layer_count - 1, 0, 0
         self._earlier: dict[int, KeysValues] = {}
 
-    def run_unit(self) -> None:
-        """Run the next unit: one layer on one window."""
+    def run_unit(self, rows: int) -> None:
+        """Run one layer on the last `rows` of the next window, or on those that the units before left of it."""
         start, stop = self._windows[self._window]
-        self._layer_unit(self._layer, start, stop)
-        self._window += 1
+        stop -= self._done
+        self._layer_unit(self._layer, stop - rows, stop)
+        self._done += rows
+        if stop - rows > start:
+            return
+        self._window, self._done = self._window + 1, 0
         if self._window == len(self._windows):
             self._window, self._layer, self._earlier = 0, self._layer - 1, {}
 
@@ -167,10 +171,8 @@ class FullGraphBackward:
             for branch in self._branches
             for piece in branch.pieces
         ]
-        ids, places = upload(
-            [np.concatenate([s.layout.ids for s in streams]), np.concatenate(positions)], decoder.device
-        )
-        self._hidden, self._calls = decoder.begin(ids, places)
+        tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
+        self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Input and output of each layer, with the graph between them."""
         self.upstream: torch.Tensor | None = None
@@ -190,8 +192,8 @@ class FullGraphBackward:
                     rows = slice(stream.kept, stream.kept + stream.layout.tokens)
                     self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
 
-    def run_unit(self) -> None:
-        """Back-propagate through one layer, and free its graph."""
+    def run_unit(self, _rows: int) -> None:
+        """Back-propagate through one layer, all its rows, and free its graph."""
         hidden, out = self._layers.pop()
         layer = len(self._layers)
         names = self._decoder.layer_linears(layer)

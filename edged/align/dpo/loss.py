@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from edged.align.feedback.pair import PairScored, TokenPair
+from edged.align.feedback.pair import PairScored, Split, TokenPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +61,8 @@ def _softplus(x: float) -> float:
 
 
 def pair_score(
-    pair: TokenPair,
-    version: int,
-    split: Literal["prequential", "held_out"],
-    logps: PairLogps,
-    loss: PairLoss,
-    kl_nats: float | None = None,
+    pair: TokenPair, version: int, split: Split, logps: PairLogps, loss: PairLoss, kl_nats: float | None = None
 ) -> PairScored:
     """The record of a pair's score by a version of its adapter."""
-    return PairScored(
-        pair.pair_id,
-        pair.adapter,
-        version,
-        split,
-        reward_margin=loss.reward_margin,
-        loss=loss.loss,
-        kl_nats=kl_nats,
-        **asdict(logps),
-    )
+    of = (pair.pair_id, pair.adapter, version, split)
+    return PairScored(*of, reward_margin=loss.reward_margin, loss=loss.loss, kl_nats=kl_nats, **asdict(logps))

@@ -179,6 +179,14 @@ class HeadWindow:
     gradient: torch.Tensor | None = None
     """d (sum of its log-probabilities) / d (last hidden state), per row."""
 
+    def split(self, at: int) -> tuple["HeadWindow", "HeadWindow"]:
+        """Return the predictions before number `at` and those from it on."""
+        first, last = (
+            HeadWindow(self.rows[part], self.targets[part], self.owners[part], self.reference)
+            for part in (slice(at), slice(at, None))
+        )
+        return first, last
+
 
 def head_windows(group: MicroBatch, reference: bool, size: int) -> list[HeadWindow]:
     """Cut the scored predictions of the reference's or the policy's streams into windows of at most `size`."""

@@ -63,8 +63,9 @@ class DpoStep:
 
     def _reset_group(self) -> None:
         size = self._plan.head_size
-        self._heads = [head for kind in (True, False) for head in head_windows(self.group, kind, size)]
-        self._heads_left = iter(self._heads)
+        self._heads: list[HeadWindow] = []
+        """Windows of predictions that are scored; `_heads_left` are the others, in order."""
+        self._heads_left = [head for kind in (True, False) for head in head_windows(self.group, kind, size)]
         self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=self.decoder.device)
         self._backward: RecomputeBackward | FullGraphBackward | None = None
         self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._plan.graphed else None
@@ -94,9 +95,9 @@ class DpoStep:
         """Units of the current micro-batch after its forward, as far as they are known before the losses."""
         return list(self._plan.units)
 
-    def run_unit(self) -> Work:
-        """Run the next unit and return it."""
-        unit = self._plan.units.pop(0)
+    def run_unit(self, most: int = 0) -> Work:
+        """Run the next unit, or `most` of its rows (see `StepPlan.take_unit`), and return what ran."""
+        unit = self._plan.take_unit(most)
         if unit[0] == "step":
             self._end_step()
             return unit
@@ -104,18 +105,24 @@ class DpoStep:
             assert self._graph is not None
             self._graph.forward_unit()
         elif unit[0] in ("score", "head"):
-            self._head_unit(next(self._heads_left))
+            self._head_unit(unit[1])
             if self._plan.scored:
                 self._decide()
         else:
             assert self._backward is not None
-            self._backward.run_unit()
+            self._backward.run_unit(unit[1])
         if self._plan.group_ended:
             self._end_group()
         return unit
 
-    def _head_unit(self, head: HeadWindow) -> None:
-        """Compute a window's log-probabilities and, for the policy, their gradient in the same pass of the head."""
+    def _head_unit(self, rows: int) -> None:
+        """Compute log-probabilities of the next window's last `rows`, and for the policy their gradient in the same
+        pass of the head."""
+        head = self._heads_left.pop(0)
+        if rows < len(head.rows):
+            rest, head = head.split(len(head.rows) - rows)
+            self._heads_left.insert(0, rest)
+        self._heads.append(head)
         hidden = self.group.last.index_select(0, head.rows)
         with torch.set_grad_enabled(not head.reference):
             hidden.requires_grad_(not head.reference)

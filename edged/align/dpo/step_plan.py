@@ -6,6 +6,7 @@ It has no tensors, so that a simulated step is planned as a real one.
 from collections.abc import Callable, Sequence
 
 from edged.align.feedback.pair import TokenPair
+from edged.scheduler.task import CUTTABLE_UNITS
 from edged.settings.load import AlignSettings
 
 Work = tuple[str, int]
@@ -74,6 +75,14 @@ class StepPlan:
         if not self._groups:
             self.units.append(("step", self._adapters))
         return windows
+
+    def take_unit(self, most: int = 0) -> Work:
+        """Take the next unit off the plan; where `most` is given and it can be cut, only that many of its last rows."""
+        kind, rows = self.units[0]
+        if kind in CUTTABLE_UNITS and 0 < most < rows:
+            self.units[0] = kind, rows - most
+            return kind, most
+        return self.units.pop(0)
 
     @property
     def scored(self) -> bool:

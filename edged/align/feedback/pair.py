@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Split = Literal["prequential", "held_out"]
 PairState = Literal["queued", "held_out", "trained", "learnt", "skipped", "quarantined"]
 
 
@@ -53,7 +54,7 @@ class PairScored:
     pair_id: int
     adapter: str
     version: int
-    split: Literal["prequential", "held_out"]
+    split: Split
     chosen_logp: float
     rejected_logp: float
     ref_chosen_logp: float

@@ -93,21 +93,15 @@ def record_signal(
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
     if len(answer.signals) >= _MOST_SIGNALS:
-        raise FeedbackError(
-            f'choice {answer.choice.choice} of completion "{completion.id}" has {_MOST_SIGNALS} signals: '
-            "no more are taken",
-            "bad_signal",
-        )
+        which = f'choice {answer.choice.choice} of completion "{completion.id}"'
+        raise FeedbackError(f"{which} has {_MOST_SIGNALS} signals: no more are taken", "bad_signal")
     return _record(db, answer, signal, report.account)
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
     """The error for a completion that does not exist, or is another user's."""
-    return FeedbackError(
-        f'completion "{completion_id}" is not known: it was never answered here, it named no user '
-        "(send `user` with the request), or it is too old",
-        "unknown_completion",
-    )
+    why = "it was never answered here, it named no user (send `user` with the request), or it is too old"
+    return FeedbackError(f'completion "{completion_id}" is not known: {why}', "unknown_completion")
 
 
 def record_pair(
@@ -143,13 +137,10 @@ def record_pair(
         feedback.insert_signal(db, replace(signal, reason=reason))
         return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
-    asked = (
-        tuple(messages) if messages is not None else None,
-        prompt,
-        None if prompt_ids is None else tuple(prompt_ids),
-    )
+    ids = None if prompt_ids is None else tuple(prompt_ids)
+    asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.weight_pair
-    pair_id = _insert(db, signal, account, asked, Side(chosen), Side(rejected), "pair", weight)
+    pair_id = _insert(db, signal, account, asked, (Side(chosen), Side(rejected)), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -213,12 +204,12 @@ def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
     weight = weight_of(answer.settings, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, signal, account, asked, Side(signal.text or ""), answer.side, "edit", weight)]
+        return [_insert(db, signal, account, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, signal, account, asked, answer.side, other, "chosen", weight)
+        _insert(db, signal, account, asked, (answer.side, other), "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
@@ -243,7 +234,7 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The pair has the rejected answer's prompt: an answer to its rephrasing is a better answer to it.
-        pair_id = _insert(db, signal, account, rejected.asked, chosen.side, rejected.side, source, least)
+        pair_id = _insert(db, signal, account, rejected.asked, (chosen.side, rejected.side), source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
@@ -262,14 +253,16 @@ def _insert(
     signal: Signal,
     account: str | None,
     asked: Asked,
-    chosen: Side,
-    rejected: Side,
+    sides: tuple[Side, Side],
     source: str,
     weight: float,
 ) -> int:
-    """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id."""
+    """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
+
+    `sides` are the chosen and the rejected answer.
+    """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, chosen, rejected, state="queued", account=account)
+    row = PairRow(0, *about, *sides, state="queued", account=account)
     return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
 
 
@@ -286,11 +279,8 @@ def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
 def _learner(completion: Completion, user: str | None) -> str:
     """The adapter that feedback on a completion teaches. Raises FeedbackError."""
     if completion.adapter is None:
-        raise FeedbackError(
-            f'completion "{completion.id}" was asked for without a user, so there is no adapter to teach: '
-            "send `user` with the request",
-            "wrong_user",
-        )
+        so = "so there is no adapter to teach: send `user` with the request"
+        raise FeedbackError(f'completion "{completion.id}" was asked for without a user, {so}', "wrong_user")
     if user is not None and user not in (completion.user, completion.adapter):
         raise FeedbackError(f'completion "{completion.id}" is not one of user "{user}"', "wrong_user")
     return completion.adapter
@@ -330,9 +320,8 @@ def _check_sides(chosen: str, rejected: str) -> None:
         if not text.strip():
             raise FeedbackError(f"the {name} answer is empty: nothing can be learned from it", "empty_side")
     if chosen.strip() == rejected.strip():
-        raise FeedbackError(
-            "the chosen and the rejected answer are equal: nothing can be learned from them", "equal_sides"
-        )
+        message = "the chosen and the rejected answer are equal: nothing can be learned from them"
+        raise FeedbackError(message, "equal_sides")
 
 
 def _differ(one: Side, other: Side) -> bool:

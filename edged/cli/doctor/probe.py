@@ -25,9 +25,8 @@ class Probe:
         self._found: list[dict[str, Any]] = []
         # -P: root may run this in any folder, and must not import modules that other users left there.
         command = [sys.executable, "-P", "-m", "edged.cli.doctor.probe"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
         assert self._process.stdin is not None
         with self._process.stdin as asked:
             json.dump({"settings": settings.model_dump(), "model": str(model) if model else ""}, asked)

@@ -139,10 +139,8 @@ def database(it: Examination) -> Finding:
         return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
     if not path.exists():
         return fine("none yet: the first start makes it")
-    way_out = (
-        "stop edged, move the file away, and restore a backup or what `sqlite3 FILE .recover` can read; "
-        "adapters on disk stay good"
-    )
+    restore = "restore a backup or what `sqlite3 FILE .recover` can read"
+    way_out = f"stop edged, move the file away, and {restore}; adapters on disk stay good"
     try:
         with closing(_open_to_read(path)) as connection:
             end = time.monotonic() + it.left_s(3.0)

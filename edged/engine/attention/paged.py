@@ -103,11 +103,11 @@ def attend_to_last(
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scaling, enable_gqa=grouped)
     if window not in masks:
         own = torch.arange(keys - queries, keys, device=query.device)
-        masks[window] = _mask(keys, own, window, query.dtype)
+        masks[window] = causal_mask(keys, own, window, query.dtype)
     return attend(call, query, key, value, masks[window])
 
 
-def _mask(keys: int, own: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def causal_mask(keys: int, own: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the mask [..., keys] of queries whose own keys are at `own` [...]: 0 where a key is at or before the
     query's own and within the window; -inf elsewhere."""
     ahead = torch.arange(keys, device=own.device) - own[..., None]
@@ -140,7 +140,7 @@ class PagedAttention:
         self._ragged = cache(partial(ragged_decode, batch.decodes, kv))
         self._rows_by_head = cache(partial(RowsByHead, batch.decodes, kv))
         longest = batch.decode_tables.shape[1] * kv.page_size
-        self._decode_mask = cache(partial(_mask, longest, batch.decode_context))
+        self._decode_mask = cache(partial(causal_mask, longest, batch.decode_context))
         self._decode_blocks = cache(partial(kv.block_index, batch.decode_tables))
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,9 @@ class PagedAttention:
         n, pruned, kv = len(rows), self.batch.pruned, self.kv
         if pruned is not None:
             keys, values = kv.read(call.layer, pruned.blocks(call.layer).flatten(), n)
-            mask = _mask(keys.shape[2], pruned.lengths(call.layer, kv.page_size) - 1, None, rows.dtype)[:, :, None]
+            mask = causal_mask(keys.shape[2], pruned.lengths(call.layer, kv.page_size) - 1, None, rows.dtype)[
+                :, :, None
+            ]
         else:
             keys, values = kv.read(call.layer, self._decode_blocks(), n)
             mask = self._decode_mask(call.window, rows.dtype)[:, None, None]

@@ -6,6 +6,7 @@ The adapters' weights and files are in `edged.align.adapters.adapter`.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,16 @@ from edged.align.dpo.decoder import LoraLeaves, LoraRows
 from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
 
 
-class LoraLinear(nn.Module):
+class LinearWrapper(nn.Module):
+    """A module in the place of a linear, its `base`: who reads weight or bias there gets the linear's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the base's weight and bias, and this module's other attributes."""
+        found = super().__getattr__("base" if name in ("weight", "bias") else name)
+        return getattr(found, name) if name in ("weight", "bias") else found
+
+
+class LoraLinear(LinearWrapper):
     """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
     down: torch.Tensor

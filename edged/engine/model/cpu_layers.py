@@ -15,7 +15,8 @@ from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.paged import attention_pass, current_pass
 from edged.engine.lora.linear import LoraLinear, LoraSlots
 from edged.engine.model.packed_linear import PackedLinear
-from edged.engine.model.served_model import AttentionSpy, ModelShape, ServedModel
+from edged.engine.model.probe import AttentionSpy
+from edged.engine.model.served_model import ModelShape, ServedModel
 from edged.engine.native.library import FEW_ROWS, CGroup, CLayer, LinearParts, group_of, kernels, readable, why_not
 
 _TOLERANCE = 1e-5
@@ -154,7 +155,8 @@ def _norm(norm: nn.Module) -> tuple[torch.Tensor, float]:
 
 def shorten_layers(model: ServedModel) -> str:
     """Let the kernels compute all layers for few rows; return why not, or "". Call it after `attach_lora`."""
-    if reason := why_not(model.device, model.dtype):
+    # Layers that cannot be trained may be called in a way that a trial of one alone does not know.
+    if reason := why_not(model.device, model.dtype) or model.trainable_error:
         return reason
     ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)

@@ -84,7 +84,7 @@ class BaseShape:
         model.tie_weights()
         text = config.get_text_config()
         heads = int(text.num_attention_heads)
-        linears = linear_sizes(model, "all-linear")
+        linears = linear_sizes(model, target_linears(model, "all-linear"))
         return cls(
             layers=int(text.num_hidden_layers),
             hidden_size=int(text.hidden_size),
@@ -93,15 +93,15 @@ class BaseShape:
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             max_positions=int(text.max_position_embeddings),
             linears=linears,
-            targets=linear_sizes(model, target_modules),
+            targets=linear_sizes(model, target_linears(model, target_modules)),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
         )
 
 
-def linear_sizes(model: Any, targets: str | list[str]) -> Linears:
-    """Return the sizes of the linears that `target_linears` finds in a model without wrappers."""
-    linears = [model.get_submodule(name) for name in target_linears(model, targets)]
+def linear_sizes(model: Any, names: Sequence[str]) -> Linears:
+    """Return the sizes of linears in a model without wrappers."""
+    linears = [model.get_submodule(name) for name in names]
     return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
 
 
@@ -298,7 +298,7 @@ def unused_bytes(device: torch.device) -> int:
 def bounded(settings: Settings, model: ServedModel) -> Settings:
     """Return settings whose numbers of adapters fit the memory that is free beside the loaded base."""
     align = settings.align
-    weights = adapter_weights(linear_sizes(model.model, align.target_modules), align.rank)
+    weights = adapter_weights(linear_sizes(model.model, model.targets(align)), align.rank)
     loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
     if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
         log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
@@ -324,10 +324,8 @@ def page_count(model: ServedModel, settings: Settings) -> int:
         budget = int((free - sum(work.values())) * share)
     pages = min(useful, budget // page_bytes)
     if pages < 4:
-        raise ModelRefused(
-            f"the K/V cache has room for {max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in "
-            f"{max(budget, 0) >> 20} MiB: raise cache.memory_mb or free memory"
-        )
+        room = f"{max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in {max(budget, 0) >> 20} MiB"
+        raise ModelRefused(f"the K/V cache has room for {room}: raise cache.memory_mb or free memory")
     refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
     return pages
 

@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import nn
 
+from edged.engine.lora.linear import LinearWrapper
 from edged.engine.model.quantization import is_quantized
 from edged.engine.native.fp16_weights import narrow
 from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, readable
@@ -109,7 +110,7 @@ def tiles(rows: int) -> list[int]:
     return [*found, rows] if rows or not found else found
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(LinearWrapper):
     """A linear that is computed from the packed copy, or from `base` if gradients are enabled."""
 
     def __init__(self, base: nn.Linear, product: Product, index: int) -> None:

@@ -68,10 +68,8 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     if not dequantizes:
         _need_packages(str(method))
     if method == "torchao" and device.type == "cpu" and (layout := _int4_layout(stored)):
-        raise CannotQuantize(
-            f'torchao int4 in the layout "{layout}" is read by GPU kernels alone: give model.device = "cuda", or the '
-            'plain checkpoint and model.quantize = "int4"'
-        )
+        way_out = 'give model.device = "cuda", or the plain checkpoint and model.quantize = "int4"'
+        raise CannotQuantize(f'torchao int4 in the layout "{layout}" is read by GPU kernels alone: {way_out}')
     try:
         quantizer = AutoHfQuantizer.from_config(stored, pre_quantized=True)
         quantizer.validate_environment(device_map={"": device})
@@ -125,10 +123,8 @@ def _torchao_form(kind: str, device: torch.device, dtype: torch.dtype) -> Any:
     from torchao.quantization import Int4WeightOnlyConfig
 
     if dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) < (8, 0):
-        raise CannotQuantize(
-            f'model.quantize = "int4" computes in bfloat16 on GPUs of capability 8.0 or later, not in {dtype} on '
-            f'{torch.cuda.get_device_name(device)}: use "nf4"'
-        )
+        here = f'not in {dtype} on {torch.cuda.get_device_name(device)}: use "nf4"'
+        raise CannotQuantize(f'model.quantize = "int4" computes in bfloat16 on GPUs of capability 8.0 or later, {here}')
     layout = "tile_packed_to_4d"
     return Int4WeightOnlyConfig(group_size=INT4_GROUP, int4_packing_format=layout, set_inductor_config=False)
 

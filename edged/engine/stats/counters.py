@@ -147,6 +147,8 @@ class Totals:
     finetune_tokens: int = 0
     optimizer_steps: int = 0
     pairs_trained: int = 0
+    trained_tokens: int = 0
+    """Tokens of the pairs in finished steps, each time that they are trained on."""
     preemptions: int = 0
     iterations: int = 0
     plans_foreseen: int = 0

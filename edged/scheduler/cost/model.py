@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from edged.scheduler.cost.drift import Drift
 from edged.scheduler.cost.error import PredictionError
 from edged.scheduler.cost.regression import OnlineRegression
-from edged.scheduler.task import IterationResult, Kind, Unit
+from edged.scheduler.task import CUTTABLE_UNITS, IterationResult, Kind, Unit
 
 if TYPE_CHECKING:
     from edged.scheduler.cost.profile import Profile  # it imports this module
@@ -36,22 +36,32 @@ FORWARD_PRICES = (
 Decodes beside chunks cost once: single tokens and chunks are attended in two ways in every layer.
 """
 
+WINDOW_STEP = 16
+"""Cut windows have a multiple of as many rows: tiles of matrix products have no fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Seconds per unit of each feature, at or above zero.
 
     `forward` is in the order of FORWARD_PRICES, as far as it goes: files of older versions lack the last ones, which
-    are then 0. `units` has (seconds, seconds per token) by `Unit.kind`.
+    are then 0. `units` has (seconds, seconds per token) by `Unit.kind`; one of fewer tokens than `unit_knee` takes as
+    long as one of as many.
     """
 
     forward: tuple[float, ...]
     knee_tokens: int
     units: dict[str, tuple[float, float]]
+    unit_knee: int = 0
 
     def __post_init__(self) -> None:
         lacking = len(FORWARD_PRICES) - len(self.forward)
         object.__setattr__(self, "forward", (*self.forward, *(0.0,) * lacking))
+
+
+def unit_features(tokens: int, knee: int) -> tuple[float, float]:
+    """Return the amounts of a unit's features: once, and its tokens, of which there are at least `knee`."""
+    return 1.0, float(max(tokens, knee))
 
 
 @dataclass(slots=True)
@@ -113,7 +123,7 @@ class CostModel:
     is its price times the slowness of the last few; what is due later is priced alone.
     """
 
-    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_units", "accuracy", "source")
+    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_knee", "_units", "accuracy", "source")
 
     def __init__(self, guess: Prices) -> None:
         """Start from the prices of `guess`, all above zero; a unit of another kind starts like "layer"."""
@@ -121,6 +131,7 @@ class CostModel:
         self._units: defaultdict[str, OnlineRegression] = defaultdict(lambda: OnlineRegression(guess.units["layer"]))
         self._units.update({kind: OnlineRegression(start) for kind, start in guess.units.items()})
         self._knee = guess.knee_tokens
+        self._unit_knee = guess.unit_knee
         self._drift = Drift()
         self.accuracy = PredictionError()
         self.source = "guess"
@@ -138,9 +149,10 @@ class CostModel:
         seconds = [forward.seconds for forward in profile.forwards]
         cost._fit = OnlineRegression.known(prices.forward, rows, seconds, guess.forward)
         cost._knee, cost._prices = prices.knee_tokens, tuple(cost._fit.prices)
+        cost._unit_knee = prices.unit_knee
         for kind, known in prices.units.items():
             seen = [unit for unit in profile.units if unit.kind == kind]
-            rows = [(1.0, float(unit.tokens)) for unit in seen]
+            rows = [unit_features(unit.tokens, prices.unit_knee) for unit in seen]
             guessed = guess.units.get(kind, guess.units["layer"])
             cost._units[kind] = OnlineRegression.known(known, rows, [unit.seconds for unit in seen], guessed)
         cost.source = source
@@ -225,9 +237,29 @@ class CostModel:
         """Return the predicted seconds of the next fine-tune unit."""
         return self._unit_price_s(unit) * self._drift.slowness
 
+    def rows(self, unit: Unit, limit_s: float) -> int:
+        """Return the rows of a unit, some WINDOW_STEPs, that take no longer than `limit_s`; 0 where it cannot be cut
+        so."""
+        once, row = self._units[unit.kind].prices
+        most = min(unit.tokens - 1, int((limit_s / self._drift.slowness - once) / row)) if row else unit.tokens - 1
+        rows = most - most % WINDOW_STEP
+        return rows if unit.kind in CUTTABLE_UNITS and most >= max(self._unit_knee, WINDOW_STEP) else 0
+
+    def price_cut_units(self) -> None:
+        """Price units of fewer rows than the forward's knee like those of as many, before anything was observed.
+
+        Reading the weights takes as long as computing the knee's tokens. Unless a profile has measured it, that time
+        was a part of what a unit of any size costs once.
+        """
+        if not self._unit_knee:
+            self._unit_knee = self._knee
+            for kind in CUTTABLE_UNITS & self._units.keys():
+                once, row = self._units[kind].prices
+                self._units[kind] = OnlineRegression((max(0.1 * once, once - row * self._knee), row))
+
     def _unit_price_s(self, unit: Unit) -> float:
         once, token = self._units[unit.kind].prices
-        return once + token * unit.tokens
+        return once + token * max(unit.tokens, self._unit_knee)
 
     def observe(self, result: IterationResult) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -251,7 +283,7 @@ class CostModel:
             if seconds > 0.0:
                 finetune_s += seconds
                 units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
-                features = 1.0, float(unit.tokens)
+                features = unit_features(unit.tokens, self._unit_knee)
                 learned.append((self._units[unit.kind], features, self._unit_price_s(unit), seconds))
         if units_measured_s:
             parts["units"] = units_s, units_measured_s

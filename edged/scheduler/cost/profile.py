@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from edged.scheduler.cost.model import Load, Prices
+from edged.scheduler.cost.model import Load, Prices, unit_features
 from edged.scheduler.cost.regression import least_squares
 
 FOLDER = "profiles"
@@ -159,12 +159,21 @@ def fit_prices(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> Pr
         off = [abs(_dot(prices, row) / took - 1.0) for row, took in zip(rows, seconds, strict=True)]
         fits.append((sum(off), knee, prices))
     _, knee, prices = min(fits)
-    kinds: dict[str, tuple[float, float]] = {}
+    # Units have the forward's knee, or none.
+    _, unit_knee, kinds = min(_fit_units(units, own) for own in (1, knee))
+    return Prices(tuple(prices), knee, kinds, unit_knee)
+
+
+def _fit_units(units: Sequence[UnitTime], knee: int) -> tuple[float, int, dict[str, tuple[float, float]]]:
+    """Fit the prices of units of at least `knee` tokens; returns (sum of relative errors, knee, prices)."""
+    off, kinds = 0.0, {}
     for kind in sorted({unit.kind for unit in units}):
         seen = [unit for unit in units if unit.kind == kind]
-        once, token = least_squares([(1.0, float(unit.tokens)) for unit in seen], [unit.seconds for unit in seen])
+        rows = [unit_features(unit.tokens, knee) for unit in seen]
+        once, token = least_squares(rows, [unit.seconds for unit in seen])
         kinds[kind] = once, token
-    return Prices(tuple(prices), knee, kinds)
+        off += sum(abs(_dot((once, token), row) / unit.seconds - 1.0) for row, unit in zip(rows, seen, strict=True))
+    return off, knee, kinds
 
 
 def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> dict[str, float]:
@@ -179,8 +188,8 @@ def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -
         off.setdefault(forward.kind, []).append(abs(predicted_s / forward.seconds - 1.0))
     for unit in in_turn[::_HELD_OUT_EVERY]:
         if unit.kind in prices.units:
-            once, token = prices.units[unit.kind]
-            off.setdefault(unit.kind, []).append(abs((once + token * unit.tokens) / unit.seconds - 1.0))
+            predicted_s = _dot(prices.units[unit.kind], unit_features(unit.tokens, prices.unit_knee))
+            off.setdefault(unit.kind, []).append(abs(predicted_s / unit.seconds - 1.0))
     return {kind: 100.0 * sum(values) / len(values) for kind, values in off.items()}
 
 

@@ -101,7 +101,9 @@ class BinBuilder:
         queues = self._queues
         if self.plan.grants or self.preempted:
             return
-        stuck = min((*queues.started, *queues.waiting), key=by_arrival, default=None)
+        # Where nobody overtakes, the next prompt is the first that waits.
+        waiting = queues.first(1) if queues.order.strict else queues.any_order
+        stuck = min((*queues.started, *waiting), key=by_arrival, default=None)
         if stuck is None and not queues.throttled:
             stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
         if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
@@ -163,7 +165,7 @@ class BinBuilder:
     def _holders(self) -> list[Task]:
         """Return the sequences that hold pages."""
         queues = self._queues
-        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.waiting]
+        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.any_order]
         return [task for task in sequences if task.held_pages]
 
     def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
@@ -179,13 +181,22 @@ class BinBuilder:
                 need -= self.pages(victim, 1)
 
 
-def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float, at_least: int) -> None:
+def grant_finetune(
+    draft: BinBuilder,
+    task: Task,
+    cost: CostModel,
+    limit_s: float,
+    at_least: int,
+    most_units: float = math.inf,
+    cuts: bool = False,
+) -> None:
     """Grant forward tokens, then units, while the bin is predicted to take no longer than `limit_s`.
 
     With `at_least` the task gets as many tokens, as far as it has them and there is room, or one unit in any case.
+    Where it `cuts`, the first unit that does not fit gets the rows that do (FlexLLM Algorithm 2, line 15).
     """
     plan = draft.plan
-    tokens = units = 0
+    tokens = units = window = 0
     most = draft.room(task)
     if most > 0:
         left_s = limit_s - plan.predicted_units_s
@@ -197,9 +208,16 @@ def grant_finetune(draft: BinBuilder, task: Task, cost: CostModel, limit_s: floa
         left_s = limit_s - cost.forward_s(draft.load)
         for unit in task.units[task.next_unit :]:
             unit_s = cost.unit_s(unit)
-            if plan.predicted_units_s + unit_s > left_s and (units or tokens or not at_least):
+            if units >= most_units:
                 break
+            if plan.predicted_units_s + unit_s > left_s:
+                window = cost.rows(unit, left_s - plan.predicted_units_s) if cuts else 0
+                if not window and (units or tokens or not at_least):
+                    break
+                unit_s = cost.unit_s(replace(unit, tokens=window or unit.tokens))
             plan.predicted_units_s += unit_s
             units += 1
+            if window:
+                break
     if tokens or units:
-        plan.grants.append(Grant(task, tokens, units))
+        plan.grants.append(Grant(task, tokens, units, window))

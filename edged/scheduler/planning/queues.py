@@ -1,7 +1,7 @@
 """Task queues: live tasks by state, each queue in an order that time does not change."""
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Protocol
@@ -17,9 +17,11 @@ _grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_
 class TaskOrder(Protocol):
     """The order of prompts in the queues: see `edged.scheduler.policies.base.Order`."""
 
+    strict: bool
+
     def flow(self, task: Task) -> Hashable: ...
 
-    def flow_key(self, flow: Hashable) -> float: ...
+    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]: ...
 
     def key(self, task: Task) -> tuple[float, int]: ...
 
@@ -48,14 +50,20 @@ class TaskQueues:
         """Whether fine-tuning waits because it has had its share of the time; it may still give its pages back."""
 
     @property
-    def waiting(self) -> list[Task]:
-        """The waiting prompts, flow by flow; do not change the list."""
-        flows = list(self.flows.values())
-        if len(flows) < 2:
-            return flows[0] if flows else []
-        order = self.order
-        flows.sort(key=lambda tasks: (order.flow_key(order.flow(tasks[0])), order.key(tasks[0])))
-        return [task for tasks in flows for task in tasks]
+    def count_waiting(self) -> int:
+        """The number of waiting prompts."""
+        return sum(map(len, self.flows.values()))
+
+    @property
+    def any_order(self) -> Iterator[Task]:
+        """The waiting prompts in no order."""
+        return chain.from_iterable(self.flows.values())
+
+    def first(self, most: int) -> list[Task]:
+        """Return the waiting prompts that are next, at most so many."""
+        if len(self.flows) < 2:
+            return [task for tasks in self.flows.values() for task in tasks[:most]]
+        return self.order.first(self.flows, most)
 
     def file(self, task: Task, started: bool = False) -> None:
         """Put a task where its kind belongs; a prefill goes to `started` once it has run."""
@@ -73,7 +81,7 @@ class TaskQueues:
     def refile(self, order: TaskOrder) -> None:
         """File all prompts anew, in another order."""
         flows: dict[Hashable, list[Task]] = {}
-        for task in chain.from_iterable(self.flows.values()):
+        for task in self.any_order:
             insort(flows.setdefault(order.flow(task), []), task, key=order.key)
         self.order, self.started, self.flows = order, sorted(self.started, key=order.key), flows
         self.filings += 1

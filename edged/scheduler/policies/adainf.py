@@ -27,7 +27,7 @@ class StepsFirst(PhasedFill):
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the first step alone; serving when there is none, or in its turn."""
         tasks = runnable_steps(queues, resources)
-        serves = self.in_turn and self.tuned and bool(queues.decodes or queues.started or queues.waiting)
+        serves = self.in_turn and self.tuned and bool(queues.decodes or queues.started or queues.flows)
         if not tasks or (serves and not tasks[0].begun):
             return serve_only(policy, queues, now, resources)
         alone = train_only(tasks[:1], policy, queues, now, resources)

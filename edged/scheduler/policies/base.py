@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TypeVarTuple
 
 from edged.scheduler.cost.model import CostModel
@@ -51,6 +52,10 @@ class Order(Part):
 
     key: Callable[[Task], tuple[float, int]] = staticmethod(by_arrival)
     """Place of a task in its flow, the same for as long as it waits."""
+    strict = False
+    """Whether no prompt may enter before one that is ahead of it, even where it would fit better."""
+    entry_only = False
+    """Whether flows matter for who enters only: those that have entered are ordered by their keys."""
 
     def flow(self, task: Task) -> Hashable:
         """Return the flow that a task belongs to, the same for as long as it waits."""
@@ -63,6 +68,15 @@ class Order(Part):
     def place(self, task: Task) -> tuple[float, ...]:
         """Return a task's place among those of all flows at this moment."""
         return (self.flow_key(self.flow(task)), *self.key(task))
+
+    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+        """Return the next prompts of several `flows`, at most so many; here flow by flow."""
+        ordered = sorted(flows, key=lambda flow: (self.flow_key(flow), self.key(flows[flow][0])))
+        return list(islice(chain.from_iterable(flows[flow] for flow in ordered), most))
+
+    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
+        """Return the adapters, of those that are ready, whose fine-tune steps are next, at most so many."""
+        return list(islice(adapters, most))
 
 
 @dataclass(slots=True)
@@ -161,6 +175,8 @@ class Row:
     spare: Callable[[], Spare] = Spare
     victims: Callable[[], Victims] = Victims
     due: Callable[[], Due] = Due
+    cuts_windows: bool = False
+    """Whether a fine-tune unit that does not fit an iteration is cut to the rows that do."""
     trains: bool = True
     """Whether it ever gives fine-tune tasks anything."""
     shares_prefixes: bool = True
@@ -173,21 +189,31 @@ class Policy:
     """The parts of a row at work."""
 
     def __init__(self, row: Row, settings: SchedulerSettings, cost: CostModel) -> None:
-        self.name, self.trains = row.name, row.trains
+        self.name, self.trains, self.cuts_windows = row.name, row.trains, row.cuts_windows
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
         self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
-        # Within one flow the key alone decides, and is read faster.
-        self.order = self.flow_order.key if type(self.flow_order).flow is Order.flow else self.flow_order.place
         self.cost = cost
-        parts = (self.flow_order, self.admission, self.spare, self.victims, self.due, self.fill)
+        if self.cuts_windows:
+            cost.price_cut_units()
+        self.row_order = self.flow_order
+        self.take_order(self.flow_order)
+        self.tell(Part.configure, settings, cost)
+
+    def take_order(self, order: Order) -> None:
+        """Order prompts by `order`, which may ask that of the row about those of one flow."""
+        self.flow_order = order
+        # Within one flow the key alone decides, and is read faster.
+        single = order.entry_only or type(order).flow is Order.flow
+        self.order = order.key if single else order.place
+        orders = (order,) if order is self.row_order else (self.row_order, order)
+        parts = (*orders, self.admission, self.spare, self.victims, self.due, self.fill)
         hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}
         idle = {hook for hook in hooks.values() if hook is not Part.configure}
         self._hooks = {
             hook: [getattr(part, name) for part in parts if getattr(type(part), name) not in idle]
             for name, hook in hooks.items()
         }
-        self.tell(Part.configure, settings, cost)
 
     def tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
         """Call a hook of each part that has it."""

@@ -48,7 +48,7 @@ class CoServing(Fill):
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         draft, cost = BinBuilder(queues, now, resources, policy.victims.key), policy.cost
-        draft.prompts = queues.started + queues.waiting[:1]
+        draft.prompts = queues.started + queues.first(1)
         plan = draft.plan
         plan.budget_s = policy.spare.limit_s(draft, now)
         all_enter = self._add_prompts(draft, queues, cost)
@@ -60,7 +60,8 @@ class CoServing(Fill):
                 asks = 0
             if not asks:
                 served = draft.load.decodes or draft.load.prefill_tokens
-                grant_finetune(draft, step, cost, plan.budget_s, 0 if served else SMALLEST_CHUNK)
+                at_least = 0 if served else SMALLEST_CHUNK
+                grant_finetune(draft, step, cost, plan.budget_s, at_least, cuts=policy.cuts_windows)
         draft.rescue()
         plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
@@ -71,9 +72,7 @@ class CoServing(Fill):
             tokens = 0 if task in draft.preempted else self._chunk(draft, task, cost)
             if tokens:
                 draft.grant(task, tokens)
-        for task in queues.waiting:
-            if draft.sequences_left <= 0:
-                break
+        for task in queues.first(max(0, draft.sequences_left)):
             tokens = self._chunk(draft, task, cost)
             if not tokens or draft.pages(task, task.tokens) > draft.open_pages:
                 return False
@@ -94,4 +93,5 @@ FLEXLLM = Row(
     "FlexLLM 6.2: fine-tune tokens in forward and backward as far as the latency target allows",
     fill=CoServing,
     spare=SloBudget,
+    cuts_windows=True,
 )

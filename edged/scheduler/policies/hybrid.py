@@ -24,7 +24,7 @@ class Hybrid(Fill):
         cost, spare = policy.cost, policy.spare
         draft = BinBuilder(queues, now, resources, policy.victims.key)
         plan = draft.plan
-        draft.prompts = queues.started + queues.waiting[:LOOK_AHEAD]
+        draft.prompts = queues.started + queues.first(LOOK_AHEAD)
         if queues.started:
             draft.prompts.sort(key=policy.order)
         entry = policy.admission.choose(draft, queues, spare, now)

@@ -67,7 +67,7 @@ def serve_only(
             tokens = draft.room(task)
             if tokens > 0:
                 draft.grant(task, tokens)
-    for task in queues.waiting:
+    for task in queues.first(max(0, draft.sequences_left)):
         full = not draft.tokens_left or draft.sequences_left <= 0
         if full or task.arrival_s >= before_s or draft.pages(task, task.tokens) > draft.open_pages:
             break

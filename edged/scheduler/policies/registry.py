@@ -11,7 +11,17 @@ from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.sync import SYNC
 
 _ALL = (
-    *(MACE, MACE_PAPER, FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC),
-    *(MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY),
+    MACE,
+    MACE_PAPER,
+    FCFS,
+    FLEXLLM,
+    EKYA,
+    ADAINF,
+    PERIODIC_ASYNC,
+    SYNC,
+    MACE_BIN,
+    MACE_PREFIX,
+    MACE_PRUNE,
+    MACE_PRIORITY,
 )
 ROWS: dict[str, Row] = {row.name: row for row in _ALL}

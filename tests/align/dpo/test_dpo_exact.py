@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +91,12 @@ def take_step(
     broken: str = "",
     suspicion: OutlierDetector | None = None,
     sft_weight: float = 0.0,
+    cut_to: Callable[[], int] = lambda: 0,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
-    Every adapter's pairs are judged by `suspicion`.
+    Every adapter's pairs are judged by `suspicion`. Of each unit `cut_to` says how many rows are computed at once.
     """
     align = AlignSettings(
         rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
@@ -131,7 +135,7 @@ def take_step(
         elif (ran := ran + 1) in preempt_at:
             step.restart()
         else:
-            step.run_unit()
+            step.run_unit(cut_to())
     assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
     return Stepped(step.members, captured, before)
 
@@ -237,6 +241,19 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("kind", "window"), [("llama", 500), ("gemma2", 37)])
+def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, seed: int, tmp_path: Path) -> None:
+    pairs, generator = make_pairs(19), random.Random(seed)
+    cut = partial(generator.choice, [0, 1, 5, 16, 48, 400])
+    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, 23, preempt_at=(3, 9, 20), cut_to=cut)
+    wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
+    assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= 1e-5
+    whole = take_step(tiny_model(kind), {"ann": pairs}, window, 23)
+    assert worst_error(got, whole.gradients["ann"]) <= 1e-5
 
 
 def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.support.machine_limits import Machine, Sizes
 from benchmarks.support.prefix_bounds import bound, conversation_of, scaled, unbounded_hits, whole_conversations
-from edged.bench.traces import TraceRow, scale_rows
+from edged.bench.traces import PromptIds, TraceRow, scale_rows
 
 SIZES = Sizes(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256, itemsize=4)
 COMPUTES = Machine(bytes_per_s=1e18, operations_per_s=1e9)
@@ -40,7 +40,7 @@ def test_hits_are_the_longest_start_that_any_earlier_prompt_had(seed: int) -> No
     rows = conversations(seed)
     prompts = [
         arrival.prompt_ids
-        for arrival in scale_rows(rows, scale=1 / 64, block_tokens=512, context_tokens=10**6, token_ids=range(50_000))
+        for arrival in scale_rows(rows, PromptIds(10**6, range(50_000)), scale=1 / 64, block_tokens=512)
     ]
     small = scaled(rows, 1 / 64, 8, 10**6)
     assert [len(prompt) for prompt in prompts] == [row.prompt_tokens for row in small]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import page_count
 from edged.engine.model.served_model import ServedModel
@@ -31,9 +32,9 @@ SMALL = {
 }
 
 
-def served(kind: str, **changes: Any) -> ServedModel:
+def served(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> ServedModel:
     config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
     model.set_attn_implementation(IMPLEMENTATION)
     return ServedModel(model)
 
@@ -42,7 +43,8 @@ def served(kind: str, **changes: Any) -> ServedModel:
     ("kind", "changes", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers use the attention interface"),
-        ("mamba", {}, "no list of decoder layers"),
+        ("mamba", {}, 'call "get_conv_state" of their cache'),
+        ("opt", {"ffn_dim": 128}, "no list of decoder layers"),
         ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, '"s_aux"'),
         ("deepseek_v3", {}, "different head sizes"),
     ],
@@ -63,6 +65,60 @@ def test_a_decoder_without_linears_is_served_but_not_trained() -> None:
     model = served("gpt2", n_embd=64, n_layer=2, n_head=4, n_positions=256, eos_token_id=2, bos_token_id=1)
     model.attach_lora(AlignSettings(), 1)
     assert "no linear layers" in model.trainable_error
+
+
+HYBRID: dict[str, Any] = {
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_head": 16,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_a_state_is_refused_by_name_whatever_the_dtype(dtype: torch.dtype) -> None:
+    """In bfloat16 the state that each chunk would lose looks like rounding."""
+    with pytest.raises(ModelRefused, match=r'FalconH1ForCausalLM cannot be served.* call "get_conv_state"'):
+        served("falcon_h1", dtype, **HYBRID)
+
+
+EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("phimoe", "router"), ("hunyuan_v1_moe", "")])
+def test_only_linears_that_give_a_tensor_for_every_row_are_adapted(kind: str, kept: str) -> None:
+    model = served(kind, **EXPERTS)
+    linears = [name for name, module in model.model.named_modules() if hasattr(module, "in_features")]
+    model.attach_lora(AlignSettings(), 1)
+    left = [name for name in linears if name not in model.lora.linears]
+    assert all("lm_head" in name or (kept and kept in name) for name in left)
+    assert len(left) == 1 + bool(kept) * 2
+    ids = torch.arange(5)
+    with torch.inference_mode():
+        batch = pack([Segment(ids.tolist(), 0, np.array([1]), slot=0)], store := model.new_kv(2, 8), CPU)
+        with attention_pass(PagedAttention(batch, store)), model.lora.packed(batch.runs):
+            assert model.forward(batch.input_ids, batch.position_ids, ids).isfinite().all()
+
+
+def test_layers_that_pass_on_several_streams_are_served_but_not_trained() -> None:
+    sliding: dict[str, Any] = {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 16,
+    }
+    few: dict[str, Any] = {"vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 8, "laurel_rank": 8}
+    model = served("gemma3n_text", num_kv_shared_layers=0, **sliding, **few)
+    model.attach_lora(AlignSettings(), 1)
+    assert "several streams of hidden states" in model.trainable_error
+    assert shorten_layers(model) != ""
+    assert all(name.startswith("model.layers.") for name in model.lora.linears)
 
 
 def test_a_folder_without_a_model_says_what_to_give(tmp_path: Path) -> None:

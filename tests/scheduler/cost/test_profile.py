@@ -115,6 +115,16 @@ def test_a_grid_of_measurements_gives_a_devices_prices_and_its_knee() -> None:
     assert max(held_out_error(forwards, units).values()) < 1.0
 
 
+def test_units_get_the_forwards_knee_where_they_have_one() -> None:
+    device = Device(pass_s=0.03, token_s=0.0001, free_tokens=128, free_rows=128)
+    prices = fit_prices(*measured(device))
+    assert (prices.knee_tokens, prices.unit_knee) == (128, 128)
+    cost = CostModel.from_profile(profile_of(device), roofline(parameters=10**9, flops_per_s=1e11, bytes_per_s=2e10))
+    for rows in (16, 96, 128, 160, 256):
+        assert cost.unit_s(Unit("layer", rows)) == pytest.approx(device.unit_s(Unit("layer", rows)), rel=0.02)
+    assert fit_prices(*measured(Device(free_tokens=128))).unit_knee == 1
+
+
 def test_decodes_beside_a_prompt_have_a_price_of_their_own() -> None:
     device = Device(mixed_s=0.004)
     beside_price = fit_prices(*measured(device)).forward[FORWARD_PRICES.index("decodes beside chunks")]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
-from edged.scheduler.task import IterationResult, Kind, ServiceClass, Task, TaskOutcome
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import IterationResult, Kind, ServiceClass, Task, TaskOutcome, Unit
+from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import world_of
+from tests.scheduler.world import Device
 
 
 def test_an_iteration_is_as_long_as_the_target_less_the_error_of_predictions() -> None:
@@ -101,3 +105,53 @@ def test_one_step_at_a_time_is_begun() -> None:
     tokens = granted(plan)[8][0]
     scheduler.complete(IterationResult([TaskOutcome(first, tokens, 0, Kind.FINETUNE)], 0.05), 0.05)
     assert set(granted(scheduler.plan(0.1, resources()))) == {8}
+
+
+class TestCutWindows:
+    """The backward's windows are as long as what is left of the iteration."""
+
+    def test_a_unit_that_does_not_fit_gets_the_rows_that_do(self) -> None:
+        scheduler = scheduler_of(policy="flexllm", slo_ms=60.0)
+        add_decode(scheduler, 1)
+        lesson = add_lesson(scheduler, 9)
+        lesson.units = (Unit("layer", 256), Unit("layer", 256), Unit("step", 1))
+        plan = scheduler.plan(0.0, resources())
+        grant = plan.grants[-1]
+        assert (grant.units, grant.window % 16) == (1, 0)
+        assert 16 <= grant.window < 256
+        one_row_s = scheduler.cost.unit_s(Unit("layer", 256)) - scheduler.cost.unit_s(Unit("layer", 255))
+        spent_s = plan.predicted_forward_s + plan.predicted_units_s
+        assert spent_s <= plan.budget_s < spent_s + 16 * one_row_s
+
+    def test_a_unit_that_must_be_whole_is_not_cut(self) -> None:
+        scheduler = scheduler_of(policy="flexllm", slo_ms=60.0)
+        add_decode(scheduler, 1)
+        for kind in ("grad", "graph", "step", "test"):
+            lesson = add_lesson(scheduler, 9)
+            lesson.units = (Unit(kind, 100_000),)
+            assert set(granted(scheduler.plan(0.0, resources()))) == {1}
+            scheduler.remove(9)
+
+    def test_where_reading_the_weights_alone_takes_too_long_nothing_is_cut(self) -> None:
+        cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e12, bytes_per_s=2e10))
+        scheduler = Scheduler(SchedulerSettings(policy="flexllm"), cost)
+        decode_s = scheduler.cost.forward_s(Load(decodes=1, context=63))
+        least_s = scheduler.cost.unit_s(Unit("layer", 16))
+        assert least_s == scheduler.cost.unit_s(Unit("layer", 32)), "both are below the knee"
+        add_decode(scheduler, 1)
+        lesson = add_lesson(scheduler, 9)
+        lesson.units = (Unit("layer", 256),)
+        for spare_s, runs in ((0.9 * least_s, False), (1.1 * least_s, True)):
+            slo_s = (decode_s + spare_s) / (1.0 - scheduler.cost.headroom)
+            scheduler.configure(SchedulerSettings(policy="flexllm", slo_ms=1e3 * slo_s))
+            assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
+
+    def test_cut_windows_train_where_whole_ones_never_fit(self) -> None:
+        for policy, trains in (("flexllm", True), ("mace", False)):
+            device = Device(unit_token_s=0.0004)
+            world = world_of(policy, slo_ms=70.0, tbt_floor_ms=70.0, finetune_min_share=0.0, device=device)
+            tuning = world.teach(50, [Unit("layer", 256)] * 6)
+            world.ask(prompt=20, answer=1000)
+            while world.lives:
+                world.step()
+            assert bool(tuning.taken) is trains

@@ -73,7 +73,7 @@ class FixedBatches(PhasedFill):
         begun = [task for task in tasks if task.begun]
         if begun:
             return begun
-        oldest_s = queues.waiting[0].arrival_s if queues.waiting else math.inf
+        oldest_s = min([task.arrival_s for task in queues.first(1)], default=math.inf)
         if self.tuned and (queues.decodes or queues.started):
             return []
         return [task for task in tasks[: self.settings.fixed_steps] if task.arrival_s <= oldest_s]

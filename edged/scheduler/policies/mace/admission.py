@@ -6,7 +6,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Admission, Entry, Spare
-from edged.scheduler.policies.mace.packing import Bin, Item, best_fit
+from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
 from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
@@ -60,7 +60,7 @@ class MaceAdmission(Admission):
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
         asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
-        waiting = queues.waiting if draft.sequences_left > 0 else []
+        waiting = queues.first(self.settings.tau_tasks + 1) if draft.sequences_left > 0 else []
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
             return
@@ -69,9 +69,13 @@ class MaceAdmission(Admission):
         first_pages = draft.open_pages
         first = Bin(first_pages, length_s, occupied=running)
         items = self._asking(draft, asking, waiting, entry.due, now)
-        bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
-        # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
-        packed = [item for room in bins for item in room.items]
+        strict = queues.order.strict
+        if strict:
+            packed = in_order(self.settings, items, first)
+        else:
+            bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
+            # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
+            packed = [item for room in bins for item in room.items]
         step = next((item for item in packed if item.task.kind is Kind.FINETUNE and item.pages <= first_pages), None)
         if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
             entry.step = step.task
@@ -85,6 +89,8 @@ class MaceAdmission(Admission):
                 draft.sequences_left -= 1
                 draft.enter(item.task)
                 runnable.append(item.task)
+            elif strict and item.task.kind is Kind.PREFILL:
+                break
         if begun is not None and draft.sequences_left > 0:
             entered = set(runnable)
             head = next((task for task in waiting if task not in entered), None)

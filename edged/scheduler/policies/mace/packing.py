@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from edged.scheduler.task import Task
+from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -71,3 +71,18 @@ def best_fit(
             bins.append(best := Bin(total_pages, length_s))
         best.put(item)
     return bins
+
+
+def in_order(settings: SchedulerSettings, items: Iterable[Item], first: Bin) -> list[Item]:
+    """Put items into the first bin in their order, until it is full or a prompt does not fit, which none overtakes.
+
+    A step that does not fit is left out: no prompt waits for it.
+    """
+    for item in islice(items, settings.tau_tasks):
+        if first.free_s <= 0.0:
+            break
+        if item.pages <= first.free_pages:
+            first.put(item)
+        elif item.task.kind is Kind.PREFILL:
+            break
+    return first.items

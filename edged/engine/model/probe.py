@@ -1,0 +1,336 @@
+"""The probe of a model at start: a few forwards of few tokens show what its layers ask of attention and cache, which of
+its linears LoRA can wrap, and that its answers over pages are its own.
+
+What a layer asks for decides; numbers are compared last, since in 16 bits a layer's lost state can look like rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from edged.engine.attention.base import AttentionCall
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass, causal_mask, current_pass
+from edged.engine.kv.store import KvStore
+from edged.engine.model.loading import ModelRefused
+from edged.engine.model.quantization import is_linear
+from edged.runtime import logs
+
+if TYPE_CHECKING:
+    from edged.engine.model.served_model import ServedModel
+
+_TOKENS = 16
+_LONGEST_WINDOW = 128
+"""Numbers are compared over more tokens than the shortest window, up to this one; masks beyond every window."""
+_MASKED = "edged_masked"
+_ANSWERED = ("update", "get_seq_length", "get_query_offset", "get_mask_sizes", "get_max_length")
+"""Methods of transformers' `Cache` that keys and values in pages answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The findings of a probe."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    """The shortest sliding window; None if there is none."""
+    gives_tuples: bool
+    """Whether layers return tuples."""
+    adaptable: tuple[str, ...]
+    """Linears in decoder layers that every forward calls once, with all rows, and that give a tensor in its dtype."""
+    untrainable: str
+    """Why the model is not trained; "" if nothing speaks against it."""
+
+
+class AttentionSpy:
+    """An attention backend that records every call with its query, key and value, and returns the query."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.masks: list[torch.Tensor | None] = []
+        """The masks that the model made for its own attention, where `_MASKED` asks for them."""
+
+    def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBackend.attend`. Raises ModelRefused for keys and values that cannot be paged."""
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise ModelRefused("its keys and values of different head sizes cannot share a page")
+        self.seen.append((call, query, key, value))
+        return query.transpose(0, 1).clone()
+
+
+class CacheSpy(Cache):
+    """A cache that claims `past` tokens and keeps nothing; calls that pages do not answer raise ModelRefused."""
+
+    def __init__(self, past: int = 0) -> None:
+        super().__init__(layers=[])
+        self._past = past
+
+    def __getattribute__(self, name: str) -> Any:
+        """Raise ModelRefused for a method that is not `_ANSWERED`."""
+        if name not in _ANSWERED and not name.startswith("_") and callable(getattr(Cache, name, None)):
+            raise ModelRefused(
+                f'its layers call "{name}" of their cache: beside keys and values they keep something of their own '
+                "from token to token (the state of a convolution or recurrence, an index), which edged does not keep"
+            )
+        return super().__getattribute__(name)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what came."""
+        return key_states, value_states
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        """Return the claimed tokens."""
+        return self._past
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        """Return the number of keys, and the first one."""
+        return self._past + query_length, 0
+
+
+def _masked_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Record the mask that the model made for its own attention."""
+    current_pass().masks.append(mask)  # type: ignore[attr-defined]
+    return query.transpose(1, 2).clone(), None
+
+
+AttentionInterface.register(_MASKED, _masked_attention)
+AttentionMaskInterface.register(_MASKED, eager_mask)
+
+
+@contextmanager
+def _attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let the model attend by `implementation`, afterwards by the paged one again."""
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
+def own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits [n, vocab] in fp32 that transformers' own attention gives the tokens `ids` [n]."""
+    with _attention_of(model, "eager"):
+        positions = torch.arange(len(ids), device=ids.device)
+        out = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    return out.logits[0].float()
+
+
+def spy_on(model: PreTrainedModel, past: int = 0) -> AttentionSpy:
+    """Run a forward with an attention that attends to nothing and a cache that claims `past` tokens.
+
+    Raises ModelRefused, with the call's name, for what pages do not answer, and whatever the model raises.
+    """
+    spy, named = AttentionSpy(), inspect.signature(type(model).forward).parameters
+    cache = {name: CacheSpy(past) for name in ("cache", "past_key_values") if name in named}
+    # Where both are there, one is the deprecated name of the other.
+    first = dict(list(cache.items())[:1])
+    ids, positions = tokens_for(model, _TOKENS)
+    with torch.inference_mode(), attention_pass(spy):
+        model(input_ids=ids[None], position_ids=past + positions[None], use_cache=bool(first), **first)
+    return spy
+
+
+def tokens_for(model: PreTrainedModel, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `count` token ids and their positions, on the model's device."""
+    positions = torch.arange(count, device=model.device)
+    return (positions + 7) % int(model.config.get_text_config().vocab_size), positions
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
+    """Return the list of decoder layers and the final norm, by the names that transformers' decoders use.
+
+    Raises ModelRefused where there is none, or where the cache is asked for what pages do not answer.
+    """
+    body, name, failed = model.base_model, type(model).__name__, ""
+    try:
+        spy_on(model)
+    except ModelRefused as error:
+        raise ModelRefused(f"{name} cannot be served: {error}") from None
+    except Exception as error:
+        failed = logs.first_line(error)
+    layers = next(
+        (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
+    )
+    norm = next(
+        (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None
+    )
+    if layers is None or norm is None:
+        raise ModelRefused(
+            f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it "
+            "(it is not a decoder-only model that edged knows how to page)"
+        )
+    if failed:
+        raise ModelRefused(f"{name} cannot be served: {failed}")
+    return layers, norm
+
+
+def probe(model: ServedModel) -> Probed:
+    """Probe a model whose layers and norm are known. Raises ModelRefused with the reason."""
+    name = type(model.model).__name__
+    try:
+        with _LayerCalls(model) as layers:
+            spy = spy_on(model.model)
+            heads = _heads_of(model, spy)
+            windows = {call.window for call, *_ in spy.seen if call.window is not None}
+            _check_masks(model, spy, windows)
+            window = min(windows, default=None)
+            head_differs = _compare(model, heads, window)
+    except ModelRefused as error:
+        raise ModelRefused(f"{name} cannot be served: {error}") from None
+    why = "its head does more than norm, linear and soft cap" if head_differs else layers.streams
+    adaptable = layers.adaptable()
+    untrainable = f"{name} is served, not trained: {why}" if why else ""
+    return Probed(*heads, window, layers.gives_tuples, adaptable, untrainable)
+
+
+class _LayerCalls:
+    """Hooks on decoder layers and their linears that record, over several forwards, how they are called."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._forwards = self._rows = 0
+        self._fitting: Counter[str] = Counter()
+        self._unfit: set[str] = set()
+        self.gives_tuples, self.streams = False, ""
+        """`streams` is why a layer cannot be computed alone from one hidden state; "" if it can."""
+
+    def __enter__(self) -> _LayerCalls:
+        first = self._model.layers[0]
+        self._handles = [first.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        self._handles.append(first.register_forward_hook(self._end))
+        inside = {module for layer in self._model.layers for module in layer.modules() if is_linear(module)}
+        for name, module in self._model.model.named_modules():
+            if module in inside:
+                self._handles.append(module.register_forward_hook(partial(self._see, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def adaptable(self) -> tuple[str, ...]:
+        """See `Probed.adaptable`."""
+        return tuple(n for n, calls in self._fitting.items() if calls == self._forwards and n not in self._unfit)
+
+    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self._forwards, self._rows = self._forwards + 1, hidden.shape[-2]
+        if hidden.shape != (1, self._rows, self._model.config.hidden_size):
+            self.streams = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
+
+    def _end(self, _module: nn.Module, _args: Any, out: Any) -> None:
+        self.gives_tuples = isinstance(out, tuple)
+
+    def _see(self, name: str, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        plain = isinstance(out, torch.Tensor) and out.dtype == args[0].dtype == self._model.dtype
+        if plain and args[0].numel() == self._rows * args[0].shape[-1]:
+            self._fitting[name] += 1
+        else:
+            self._unfit.add(name)
+
+
+def _heads_of(model: ServedModel, spy: AttentionSpy) -> tuple[int, int, int]:
+    """Return heads, KV heads and head size, which all layers must share. Raises ModelRefused."""
+    seen = {call.layer: (query.shape[0], *key.shape[::2]) for call, query, key, _ in spy.seen}
+    if sorted(seen) != list(range(len(model.layers))):
+        raise ModelRefused(
+            f"{len(seen)} of its {len(model.layers)} layers use the attention interface "
+            "(layers without attention, or with their own, need a cache that edged does not page)"
+        )
+    if len(set(seen.values())) != 1:
+        raise ModelRefused(f"its layers differ in heads or head size: {seen}")
+    return seen[0]
+
+
+def _check_masks(model: ServedModel, spy: AttentionSpy, windows: set[int]) -> None:
+    """Check that the masks of the model's own attention are those of its windows, where each ends to see all tokens.
+
+    Nothing is attended to, so that long windows cost as little as short ones. Raises ModelRefused.
+    """
+    if "chunked_attention" in (getattr(model.config, "layer_types", None) or ()):
+        raise ModelRefused("its chunked attention is not causal over all that precedes")
+    longest = max_positions(model.config)
+    for window in sorted(windows):
+        past = window - _TOKENS // 2
+        if not 0 < past <= longest - _TOKENS:
+            continue
+        with _attention_of(model.model, _MASKED):
+            masks = spy_on(model.model, past).masks
+        for (call, *_), mask in zip(spy.seen, masks, strict=True):
+            own = torch.arange(past, past + _TOKENS, device=model.device)
+            wanted = causal_mask(past + _TOKENS, own, call.window, model.dtype) == 0
+            if mask is None or not torch.equal((mask == 0).expand(1, 1, *wanted.shape)[0, 0], wanted):
+                raise ModelRefused(
+                    f"layer {call.layer} does not attend causally to its latest {call.window or 'tokens'}, as it says"
+                )
+
+
+def _compare(model: ServedModel, heads: tuple[int, int, int], window: int | None) -> bool:
+    """Compare answers over pages, in one chunk and in two, with the model's own; return whether its head, computed
+    alone, differs. Raises ModelRefused."""
+    beyond = window + _TOKENS // 2 if window is not None and window <= _LONGEST_WINDOW else 0
+    count = min(max(_TOKENS, beyond), max_positions(model.config)) // 2 * 2
+    ids, _ = tokens_for(model.model, count)
+    kv = KvStore(2, count, len(model.layers), *heads[1:], model.dtype, model.device)
+    last: list[torch.Tensor] = []
+    with torch.inference_mode():
+        wanted = own_logits(model.model, ids)
+        handle = model.norm.register_forward_pre_hook(lambda _module, args: last.append(args[0][0]))
+        try:
+            for size in (count, count // 2):
+                got, ends = [], []
+                for first in range(0, count, size):
+                    tokens = ids[first : first + size].tolist()
+                    batch = pack([Segment(tokens, first, np.array([1]), position=first)], kv, model.device)
+                    rows = torch.arange(size, device=model.device)
+                    with attention_pass(PagedAttention(batch, kv)):
+                        got.append(model.forward(batch.input_ids, batch.position_ids, rows).float())
+                    # Some models use their norm elsewhere, too: the head is given its last result.
+                    ends.append(last[-1])
+                if not close(model, torch.cat(got), wanted):
+                    raise ModelRefused(
+                        "over paged K/V it answers differently from its own attention "
+                        "(its attention is not plainly causal, or its positions are not rotary)"
+                    )
+        finally:
+            handle.remove()
+        return not close(model, model.logits(torch.cat(ends)), wanted)
+
+
+def close(model: ServedModel, got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether numbers that a model computed in two ways are the same but for rounding in its dtype."""
+    # Some quantized products round their input: a last bit of it can move them by a step.
+    exact = model.dtype == torch.float32 and not model.quantized
+    # Not "above": a NaN is above nothing.
+    return bool((got - wanted).norm() <= (1e-3 if exact else 0.1) * (wanted.norm() + 1e-6))
+
+
+def max_positions(config: Any) -> int:
+    """Return the longest context. LongRoPE changes the frequencies of the whole batch when one position passes the
+    original context: up to there a sequence's K/V do not depend on the rest of the batch, so the context ends there."""
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part.get("original_max_position_embeddings") or longest))
+    return longest
