@@ -24,8 +24,8 @@ seed_option = click.option("--seed", type=click.IntRange(0), default=0)
 policy_option = click.option(
     "--policy",
     metavar="NAME",
-    help="Scheduling policy: mace; mace-paper; flexllm; the baselines fcfs, ekya, adainf, periodic-async or sync; or mace-bin, "
-    "mace-prefix, mace-prune or mace-priority, each without that part. Default: as configured.",
+    help="Scheduling policy: mace; mace-paper; flexllm; the baselines fcfs, ekya, adainf, periodic-async or sync; or "
+    "mace-bin, mace-prefix, mace-prune or mace-priority, each without that part. Default: as configured.",
 )
 
 

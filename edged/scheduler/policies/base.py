@@ -146,12 +146,21 @@ class Due(Part):
 
 
 class ReaderDue(Due):
-    """The deadlines of decodes that are read to: when their readers have nothing left to read; of others: targets."""
+    """The deadlines of decodes that are read to: when the reader has text for `reader_reserve_s` more, or at the
+    target where that is later, but no later than the reader runs dry. Of others: their targets."""
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the reserve, too."""
+        super().configure(settings, cost)
+        self._reserve_s = settings.reader_reserve_s
 
     def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
         """Return a deadline for each decode that got a token `now`, of which its reader knows."""
         targets_s = super().due_s(tasks, alone_s, now)
-        return [task.reader.dry_s if task.reader else due_s for task, due_s in zip(tasks, targets_s, strict=True)]
+        return [
+            due_s if (reader := task.reader) is None else min(reader.dry_s, max(due_s, reader.dry_s - self._reserve_s))
+            for task, due_s in zip(tasks, targets_s, strict=True)
+        ]
 
 
 class Fill(Part):

@@ -63,6 +63,7 @@ class MaceSpare(Spare):
         if len(steps) < len(result.outcomes):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
             self._budget.settle(spent_s - finetune_s, 0.0 if self._lending else finetune_s, now)
+            self.lent_s += finetune_s if self._lending else 0.0
         for task in steps:
             if task in self._tasks:
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
@@ -94,12 +95,12 @@ class MaceSpare(Spare):
         """
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
-        return self._beside_s(draft, now, 0.0, max(0.0, self._budget.left_s))
+        return self._beside_s(draft, now, max(0.0, self._budget.left_s))
 
-    def _beside_s(self, draft: BinBuilder, now: float, reserve_s: float, most_s: float) -> float:
-        """Return the latency budget that leaves decodes `reserve_s` of slack, and fine-tuning `most_s` at most."""
+    def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
+        """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
-        slack_s = min(draft.slack_s - reserve_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
+        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
         forward_s = self.cost.forward_s(draft.load)
         spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
@@ -109,29 +110,21 @@ class MaceSpare(Spare):
 class ReaderSpare(MaceSpare):
     """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
 
-    Where everybody who is served reads, an iteration may take until the first of them has text for no more than
-    `reader_reserve_s`. One who does not read brings in the slow-down that `MaceSpare` allows; nothing that was lent
-    counts as such.
+    Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
+    else brings in the slow-down that `MaceSpare` allows.
     """
 
     def begun(self, plan: Plan, now: float) -> None:
-        """Note whether all whom the plan serves are readers."""
-        tasks = [grant.task for grant in plan.grants]
-        serving = [task for task in tasks if task.kind is not Kind.FINETUNE]
-        self._lending = bool(serving) and all([task.reader is not None for task in serving])
-
-    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
-        """Settle the accounts: what readers lent has slowed nobody down."""
-        super().completed(plan, result, finetune_s, now)
-        if self._lending:
-            self.lent_s += finetune_s
+        """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
+        readers = [grant.task.reader for grant in plan.grants if grant.task.kind is not Kind.FINETUNE]
+        self._lending = bool(readers) and None not in readers
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
-        """Return the latency budget: the readers' slack beyond the reserve, as free slots and pages allow."""
-        tasks = [grant.task for grant in draft.plan.grants]
-        if not tasks or not all([task.reader is not None for task in tasks]):
-            return super().limit_s(draft, now)
-        return self._beside_s(draft, now, self.settings.reader_reserve_s, math.inf)
+        """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
+        readers = [grant.task.reader for grant in draft.plan.grants]
+        if readers and None not in readers:
+            return self._beside_s(draft, now, math.inf)
+        return super().limit_s(draft, now)
 
 
 MACE = Row(
