@@ -22,6 +22,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
     "scheduler": _all_of("scheduler") - {"policy", "profile"},
     "fairness": _all_of("fairness"),
+    "reading": _all_of("reading"),
     # The others size the memory of slots, steps and windows, or say what an adapter is.
     "align": frozenset(
         {

@@ -19,6 +19,7 @@ from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
+from edged.scheduler.reader import Pace
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
 from edged.store.user_quota import StorageFull
@@ -214,6 +215,7 @@ class Generation:
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
             turn=self.turn,
+            pace=self._pace(),
         )
         services.event_router.expect(request.request_id, self._queue)
         self._inside.add(answer.request_id)
@@ -222,6 +224,13 @@ class Generation:
         except Exception:
             self._cancel()
             raise
+
+    def _pace(self) -> Pace | None:
+        """Return the pace at which each of the answers is read, if any is: several share one reader."""
+        if self.body.reading is None:
+            return None
+        pace = self.body.reading.pace(self.services.settings.reading)
+        return replace(pace, tokens_per_s=pace.tokens_per_s / len(self.answers))
 
     @property
     def tokens(self) -> int:

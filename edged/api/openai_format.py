@@ -98,7 +98,15 @@ def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
         end: Json = {"delta": {}} if generation.is_chat else {"text": ""}
         choices.append({**end, "logprobs": None, "finish_reason": answer.reason})
     head = _head(generation, chunk=True)
-    return [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
+    made = [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
+    if answer.finish is not None and answer.finish.reader is not None:
+        reader = answer.finish.reader
+        made[-1]["edged"] = {
+            "qoe": round(reader.qoe, 4),
+            "qoe_paper": round(reader.qoe_paper, 4),
+            "stall_ms": round(reader.stall_s * 1e3, 1),
+        }
+    return made
 
 
 def usage_chunk(generation: Generation) -> Json:

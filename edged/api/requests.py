@@ -17,8 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
 from edged.api.errors import ApiError, bad_request
+from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
-from edged.settings.load import USER_NAME
+from edged.settings.load import USER_NAME, ReadingSettings
 
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
@@ -171,6 +172,44 @@ class ResponseFormat(_Body):
     type: Literal["text"]
 
 
+class _Own(_Body):
+    """A body of edged's own routes; unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @classmethod
+    def checked(cls, body: dict[str, Any]) -> Self:
+        """Validate `body` as this model. Raises ApiError that names the first field at fault."""
+        if unknown := next((name for name in body if name not in cls.model_fields), ""):
+            raise bad_request(f'unknown field "{unknown[:80]}"', unknown[:80])
+        return super().checked(body)
+
+
+class QoeRequest(_Own):
+    """The person who reads a streamed answer: how fast, and after how long a wait for the first token."""
+
+    tokens_per_second: Annotated[float, Field(ge=0.5, le=200, allow_inf_nan=False)] | None = None
+    words_per_minute: Annotated[float, Field(ge=30, le=6000, allow_inf_nan=False)] | None = None
+    speech: Annotated[str, Field(json_schema_extra={"enum": [*SPOKEN_WORDS_PER_MINUTE]})] | None = None
+    ttft_ms: Annotated[float, Field(ge=0, le=600_000, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _one_pace(self) -> QoeRequest:
+        paces = ("tokens_per_second", "words_per_minute", "speech")
+        if sum(getattr(self, name) is not None for name in paces) > 1:
+            _refuse(f"give one of {', '.join(paces)}: a reader has one pace")
+        if self.speech is not None and self.speech not in SPOKEN_WORDS_PER_MINUTE:
+            _refuse(f'speech "{self.speech[:80]}" is not known: it may be {", ".join(SPOKEN_WORDS_PER_MINUTE)}')
+        return self
+
+    def pace(self, reading: ReadingSettings) -> Pace:
+        """Return the reader's pace; `reading` says what the request leaves open."""
+        words_per_minute = self.words_per_minute or SPOKEN_WORDS_PER_MINUTE.get(self.speech or "")
+        words_per_s = words_per_minute / 60.0 if words_per_minute else reading.words_per_s
+        ttft_ms = reading.ttft_ms if self.ttft_ms is None else self.ttft_ms
+        return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
+
+
 class _Generation(_Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
@@ -220,6 +259,11 @@ class _Generation(_Body):
         return ServiceClass.BATCH if self.service_tier == "flex" else ServiceClass.INTERACTIVE
 
     @property
+    def reading(self) -> QoeRequest | None:
+        """The reader of the answer while it is made, if anybody is."""
+        return None
+
+    @property
     def answer_tokens(self) -> int | None:
         """The most tokens of an answer; None for the default."""
         return self.max_tokens
@@ -231,6 +275,7 @@ class ChatRequest(_Generation):
     messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
+    qoe: QoeRequest | None = QoeRequest()
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
@@ -238,6 +283,12 @@ class ChatRequest(_Generation):
         if self.top_logprobs is not None and not self.logprobs:
             _refuse('"top_logprobs" needs "logprobs": true')
         return self
+
+    @property
+    def reading(self) -> QoeRequest | None:
+        """The reader of the answer while it is made: a person in front of a stream, unless the request denies it."""
+        read = self.stream and not self.logprobs and self.service is ServiceClass.INTERACTIVE
+        return self.qoe if read else None
 
     @property
     def answer_tokens(self) -> int | None:
@@ -270,19 +321,6 @@ class CompletionRequest(_Generation):
     def top_alternatives(self) -> int | None:
         """How many alternatives to report beside each token's log-probability; None reports nothing."""
         return self.logprobs
-
-
-class _Own(_Body):
-    """A body of edged's own routes; unknown fields are refused."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    @classmethod
-    def checked(cls, body: dict[str, Any]) -> Self:
-        """Validate `body` as this model. Raises ApiError that names the first field at fault."""
-        if unknown := next((name for name in body if name not in cls.model_fields), ""):
-            raise bad_request(f'unknown field "{unknown[:80]}"', unknown[:80])
-        return super().checked(body)
 
 
 class SignalRequest(_Own):

@@ -15,6 +15,7 @@ from edged.settings.load import SchedulerSettings
 SLO_FACTOR = 5.0
 """Factor of the TTFT target: a first token is in time within this many times its prompt's own forward (MACE, section
 6)."""
+GOOD_QOE = 0.95
 EVERY_S = 1.0
 _PARTS = ("prefill", "decode", "finetune")
 Look = tuple[float, dict[str, Any]]
@@ -57,6 +58,23 @@ def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: 
             "prompt_tokens_per_s": sum(answer.prompt_tokens for answer in started) / seconds,
             "requests_per_s": len(ended) / seconds,
         },
+    }
+
+
+def reader_figures(answers: Sequence[ReplayedAnswer]) -> dict[str, Any] | None:
+    """Return the QoE of the answers that were read while they were made, 0 for those without a token; None if none
+    was."""
+    readers = [answer.finish.reader for answer in answers if answer.finish and answer.finish.reader]
+    if not readers:
+        return None
+    qoe = np.asarray([reader.qoe for reader in readers])
+    return {
+        "answers": len(readers),
+        "qoe_mean": float(qoe.mean()),
+        "qoe_p5": float(np.percentile(qoe, 5)),
+        "qoe_95_share": float((qoe >= GOOD_QOE).mean()),
+        "qoe_paper_mean": float(np.mean([reader.qoe_paper for reader in readers])),
+        "stall_ms": percentiles_ms([reader.stall_s for reader in readers]),
     }
 
 

@@ -16,6 +16,7 @@ from edged.bench.recorder import ReplayRecorder
 from edged.bench.traces import Arrival, PromptIds, RequestTrace, burst_of, length_scale, scale_trace
 from edged.engine.request import EngineBusy, Request
 from edged.engine.sampling.params import Sampling
+from edged.scheduler.reader import Pace
 from edged.settings.load import Settings
 
 ADAPTER = "replay"
@@ -39,6 +40,8 @@ class LoadPlan:
     retrain_rate: float = 0.1
     seconds: float = 60.0
     seed: int = 0
+    pace: Pace | None = None
+    """Speed of the readers of the answers; None: nobody reads them while they are made."""
 
 
 class LoadRun(ABC):
@@ -104,6 +107,7 @@ class LoadRun(ABC):
             "requests": figures.request_counts(answers),
             **figures.serving_figures(answers, start_s, plan.seconds),
             "slo": figures.slo_figures(answers, prompts, alone_s, plan.settings.scheduler),
+            "readers": figures.reader_figures(answers),
             "finetune": {
                 "pairs_sent": self._pairs_sent,
                 "pairs_trained": gained("pairs_trained"),
@@ -111,6 +115,7 @@ class LoadRun(ABC):
                 "skipped_steps": len(recorder.skipped_steps),
                 "tokens": gained("finetune_tokens"),
                 "tokens_per_s": gained("finetune_tokens") / plan.seconds,
+                "lent_s": after["scheduler"]["lent_s"] - before["scheduler"]["lent_s"],
                 "trained_tokens_per_s": gained("trained_tokens") / plan.seconds,
                 "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
                 "latency_ms": figures.learning_latency(pairs, self._clock()),
@@ -151,7 +156,7 @@ class LoadRun(ABC):
         sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
         self.recorder.expect(request_id, due_s, len(arrival.prompt_ids))
         try:
-            self.engine.submit(Request(request_id, arrival.prompt_ids, sampling, ADAPTER))
+            self.engine.submit(Request(request_id, arrival.prompt_ids, sampling, ADAPTER, pace=self._plan.pace))
         except EngineBusy:
             self.recorder.refuse(request_id)
         return request_id

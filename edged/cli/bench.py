@@ -15,6 +15,8 @@ from edged.client.client import DaemonError
 _ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 _SHARE = click.FloatRange(0.0, 1.0)
 _FILE = click.Path(exists=True, dir_okay=False)
+_ANDES_TOKENS_PER_S = {"andes-text": 4.8, "andes-speech": 3.3}
+"""Mean speeds of people who read and who listen (Andes, Tables 2.1 and 2.2)."""
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 trace_option = click.option(
     "--trace", required=True, metavar="FILE",
@@ -48,6 +50,32 @@ class Values(click.ParamType):
         return values if self._count else tuple(dict.fromkeys(values))
 
 
+class Readers(click.ParamType):
+    """A click type for the speed of readers; "off" becomes None."""
+
+    name = "readers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from edged.scheduler.reader import TOKENS_PER_WORD, Pace
+
+        if not isinstance(value, str) or value == "off":
+            return None if value == "off" else value
+        tokens_per_s = _ANDES_TOKENS_PER_S.get(value)
+        if tokens_per_s is None:
+            tokens_per_s = TOKENS_PER_WORD * float(click.FloatRange(0.5, 100.0)(value, param, ctx))
+        return Pace(tokens_per_s)
+
+
+readers_option = click.option(
+    "--readers",
+    "pace",
+    type=Readers(),
+    default="6",
+    metavar="SPEED",
+    help="Words a second of those who read the answers; andes-text (4.8 tokens/s), andes-speech (3.3), or off.",
+)
+
+
 def _prepare(keep_freed_memory: bool = True) -> None:
     """Prepare the process before torch is imported, and keep progress bars of libraries off stderr."""
     from edged.runtime.process import prepare
@@ -73,6 +101,7 @@ def bench() -> None:
 @policy_option
 @rate_option
 @retrain_rate_option
+@readers_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="How long to send.")
 @seed_option
 @shown
@@ -274,6 +303,7 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
     "--pair-tokens", type=Values(click.IntRange(1), 3), default="100,60,60", metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
 )  # fmt: skip
+@readers_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
 @shown
@@ -311,6 +341,20 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     slo, finetune, throughput = report["slo"], report["finetune"], report["throughput"]
     alignment, prefix, scheduler = report["alignment"], report["prefix"], report["scheduler"]
 
+    readers = report["readers"]
+    reading = (
+        [
+            (
+                "QoE",
+                f"mean {number(readers['qoe_mean'], 3)} (by the paper {number(readers['qoe_paper_mean'], 3)}), "
+                f"p5 {number(readers['qoe_p5'], 3)}, {percent(readers['qoe_95_share'])} at least 0.95; readers lent "
+                f"{number(finetune['lent_s'], 1, 's')} to fine-tuning",
+            )
+        ]
+        if readers
+        else []
+    )
+
     def latency(name: str) -> str:
         values = report[name]
         return ", ".join(f"{key} {number(values[key], 0, 'ms')}" for key in ("mean", "p50", "p95", "p99"))
@@ -334,6 +378,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"latency ({percent(slo['ttft_within_factor_or_floor_share'])} within that or "
             f"{slo['ttft_floor_ms']:.0f} ms)",
         ),
+        *reading,
         (
             "requests in time",
             f"{percent(slo['requests_in_time_share'])} with their first token, by the latter, and at most "

@@ -302,6 +302,7 @@ class Engine:
             "scheduler": {
                 "policy": settings.scheduler.policy,
                 "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
+                "lent_s": self.scheduler.lent_s,
             },
             "memory": {
                 "weights_bytes": model.shape.weight_bytes,

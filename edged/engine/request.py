@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edged.engine.sampling.params import Sampling
+from edged.scheduler.reader import Pace, Reader
 from edged.scheduler.task import ServiceClass
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -49,6 +50,8 @@ class Request:
     tenant: str = ""
     user: str | None = None
     turn: str = ""
+    pace: Pace | None = None
+    """Speed of the person who reads the answer while it is made, if anybody does."""
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""
@@ -82,6 +85,8 @@ class FinishEvent:
     queue_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
+    reader: Reader | None = None
+    """The reader's timeline at the end."""
 
 
 Event = TokenEvent | FinishEvent

@@ -190,4 +190,5 @@ class Sequence:
             queue_s=(self.started_s or now) - self.submitted_s,
             ttft_s=self.first_token_s - self.submitted_s if self.first_token_s else 0.0,
             total_s=now - self.submitted_s,
+            reader=self.task.reader,
         )

@@ -17,6 +17,7 @@ from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, T
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
+from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
 from edged.settings.load import ServingSettings
@@ -114,6 +115,10 @@ class SequenceTable:
         task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
         task.tenant = request.turn or request.user or request.adapter or ""
+        if request.pace is not None:
+            # Nobody expects a first token before the prompt can be computed.
+            ttft_s = max(request.pace.ttft_s, self._scheduler.cost.prompt_s(tokens, 0))
+            task.reader = Reader(request.pace.tokens_per_s, (now if asked_s is None else asked_s) + ttft_s)
         seed = request.sampling.seed
         sequence = Sequence(
             request=request,
@@ -304,6 +309,8 @@ class SequenceTable:
             stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
         else:
             stats.tbt.add(now - sequence.last_token_s, now <= task.deadline_s, task.service)
+        if task.reader is not None:
+            task.reader.take(now)
         sequence.last_token_s = now
         sequence.tokens.append(token)
         stats.totals.output_tokens += 1

@@ -6,6 +6,7 @@ Deterministic: the clock is passed in.
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from edged.runtime import logs
@@ -149,6 +150,10 @@ class Scheduler:
             return None
         end_s = now + plan.predicted_forward_s
         queues, decoded = advanced(self.queues, plan, resources.page_size)
+        for task in decoded:
+            if task.reader is not None:
+                task.reader = replace(task.reader)
+                task.reader.take(end_s)
         self._set_due(decoded, queues.decodes, end_s)
         ahead = self._ask(lambda policy: policy.fill.plan(policy, queues, end_s, resources))
         return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
@@ -160,6 +165,11 @@ class Scheduler:
     def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
         """Return the adapters, of those that are ready, whose steps are next, at most so many."""
         return self._ask(lambda policy: policy.flow_order.next_steps(adapters, most))
+
+    @property
+    def lent_s(self) -> float:
+        """Seconds of fine-tuning so far in time that readers had no need of."""
+        return self.policy.spare.lent_s
 
     # -- a policy that fails -----------------------------------------------------------------------------------------
 

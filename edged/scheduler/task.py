@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from edged.scheduler.reader import Reader
+
 
 class ServiceClass(StrEnum):
     """The class of a request's latency targets: its reader waits for every token, or for the whole answer."""
@@ -75,6 +77,8 @@ class Task:
     """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
     trains: tuple[str, ...] = ()
     """Adapters that a fine-tune step trains."""
+    reader: Reader | None = None
+    """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 
     @property
     def begun(self) -> bool:

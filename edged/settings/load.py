@@ -128,6 +128,9 @@ class SchedulerSettings(Section):
     tbt_slowdown: float = setting(
         1.05, "mean time between tokens beside fine-tuning, over that of serving alone, before its min share", ge=1.0
     )
+    reader_reserve_s: float = setting(
+        1.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
+    )
     lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
     lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
     gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)
@@ -154,6 +157,13 @@ class SchedulerSettings(Section):
             message = "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served"
             raise PydanticCustomError("window", message, {"every_s": every_s})
         return window_s
+
+
+class ReadingSettings(Section):
+    """The readers of answers that are streamed, where a request says nothing of its own."""
+
+    words_per_s: float = setting(6.0, "words that a reader takes in a second", ge=0.5, le=60.0)
+    ttft_ms: float = setting(1000.0, "time to the first token that is no wait for a reader", ge=0.0)
 
 
 class AlignSettings(Section):
@@ -305,6 +315,7 @@ class Settings(Section):
     cache: CacheSettings = CacheSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     fairness: FairnessSettings = FairnessSettings()
+    reading: ReadingSettings = ReadingSettings()
     align: AlignSettings = AlignSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()

@@ -385,7 +385,10 @@ class SimulatedEngine:
             "totals": asdict(self.stats.totals) | learned,
             "busy": self.busy(),
             "prefix": asdict(self.trie.stats),
-            "scheduler": {"decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5)},
+            "scheduler": {
+                "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),
+                "lent_s": self.scheduler.lent_s,
+            },
             "cost_model": self.scheduler.cost.report(),
         }
 

@@ -49,8 +49,7 @@ def test_qoe_is_a_share_that_is_one_exactly_where_nobody_waited(gaps, pace):
     assert 0.0 <= reader.qoe <= 1.0
     late = [moment - TTFT_S - index / pace for index, moment in enumerate(delivered)]
     if max(late) <= 0.0:
-        assert reader.qoe == pytest.approx(1.0)
-        assert reader.stall_s == pytest.approx(0.0, abs=1e-9)
+        assert (reader.qoe, reader.stall_s) == pytest.approx((1.0, 0.0), abs=1e-9)
     elif max(late) > 1e-3:
         assert reader.qoe < 1.0
         assert reader.stall_s == pytest.approx(max(late))

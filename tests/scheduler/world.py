@@ -252,6 +252,8 @@ class World:
         self.now += max(spent_s, 1e-6)
         self.longest_iteration_s = max(self.longest_iteration_s, spent_s)
         for outcome in outcomes:
+            if outcome.task.reader is not None and outcome.next_kind is not Kind.PREFILL:
+                outcome.task.reader.take(self.now)
             tuning = self.tunings.get(outcome.task.task_id)
             if tuning is not None:
                 tuning.run_times.append(self.now)

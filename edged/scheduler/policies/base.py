@@ -107,6 +107,8 @@ class Spare(Part):
 
     most_units = math.inf
     """Most fine-tune units of an iteration, however short."""
+    lent_s = 0.0
+    """Seconds of fine-tuning so far in time that readers had no need of."""
 
     def waited_s(self, now: float) -> float:
         """Return how long fine-tuning has waited."""
@@ -150,6 +152,24 @@ class Due(Part):
         """Return a deadline for each decode that got a token `now`; the present decodes' forward takes `alone_s`."""
         due_s = {service: now + self._targets.tbt_s(service, alone_s) for service in ServiceClass}
         return [due_s[task.service] for task in tasks]
+
+
+class ReaderDue(Due):
+    """The deadlines of decodes that are read to: when the reader has text for `reader_reserve_s` more, or at the
+    target where that is later, but no later than the reader runs dry. Of others: their targets."""
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the reserve, too."""
+        super().configure(settings, cost)
+        self._reserve_s = settings.reader_reserve_s
+
+    def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
+        """Return a deadline for each decode that got a token `now`, of which its reader knows."""
+        targets_s = super().due_s(tasks, alone_s, now)
+        return [
+            due_s if (reader := task.reader) is None else min(reader.dry_s, max(due_s, reader.dry_s - self._reserve_s))
+            for task, due_s in zip(tasks, targets_s, strict=True)
+        ]
 
 
 class Fill(Part):

@@ -8,7 +8,7 @@ from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.planning.queues import by_deadline
-from edged.scheduler.policies.base import Entry, Order, Row, Spare
+from edged.scheduler.policies.base import Entry, Order, ReaderDue, Row, Spare
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
@@ -28,6 +28,9 @@ class MaceSpare(Spare):
     A step keeps memory from its first token to its last unit. So one that keeps prompts out gets the quantum in every
     iteration until it ends; fine-tuning waits longer afterwards.
     """
+
+    _lending = False
+    """Whether the iteration under way slows nobody down: all whom it serves are readers with text in hand."""
 
     def __init__(self) -> None:
         self._deficit = FinetuneDeficit()
@@ -60,8 +63,9 @@ class MaceSpare(Spare):
         steps = [outcome.task for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         if len(steps) < len(result.outcomes):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            serving_s = spent_s - finetune_s
-            self._budget.settle(serving_s, self.used_s(serving_s), finetune_s, now)
+            serving_s, lent_s = spent_s - finetune_s, finetune_s if self._lending else 0.0
+            self._budget.settle(serving_s, self.used_s(serving_s), finetune_s - lent_s, now)
+            self.lent_s += lent_s
         for task in steps:
             if task in self._tasks:
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
@@ -97,10 +101,14 @@ class MaceSpare(Spare):
         """
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
+        return self._beside_s(draft, now, max(0.0, self._budget.left_s))
+
+    def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
+        """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
         forward_s = self.cost.forward_s(draft.load)
-        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, max(0.0, self._budget.left_s))
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         return max(0.0, forward_s + spare_s * max(0.0, free))
 
@@ -115,6 +123,26 @@ class CapacitySpare(MaceSpare):
     def used_s(self, serving_s: float) -> float:
         """Return the seconds of an iteration's serving less one pass's price."""
         return max(0.0, serving_s - self.cost.pass_s)
+
+
+class ReaderSpare(CapacitySpare):
+    """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
+
+    Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
+    else brings in the slow-down that `MaceSpare` allows.
+    """
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
+        readers = [grant.task.reader for grant in plan.grants if grant.task.kind is not Kind.FINETUNE]
+        self._lending = bool(readers) and None not in readers
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
+        readers = [grant.task.reader for grant in draft.plan.grants]
+        if readers and None not in readers:
+            return self._beside_s(draft, now, math.inf)
+        return super().limit_s(draft, now)
 
 
 MACE_PAPER = Row(
@@ -132,5 +160,6 @@ MACE = replace(
     keeps="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management",
     order=Triage,
     admission=PatientAdmission,
-    spare=CapacitySpare,
+    spare=ReaderSpare,
+    due=ReaderDue,
 )

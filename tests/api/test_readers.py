@@ -1,0 +1,58 @@
+"""Readers of streamed answers, over a real daemon: who is one, what an answer says of them, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
+
+
+def experienced(client: openai.OpenAI, qoe: Any = ..., **options: Any) -> list[dict[str, Any]]:
+    """What the chunks of a streamed answer say of its readers."""
+    extra = {"ignore_eos": True} | ({} if qoe is ... else {"qoe": qoe})
+    chunks = list(client.chat.completions.create(**HELLO, **options, stream=True, extra_body=extra))
+    said = [(chunk.choices[0].finish_reason, chunk.model_dump().get("edged")) for chunk in chunks]
+    assert all(edged is None for reason, edged in said if reason is None)
+    return [edged for reason, edged in said if reason and edged]
+
+
+def test_a_stream_ends_with_its_readers_experience(client: openai.OpenAI) -> None:
+    (edged,) = experienced(client, {"words_per_minute": 200, "ttft_ms": 600_000})
+    assert edged == {"qoe": 1.0, "qoe_paper": 1.0, "stall_ms": pytest.approx(0.0, abs=0.1)}
+
+
+def test_who_expects_the_first_token_at_once_has_waited(client: openai.OpenAI) -> None:
+    (edged,) = experienced(client, {"tokens_per_second": 200, "ttft_ms": 0})
+    assert 0.0 <= edged["qoe"] <= 1.0
+    assert edged["stall_ms"] >= 0.0
+
+
+def test_several_choices_have_one_reader_each_says_so(client: openai.OpenAI) -> None:
+    assert len(experienced(client, {"speech": "en"}, n=2)) == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"qoe": None}, {"logprobs": True}, {"service_tier": "flex"}], ids=["denied", "logprobs", "flex"]
+)
+def test_who_is_not_read_to_has_no_experience(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    assert experienced(client, **options) == []
+
+
+@pytest.mark.parametrize(
+    ("qoe", "named"),
+    [
+        ({"tokens_per_second": 0.4}, "tokens_per_second"),
+        ({"tokens_per_second": 201}, "tokens_per_second"),
+        ({"tokens_per_second": 5, "speech": "en"}, "one pace"),
+        ({"speech": "tlh"}, "tlh"),
+        ({"ttft_ms": -1}, "ttft_ms"),
+        ({"deliver": "backwards"}, "deliver"),
+        ("fast", "qoe"),
+    ],
+)
+def test_a_pace_that_makes_no_sense_is_refused(client: openai.OpenAI, qoe: Any, named: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=named):
+        experienced(client, qoe)
