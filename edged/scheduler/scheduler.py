@@ -6,11 +6,12 @@ Deterministic: the clock is passed in.
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
-from edged.scheduler.fairness.turns import fair_order
+from edged.scheduler.fairness.justitia import JustitiaOrder
+from edged.scheduler.fairness.turns import TurnOrder, fair_order
 from edged.scheduler.lookahead import LookaheadPlan, advanced
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
@@ -67,6 +68,13 @@ class Scheduler:
             for task in self.queues.any_order:
                 order.arrived(task, self._now)
             self.queues.refile(order)
+
+    def fairness_report(self) -> dict[str, Any]:
+        """Return whose turn it is, as the status shows it; any thread may ask."""
+        order = self.policy.flow_order
+        if isinstance(order, TurnOrder | JustitiaOrder):
+            return order.report()
+        return {"policy": "off", "virtual_time": 0.0, "open": 0, "runs": [], "users": {}}
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy keeps its state; a failed one is asked again."""

@@ -74,7 +74,7 @@ def best_fit(
 
 
 def in_order(settings: SchedulerSettings, items: Iterable[Item], first: Bin) -> list[Item]:
-    """Put items into the first bin in their order, until it is full or a prompt does not fit: nobody overtakes that one.
+    """Put items into the first bin in their order, until it is full or a prompt does not fit, which none overtakes.
 
     A step that does not fit is left out: no prompt waits for it.
     """
