@@ -1,7 +1,7 @@
 """The virtual time of fair sharing (Justitia): when each application would end if all shared the box, as tags.
 
-Work is counted in KV token-iterations: a call whose prompt has p tokens and whose answer d holds p + i tokens as it makes
-the i-th one, so it costs `call_cost(p, d)` in all (Justitia, Eq. 1).
+Work is counted in KV token-iterations: a call with a prompt of p tokens holds p + i tokens as it makes the i-th one of
+its answer, so with an answer of d tokens it costs `call_cost(p, d)` in all (Justitia, Eq. 1).
 """
 
 import heapq
