@@ -33,8 +33,8 @@ _WORD = re.compile(r"\w+")
 def features_of(text: str, prompt: int, choices: int, most_tokens: int, salt: bytes = b"") -> np.ndarray:
     """Return the features of a first call: counts of its words by salted hash, and the logarithms of its sizes."""
     row = np.zeros(_FEATURES, np.float32)
-    for word in _WORD.findall(text[:_LONGEST_TEXT].lower()):
-        row[zlib.crc32(salt + word.encode()) % WORDS] += 1.0
+    hashed = [zlib.crc32(salt + word.encode()) % WORDS for word in _WORD.findall(text[:_LONGEST_TEXT].lower())]
+    row[:WORDS] = np.bincount(np.array(hashed, np.int64), minlength=WORDS)
     row[WORDS:] = [math.log1p(size) for size in (prompt, choices, most_tokens)]
     return row
 
@@ -51,7 +51,7 @@ class _Type:
 
 
 class DemandPredictor:
-    """What runs cost, learned from `observe`; `predict` may be asked while another thread is in `train`."""
+    """The costs of runs, learned from `observe`; `predict` may be asked while another thread is in `train`."""
 
     def __init__(self) -> None:
         self._types: OrderedDict[str, _Type] = OrderedDict()

@@ -304,6 +304,7 @@ class Engine:
             **self.runner.report(list(self.sequences.by_task.values())),
             "queue": self.queue(),
             "finetune": self.finetuning.report(),
+            "fairness": self.scheduler.fairness_report(),
             "degraded": self.loop.degraded,
         }
 

@@ -69,6 +69,11 @@ class Scheduler:
                 order.arrived(task, self._now)
             self.queues.refile(order)
 
+    def late_s(self, run: str) -> float:
+        """Return how much later than under fair sharing a run ended; 0 where it did not, or is not known."""
+        order = self.policy.flow_order
+        return order.late_s.get(run, 0.0) if isinstance(order, JustitiaOrder) else 0.0
+
     def fairness_report(self) -> dict[str, Any]:
         """Return whose turn it is, as the status shows it; any thread may ask."""
         order = self.policy.flow_order
