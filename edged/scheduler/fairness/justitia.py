@@ -65,7 +65,7 @@ class JustitiaOrder(Order):
         """Return the prompts that enter next, run by run."""
         chosen: list[Task] = []
         for run in self.clock.ranked():
-            if (tasks := flows.get(run)) is not None:
+            if (tasks := flows.get(run.key)) is not None:
                 chosen += tasks[: most - len(chosen)]
                 if len(chosen) == most:
                     break

@@ -4,10 +4,13 @@ Work is counted in KV token-iterations: a call with a prompt of p tokens holds p
 its answer, so with an answer of d tokens it costs `call_cost(p, d)` in all (Justitia, Eq. 1).
 """
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 _TINY = 1e-6
 """Work that is less is an error of rounding."""
@@ -63,7 +66,7 @@ class VirtualTime:
         self._ahead: list[tuple[float, int, str, str]] = []
         """Heap of (tag, number, sharer, application or ""); those that were moved since are passed over."""
         self._numbers = itertools.count()
-        self._ranked: list[str] = []
+        self._ranked: list[Application] = []
         self._sorted = True
 
     def open(self, key: str, sharer: str, weight: float, cost: float) -> None:
@@ -71,13 +74,13 @@ class VirtualTime:
         known = self._sharers.setdefault(sharer, _Sharer(weight))
         opened = Application(key, sharer, weight, max(1.0, cost), self.now)
         self.applications[key] = known.applications[key] = opened
-        self._ranked.append(key)
+        self._ranked.append(opened)
         self._file(sharer)
 
     def close(self, key: str) -> Application:
         """Take out an application that has ended; what it really needed counts."""
         ended = self.applications.pop(key)
-        self._ranked.remove(key)
+        self._ranked.remove(ended)
         sharer = self._sharers[ended.sharer]
         del sharer.applications[key]
         if ended.sharer != key:
@@ -88,20 +91,22 @@ class VirtualTime:
     def serve(self, work: dict[str, float], now_s: float) -> None:
         """Count work that applications got, and move the clock; who has had more than expected is expected twice as
         much."""
+        grown: set[str] = set()
         for key, amount in work.items():
             application = self.applications[key]
             application.served += amount
             if application.served > application.cost:
+                grown.add(application.sharer)
                 while application.served > application.cost:
                     application.cost *= 2.0
-                self._file(application.sharer)
+        for sharer in grown:
+            self._file(sharer)
         self._advance(sum(work.values()), now_s)
 
-    def ranked(self) -> list[str]:
+    def ranked(self) -> list[Application]:
         """Return the open applications by tag; do not change the list."""
         if not self._sorted:
-            applications = self.applications
-            self._ranked.sort(key=lambda key: applications[key].tag)
+            self._ranked.sort(key=attrgetter("tag"))
             self._sorted = True
         return self._ranked
 
@@ -121,8 +126,17 @@ class VirtualTime:
         if end != sharer.tag:
             sharer.tag = end
             heapq.heappush(self._ahead, (end, next(self._numbers), name, ""))
+        if len(self._ahead) > 4 * (len(self.applications) + len(self._sharers)) + 64:
+            self._ahead = [entry for entry in self._ahead if self._of(entry) is not None]
+            heapq.heapify(self._ahead)
         self._weights += sharer.weight * (self._is_ahead(name) - was_ahead)
         self._drop(name)
+
+    def _of(self, entry: tuple[float, int, str, str]) -> Application | _Sharer | None:
+        """Return what an entry of the heap stands for; None if that was moved since."""
+        tag, _, name, key = entry
+        moved = self.applications.get(key) if key else self._sharers.get(name)
+        return moved if moved is not None and moved.tag == tag else None
 
     def _is_ahead(self, name: str) -> bool:
         sharer = self._sharers.get(name)
@@ -136,10 +150,9 @@ class VirtualTime:
 
     def _advance(self, work: float, now_s: float) -> None:
         while self._ahead:
-            tag, _, name, key = self._ahead[0]
-            sharer = self._sharers.get(name)
-            moved = self.applications.get(key) if key else sharer
-            if moved is None or moved.tag != tag:
+            tag, _, name, _ = self._ahead[0]
+            sharer, moved = self._sharers.get(name), self._of(self._ahead[0])
+            if moved is None:
                 heapq.heappop(self._ahead)
                 continue
             needed = max(0.0, tag - self.now) * self._weights
