@@ -312,6 +312,7 @@ class Engine:
             **self.runner.report(list(self.sequences.by_task.values())),
             "queue": self.queue(),
             "finetune": self.finetuning.report(),
+            "fairness": self.scheduler.fairness_report(),
             "degraded": self.loop.degraded,
         }
 

@@ -40,6 +40,7 @@ class Request:
 
     Its K/V is shared only with requests of the same `tenant`; "" is the tenant of all who share. `user` is the
     requesting user, where known, whatever the adapter; `turn` names whose turn it is, where that is another name.
+    `run` is the run of an application that it belongs to, which is expected to cost `run_cost` in all.
     """
 
     request_id: str
@@ -52,6 +53,8 @@ class Request:
     turn: str = ""
     pace: Pace | None = None
     """Speed of the person who reads the answer while it is made, if anybody does."""
+    run: str = ""
+    run_cost: float = 0.0
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""

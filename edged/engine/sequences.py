@@ -114,6 +114,7 @@ class SequenceTable:
         """
         task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
+        task.run, task.run_cost = request.run, request.run_cost
         task.tenant = request.turn or request.user or request.adapter or ""
         if request.pace is not None:
             # Nobody expects a first token before the prompt can be computed.

@@ -75,6 +75,10 @@ class Task:
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
+    run: str = ""
+    """Run of an application that the request is a call of; "" where it stands for itself."""
+    run_cost: float = 0.0
+    """Work that the whole run is expected to need (`virtual_time.call_cost`), where it is known."""
     trains: tuple[str, ...] = ()
     """Adapters that a fine-tune step trains."""
     reader: Reader | None = None
