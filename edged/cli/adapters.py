@@ -235,7 +235,7 @@ def forget(client: Client, name: str, yes: bool) -> Any:
     found = [
         f"the {item['what']} in {item['table']}.{item['column']} ({item['rows']} rows)" for item in searched["found"]
     ]
-    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the file keeps its size, see the log"
+    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the database keeps the room, see the log"
     others, new = searched["said_by_others"], searched["new_rows"]
     text = [
         f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "
