@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edged.engine.request import EngineBusy
 from edged.runtime.token_bucket import TokenBucket
@@ -20,6 +20,8 @@ from edged.settings.load import LimitSettings, ServingSettings
 _ENDS = 64
 """Latest ends of choices from which the rate is estimated."""
 _MOST_WAIT_S = 60.0
+ERASURES_PER_MINUTE = 3
+"""Users that a caller who is no admin may have forgotten in a minute: each time all tables are searched."""
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
 """Settings of `[limits]` that have a token bucket for each user; 0 means no limit."""
 _MOST_USERS = 10_000
@@ -185,8 +187,8 @@ class TenantQueue:
 class LimitReached(Exception):
     """Raised for a user who has used up a limit; `retry_after_s` says when there is more, in seconds."""
 
-    def __init__(self, user: str, setting: str, limit: float, retry_after_s: float) -> None:
-        super().__init__(f'user "{user}" has reached limits.{setting} = {limit}: come again in {retry_after_s:.0f} s')
+    def __init__(self, user: str, bound: str, retry_after_s: float) -> None:
+        super().__init__(f'user "{user}" has reached {bound}: come again in {retry_after_s:.0f} s')
         self.user, self.retry_after_s = user, retry_after_s
 
 
@@ -198,11 +200,12 @@ class _User:
     buckets: dict[str, TokenBucket]
     """Token buckets by setting."""
     open_choices: int = 0
+    erasures: TokenBucket = field(default_factory=lambda: TokenBucket(ERASURES_PER_MINUTE, 60.0))
 
     def demand(self, setting: str, now: float) -> None:
         """Raise LimitReached when a bucket is empty."""
         if wait_s := self.buckets[setting].wait_s(now):
-            raise LimitReached(self.name, setting, self.buckets[setting].most, wait_s)
+            raise LimitReached(self.name, f"limits.{setting} = {self.buckets[setting].most}", wait_s)
 
 
 class UserLimits:
@@ -238,7 +241,7 @@ class UserLimits:
         """Raise LimitReached if `begin` would refuse now; to be called before the prompt is tokenized."""
         known, now, most = self._user(user), self._clock(), self._settings.concurrent_requests
         if most and known.open_choices and known.open_choices + choices > most:
-            raise LimitReached(user, "concurrent_requests", most, 1.0)
+            raise LimitReached(user, f"limits.concurrent_requests = {most}", 1.0)
         known.demand("requests_per_minute", now)
         known.demand("tokens_per_minute", now)
 
@@ -253,6 +256,13 @@ class UserLimits:
         known, now = self._user(user), self._clock()
         known.demand("feedback_per_minute", now)
         known.buckets["feedback_per_minute"].take(now)
+
+    def erasure(self, caller: str) -> None:
+        """Count one forgetting that a caller asks for. Raises LimitReached."""
+        erasures, now = self._user(caller).erasures, self._clock()
+        if wait_s := erasures.wait_s(now):
+            raise LimitReached(caller, f"{ERASURES_PER_MINUTE} erasures a minute", wait_s)
+        erasures.take(now)
 
     def no_feedback(self, user: str) -> None:
         """Take back one count of `feedback`, for a signal that did not come about."""

@@ -7,14 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlite_utils import Database
-
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.api.services import Services
 from edged.store import Store, StoreError, erasure, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.maintenance import Maintenance, checkpoint
 
 log = logging.getLogger("edged.api")
 
@@ -52,7 +51,11 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         stage("searching for what is left")
         searched = _search(store, folder, name, erased.texts, now)
         stage("vacuuming")
-        vacuumed = _vacuum(store, name, gone)
+        vacuumed = _vacuum(services.maintenance)
+        if gone:
+            # Not before the log is empty, so that a crash leaves the tombstone; then the tombstone's bytes go, too.
+            store.write(lambda db: erasure.end_forgetting(db, name)).result()
+            vacuumed &= _vacuum(services.maintenance)
     finally:
         stages.pop(name, None)
     verified = not (searched["found"] or searched["files"])
@@ -71,8 +74,12 @@ def finish_forgetting(store: Store, adapters: Path) -> list[str]:
         store.write(partial(forget_learning, adapter=name)).result()
         # The user's texts went with the rows: only the name is left to search for.
         _search(store, adapters, name, (), since)
-        _vacuum(store, name, gone)
-        if not gone:
+        # The first sweep gives the room back.
+        store.write(checkpoint, alone=True).result()
+        if gone:
+            store.write(partial(erasure.end_forgetting, name=name)).result()
+            store.write(checkpoint, alone=True).result()
+        else:
             stay.append(name)
     return stay
 
@@ -99,22 +106,17 @@ def _search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], sin
     return searched
 
 
-def _vacuum(store: Store, name: str, gone: bool) -> bool:
-    """Erase deleted bytes from the database file, then, where the files are `gone`, the tombstone and its bytes.
+def _vacuum(maintenance: Maintenance) -> bool:
+    """Give the room of what was deleted back in slices and empty the write-ahead log; returns whether both were done.
 
-    Returns whether the file also shrank. Without disk space for a second copy of it (or while another program reads)
-    deleted bytes are overwritten all the same; only their space, or the log, stays until next time.
+    SQLite has overwritten the deleted bytes. Nobody waits for the whole file to be rewritten: that comes at night.
     """
-
-    def alone(work: Callable[[Database], None]) -> bool:
-        try:
-            store.write(work, alone=True).result()
-        except (StoreError, RuntimeError) as error:
-            log.warning("the database keeps the room of what was deleted: %s", error)
-            return False
-        return True
-
-    vacuumed = alone(erasure.erase_bytes)
-    if gone:
-        store.write(lambda db: erasure.end_forgetting(db, name)).result()
-    return alone(erasure.empty_log) and vacuumed
+    maintenance.rewrite_soon = True
+    try:
+        maintenance.give_back()
+        if not maintenance.empty_log():
+            raise StoreError("another program reads the database: its write-ahead log could not be emptied")
+    except StoreError as error:
+        log.warning("the database keeps the room of what was deleted: %s", error)
+        return False
+    return True

@@ -232,7 +232,7 @@ def forget(client: Client, name: str, yes: bool) -> Any:
     data = client.call("DELETE", _path(name))
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
     found = [f"the {it['what']} in {it['table']}.{it['column']} ({it['rows']} rows)" for it in searched["found"]]
-    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the file keeps its size, see the log"
+    nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the database keeps the room, see the log"
     others, new = searched["said_by_others"], searched["new_rows"]
     text = [
         f"{name} is forgotten: {rows} rows deleted, {searched['columns']} columns and the adapters' files searched for "

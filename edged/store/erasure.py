@@ -13,7 +13,6 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.adapters import forget_adapter
-from edged.store.maintenance import checkpoint
 from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
@@ -62,24 +61,6 @@ def unfinished(db: Database) -> list[tuple[str, str]]:
 def end_forgetting(db: Database, name: str) -> None:
     """Delete the tombstone, when everything is gone."""
     db.execute("DELETE FROM forgetting WHERE adapter = ?", [name])
-
-
-def erase_bytes(db: Database) -> None:
-    """Give the room back and empty the write-ahead log, so that no byte of what was deleted is in either file.
-
-    To be run by `Store.write` with `alone`. Needs as much room on the disk as the database itself.
-    """
-    db.execute("VACUUM")
-    empty_log(db)
-
-
-def empty_log(db: Database) -> None:
-    """Write the log into the database and cut it to nothing. Raises RuntimeError when somebody reads all the while.
-
-    Writes wait for it, so that it does not wait long for readers (see `edged.store.maintenance.checkpoint`).
-    """
-    if not checkpoint(db):
-        raise RuntimeError("another program reads the database: its write-ahead log could not be emptied")
 
 
 def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ SLICE_PAGES = 256
 """Most pages that are given back in one write."""
 FREE_SHARE = 0.1
 """Share of the file's pages that may stay free, to be filled again."""
+NIGHT_HOURS = (2, 3, 4)
+"""Hours of local time in which writes may wait for the file to be rewritten."""
 LONG_LOG_BYTES = 16 * 2**20
 """From this size on, the write-ahead log is emptied as soon as readers let it."""
 LOG_WAIT_MS = 500
@@ -64,6 +66,8 @@ class Maintenance:
         # Counting takes long in a large table: there are no numbers yet.
         self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
         self._full = False
+        self.rewrite_soon = False
+        """Whether somebody was forgotten since the file was rewritten as a whole, which is then done at night."""
 
     def start(self) -> None:
         """Begin: rows are counted at once, the first sweep comes a while later."""
@@ -83,7 +87,7 @@ class Maintenance:
             for rule in RULES:
                 for count in self._apply(rule, values):
                     deleted[rule.table] += count
-            self._give_back()
+            self.give_back(FREE_SHARE)
             self._deleted.update(deleted)
             self._look()
             was_full, self._full = self._full, self._too_large()
@@ -103,6 +107,14 @@ class Maintenance:
             self.empty_log()
             self._look()
             return before, self._store.path.stat().st_size
+
+    def rewrite_at_night(self, hour: int) -> bool:
+        """Rewrite the file where that is wanted and the `hour` is of the night; whether it was. Raises StoreError."""
+        if not self.rewrite_soon or hour not in NIGHT_HOURS:
+            return False
+        self.rewrite_soon = False
+        self.vacuum()
+        return True
 
     def empty_log(self) -> bool:
         """Bring the write-ahead log into the file and cut it to nothing; whether readers let it. Raises StoreError.
@@ -140,6 +152,7 @@ class Maintenance:
             if now >= sweep_s:
                 sweep_s = now + SWEEP_EVERY_S
                 self._try(self.sweep)
+            self._try(lambda: self.rewrite_at_night(time.localtime().tm_hour))
             if now >= optimize_s:
                 optimize_s = now + OPTIMIZE_EVERY_S
                 self._try(lambda: self._store.write(_optimize, alone=True).result())
@@ -170,12 +183,12 @@ class Maintenance:
         most = self._settings.now.store.max_database_mb << 20
         return bool(most) and self._store.read(used_bytes) > most
 
-    def _give_back(self) -> None:
-        """Take free pages off the file, slice by slice, where it was made for that."""
+    def give_back(self, keep: float = 0.0) -> None:
+        """Take free pages beyond a share to `keep` off the file, slice by slice, where it was made for that."""
 
         def excess(db: Database) -> int:
             pages, free = _pages(db)
-            return int(free - FREE_SHARE * pages) if frees_pages(db) else 0
+            return int(free - keep * pages) if frees_pages(db) else 0
 
         def give_back(db: Database) -> None:
             db.execute(f"PRAGMA incremental_vacuum({SLICE_PAGES})").fetchall()

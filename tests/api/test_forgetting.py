@@ -19,13 +19,16 @@ from edged.align.feedback.pair import VersionPublished
 from edged.align.feedback.signals import record_pair
 from edged.api.access import Caller
 from edged.api.adapters import forget
+from edged.api.admission import ERASURES_PER_MINUTE, LimitReached, UserLimits
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.services import LIFECYCLE, Lifecycle, Services
+from edged.settings.access import Role
 from edged.settings.live import Live
-from edged.settings.load import Settings
+from edged.settings.load import LimitSettings, Settings
 from edged.store import Store, utc_now
 from edged.store.adapters import insert_version
 from edged.store.base_models import serve_base
+from edged.store.maintenance import Maintenance
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 
@@ -83,6 +86,7 @@ class Scene:
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.feedback_intake.learn_soon(pair.pair_ids)
+        self.maintenance = Maintenance(self.store, Live(Settings()))
         self._app = web.Application()
         services = SimpleNamespace(
             store=self.store,
@@ -91,12 +95,14 @@ class Scene:
             forgetting=set(),
             eraser=None,
             forgetting_stages={},
+            limits=UserLimits(LimitSettings()),
+            maintenance=self.maintenance,
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
-    def forget(self) -> asyncio.Task[web.Response]:
+    def forget(self, role: Role = "admin") -> asyncio.Task[web.Response]:
         request = make_mocked_request("DELETE", "/v1/adapters/ann", match_info={"name": "ann"}, app=self._app)
-        request["caller"] = Caller("the operator", "root", "root", frozenset({"admin"}), ("*",), "admin")
+        request["caller"] = Caller("the operator", "root", "root", frozenset({role}), ("*",), "admin")
         return asyncio.create_task(forget(request))
 
     def rows(self) -> int:
@@ -112,6 +118,32 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     scene.engine.may_forget.set()
     scene.feedback_intake.close()
     scene.store.close()
+
+
+async def test_who_forgets_himself_in_a_loop_is_told_to_wait(scene: Scene) -> None:
+    scene.tokenizer.may.set()
+    scene.engine.may_forget.set()
+    for _ in range(ERASURES_PER_MINUTE):
+        scene.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
+        await scene.forget("train")
+    with pytest.raises(LimitReached, match="3 erasures a minute") as refused:
+        await scene.forget("train")
+    assert 0 < refused.value.retry_after_s <= 60
+    scene.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
+    await scene.forget("admin")
+
+
+async def test_nobody_waits_for_the_whole_file_to_be_rewritten(scene: Scene) -> None:
+    scene.tokenizer.may.set()
+    scene.engine.may_forget.set()
+    said: list[str] = []
+    scene.store.write(lambda db: db.conn.set_trace_callback(said.append)).result()
+    await scene.forget()
+    assert not [line for line in said if line.startswith("VACUUM")]
+    assert not scene.maintenance.rewrite_at_night(12)
+    assert scene.maintenance.rewrite_at_night(3)
+    assert [line for line in said if line.startswith("VACUUM")]
+    assert not scene.maintenance.rewrite_at_night(3)
 
 
 async def within(event: threading.Event, seconds: float = 10.0) -> bool:
