@@ -104,8 +104,8 @@ def load(count: int, seconds: float, seed: int, context: int) -> list[Work]:
     """Return applications of the mix, at even chances over the seconds."""
     chance = random.Random(seed)
     moments = sorted(chance.uniform(0.0, seconds) for _ in range(count))
-    sizes = [size for size, share in MIX.items() for _ in range(round(share * count))]
-    sizes += ["small"] * (count - len(sizes))
+    rarer = [size for size in ("medium", "large") for _ in range(round(MIX[size] * count))]
+    sizes = ["small"] * (count - len(rarer)) + rarer
     chance.shuffle(sizes)
     kinds = [chance.choice(SIZES[size]) for size in sizes]
     pairs = enumerate(zip(kinds, moments, strict=True))

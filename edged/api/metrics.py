@@ -61,6 +61,7 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     quarantined = status["quarantine"]["pairs"]
     store_told = bool(store.suspect or store.problem) or quarantined is None
     values |= readings.engine_readings(status) | observer.readings(services.engine)
+    values |= services.runs.readings()
     values |= readings.device_readings(status["device"]) | readings.governor_readings(status["governors"])
     pairs_pending, most, unread = status["finetune"]["pairs_queued"], services.settings.metrics.adapters, False
     try:

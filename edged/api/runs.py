@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from multidict import CIMultiDictProxy
 from edged.api.errors import bad_request
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.demand.predictor import DemandPredictor, features_of
+from edged.observe.observer import Histogram
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.access import USER_NAME
 from edged.settings.fairness import FairnessSettings
@@ -33,6 +34,13 @@ _MOST_OPEN = 1024
 """Open runs of one user; calls of further ones are runs of their own."""
 _MOST_TYPES, _MOST_ENDED = 1024, 256
 """(User, type) pairs that are kept, and the latest ended runs of each."""
+_SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
+_BOUNDS = {
+    "edged_application_seconds": _SECONDS,
+    "edged_fair_lateness_seconds": (0.0, *_SECONDS),
+    "edged_demand_error_ratio": (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 20.0),
+}
+"""Bounds of the histograms of ended runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +138,6 @@ class ApplicationRun:
         return {"run": self.name, "user": self.user, "seconds": max(0.0, self.ended_s - self.begun_s), **shown}
 
 
-@dataclass(slots=True)
-class _Ended:
-    runs: deque[ApplicationRun] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
-    count: int = 0
-
-
 class ApplicationRuns:
     """The open and the latest ended runs of all users; used on the event loop alone."""
 
@@ -150,11 +152,10 @@ class ApplicationRuns:
         self.open: OrderedDict[str, ApplicationRun] = OrderedDict()
         """Open runs by key, the one whose last call is longest ago first."""
         self._open_of: dict[str, int] = {}
-        self._ended: OrderedDict[tuple[str, str], _Ended] = OrderedDict()
+        self._ended: OrderedDict[tuple[str, str], deque[ApplicationRun]] = OrderedDict()
         self.demand, self._salt = DemandPredictor(), secrets.token_bytes(16)
         self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
-        self.fresh: deque[ApplicationRun] = deque(maxlen=4096)
-        """Runs that ended since somebody took them, for the metrics."""
+        self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
         self._told = False
 
     def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
@@ -211,16 +212,24 @@ class ApplicationRuns:
         run.late_s = self._late_s(run.key)
         if run.features is not None:
             self.demand.observe(run.application, run.features, run.cost)
+            self._histograms["edged_demand_error_ratio"].observe([abs(run.predicted / max(1.0, run.cost) - 1.0)])
             run.features = None
             if self.demand.due(run.application):
                 self._trainer.submit(self._train, run.application)
-        ended = self._ended.setdefault((run.user, run.application), _Ended())
+        ended = self._ended.setdefault((run.user, run.application), deque(maxlen=_MOST_ENDED))
         self._ended.move_to_end((run.user, run.application))
         if len(self._ended) > _MOST_TYPES:
             self._ended.popitem(last=False)
-        ended.runs.append(run)
-        ended.count += 1
-        self.fresh.append(run)
+        ended.append(run)
+        for name, value in zip(_BOUNDS, (run.ended_s - run.begun_s, run.late_s), strict=False):
+            self._histograms[name].observe([value])
+
+    def readings(self) -> dict[str, Any]:
+        """Return the metrics of runs; any thread may ask."""
+        calls = [run.open_calls for run in list(self.open.values())]
+        states = {"active": sum(map(bool, calls)), "idle": calls.count(0)}
+        shown = {name: {(): histogram.buckets()} for name, histogram in self._histograms.items()}
+        return {"edged_applications": states, **shown}
 
     def _train(self, application: str) -> None:
         try:
@@ -232,7 +241,7 @@ class ApplicationRuns:
     def forget(self, application: str, sees: Callable[[str], bool] = lambda _: True) -> int:
         """Forget ended runs of a type, and what was learned of it; returns how many. `sees` says of whom."""
         gone = [key for key in self._ended if key[1] == application and sees(key[0])]
-        count = sum(self._ended.pop(key).count for key in gone)
+        count = sum(len(self._ended.pop(key)) for key in gone)
         if count and all(name != application for _, name in self._ended):
             self.demand.forget(application)
         return count
@@ -252,28 +261,28 @@ class ApplicationRuns:
         return [self._type(key, open_runs.get(key, 0)) for key in keys]
 
     def _type(self, key: tuple[str, str], open_runs: int) -> dict[str, Any]:
-        ended = self._ended.get(key, _Ended())
+        ended = self._ended.get(key, deque())
 
         def middle(name: str) -> float | None:
-            return statistics.median(getattr(run, name) for run in ended.runs) if ended.runs else None
+            return statistics.median(getattr(run, name) for run in ended) if ended else None
 
-        seconds = [run.ended_s - run.begun_s for run in ended.runs]
+        seconds = [run.ended_s - run.begun_s for run in ended]
         return {
             "application": key[1],
             "user": key[0],
             "open": open_runs,
-            "runs": ended.count,
+            "runs": len(ended),
             "calls_p50": middle("calls"),
             "cost_p50": middle("cost"),
             "predicted_p50": middle("predicted"),
             "seconds_p50": statistics.median(seconds) if seconds else None,
-            "late_s_max": max((run.late_s for run in ended.runs), default=None),
+            "late_s_max": max((run.late_s for run in ended), default=None),
         }
 
     def runs(self, application: str, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Return the open and the latest ended runs of a type that `sees` allows, by their users."""
         self.sweep()
-        ended = [run for key, known in self._ended.items() if key[1] == application for run in known.runs]
+        ended = [run for key, known in self._ended.items() if key[1] == application for run in known]
         return [
             run.report() for run in (*ended, *self.open.values()) if run.application == application and sees(run.user)
         ]

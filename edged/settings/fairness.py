@@ -9,14 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from edged.settings.access import USER_NAME, Section, setting
 
-RUN_HEADERS = [
-    "x-edged-run",
-    "x-session-id",
-    "x-session-affinity",
-    "x-claude-code-session-id",
-    "session-id",
-    "session_id",
-]
+RUN_HEADERS = ["x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "session_id"]
 """Headers in which clients name the run that a call belongs to."""
 Weight = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Mapping
 from itertools import islice
 from typing import Any
@@ -45,8 +45,6 @@ class JustitiaOrder(Order):
         """When runs without a live call are closed, the next one first."""
         self.late_s: OrderedDict[str, float] = OrderedDict()
         """Seconds by which runs' last calls ended later than under fair sharing; 0 where they did not."""
-        self.ended: deque[float] = deque(maxlen=_MOST_ENDED)
-        """Lateness of closed runs, for whoever takes it."""
 
     def follows(self, settings: FairnessSettings) -> bool:
         """Whether these settings want this order, with its state."""
@@ -127,7 +125,6 @@ class JustitiaOrder(Order):
     def _close(self, run: str) -> None:
         del self._calls[run]
         self.clock.close(run)
-        self.ended.append(self.late_s.get(run, 0.0))
 
     def report(self) -> dict[str, Any]:
         """Return the virtual time, and the open runs in the order of their tags."""
@@ -137,10 +134,8 @@ class JustitiaOrder(Order):
             {
                 "run": run.key.partition("/")[2] or run.key,
                 "user": run.key.partition("/")[0] if "/" in run.key else run.sharer,
-                "tag": run.tag,
-                "cost": run.cost,
-                "served": run.served,
                 "calls": calls.get(run.key, 0),
+                **{name: getattr(run, name) for name in ("tag", "cost", "served")},
             }
             for run in islice(ranked, _MOST_SHOWN)
         ]

@@ -52,7 +52,7 @@ def test_every_row_ends_all_runs_and_keeps_nothing_of_them(row: str) -> None:
     order = order_of(world)
     assert not order.clock.applications
     assert not order._calls
-    assert len(order.ended) == 8 + 14
+    assert len(order.late_s) == 8 + 14
 
 
 def test_a_run_is_charged_what_equation_1_says_also_where_calls_are_preempted() -> None:
