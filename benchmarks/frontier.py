@@ -63,7 +63,7 @@ def main() -> None:
         for value in values:
             say(f"{policy} {knob} {value:g}" if knob else policy)
             reports = [
-                simulate(plan_of(options, seed, policy, {knob: value} if knob else {})) for seed in options.seeds
+                simulate(plan_of(options, seed, policy, {knob: value} if knob else {})) for seed in range(options.seeds)
             ]
             rows.append({"policy": policy, "knob": knob, "value": value if knob else None, **summary(reports)})
     bounds = [bound(plan_of(options, seed, "fcfs", {})) for seed in range(options.seeds)]
