@@ -35,7 +35,6 @@ KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
     "flexllm": ("scheduler.slo_ms", (60.0, 90.0, 120.0, 180.0, 240.0)),
     "ekya": ("scheduler.retrain_window_s", (2.0, 5.0, 10.0, 15.0, 25.0)),
     "periodic-async": ("scheduler.retrain_every_s", (5.0, 15.0, 30.0, 60.0)),
-    "mace-bin": ("scheduler.fixed_steps", (1, 2, 4)),
 }
 """The setting that makes a policy train more or less; policies without one are a single point."""
 FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, MEAN_TBT, LEARNING)
