@@ -312,3 +312,15 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
             assert simulated["requests"]["finished"] == simulated["requests"]["sent"] == measured["requests"]["sent"]
         # Every round has a profile of its own, and no two measurements are the same.
         assert len({simulated["slo"]["forward_ms_of_mean_prompt"] for simulated in sides["simulated"]}) == 3
+
+
+def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_optimum(tmp_path: Path) -> None:
+    arguments = ["poisson", "--policies", "fcfs,periodic-async", "--rate", "1", "--seconds", "60"]
+    report = report_of("frontier", *arguments, report=tmp_path / "out.json")
+    rows = [(row["policy"], row["knob"], row["value"]) for row in report["rows"]]
+    intervals = (5.0, 15.0, 30.0, 60.0)
+    assert rows == [("fcfs", "", None), *(("periodic-async", "scheduler.retrain_every_s", each) for each in intervals)]
+    trained = [row["finetune.pairs_trained"][0] for row in report["rows"]]
+    assert trained[0] == 0 < trained[1]
+    (offline,) = report["offline"]
+    assert 0.0 < offline["reachable_share"] <= offline["at_most_share"] <= 1.0

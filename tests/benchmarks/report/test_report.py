@@ -223,6 +223,17 @@ def test_a_claim_is_met_where_all_loads_bear_it_out_and_else_where_it_is_met() -
         assert found.ours.startswith(f"{low / 100:.2f}x at 1.00 requests/s; ")
 
 
+def test_a_claim_is_met_where_every_seed_meets_it_and_shows_their_range() -> None:
+    def found(*mace: float) -> Claim:
+        runs = [done("adainf", seed=seed, ttft=100.0) for seed in range(len(mace))]
+        runs += [done("mace", seed=seed, ttft=ttft) for seed, ttft in enumerate(mace)]
+        return claim(claims(setting(*runs)), "TTFT p50 of AdaInf's")
+
+    assert found(30.0, 31.0, 36.0).verdict == "met"
+    one_off = found(30.0, 31.0, 38.0)
+    assert (one_off.verdict, one_off.ours) == ("not met", "0.31x (0.30x–0.38x) at 2.00 requests/s")
+
+
 def test_throughput_is_held_against_the_papers_number_for_the_device() -> None:
     runs = [done(name, tokens=tokens) for name, tokens in (("adainf", 100.0), ("mace", 120.0))]
     assert claim(claims(setting(*runs)), "throughput of AdaInf's").verdict == "not met"

@@ -1,0 +1,141 @@
+"""The frontier: pairs learned against first tokens in time and mean TBT, each policy swept over its own knob.
+
+    python -m benchmarks.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
+                                  [--retrain-rate 0.5] [--seconds 300] [--seeds 2] [--picture FOLDER] [--output FILE]
+
+A policy is better where its curve is above another's, not where its default happens to train less. Simulated in
+virtual time. The row "offline" is what one server could have had in time with every arrival known before, computing
+prompts alone and nothing else: the optimum lies between the two numbers (`benchmarks/support/offline.py`). Values are
+medians over the seeds, in brackets the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report.canvas import Canvas
+from benchmarks.report.panels import Curve, Figure, Panel
+from benchmarks.support.command import existing_file, finish, markdown, names, option, parse, say
+from benchmarks.support.offline import Job, at_most, reachable
+from edged.bench.figures import SLO_FACTOR
+from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
+from edged.bench.traces import PromptIds, read_trace, scale_trace
+from edged.scheduler.policies.registry import ROWS
+from edged.settings.load import load_settings
+from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.runner import SimulatedEngine
+from edged.simulator.simulation import SimulationPlan, lone_ttft_s, simulate
+
+_SHARES = ("scheduler.finetune_min_share", (0.0, 0.05, 0.1, 0.2, 0.3))
+KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
+    **dict.fromkeys(("mace", "mace-paper", "mace-prefix", "mace-prune", "mace-priority"), _SHARES),
+    "flexllm": ("scheduler.slo_ms", (60.0, 90.0, 120.0, 180.0, 240.0)),
+    "ekya": ("scheduler.retrain_window_s", (2.0, 5.0, 10.0, 15.0, 25.0)),
+    "periodic-async": ("scheduler.retrain_every_s", (5.0, 15.0, 30.0, 60.0)),
+}
+"""The setting that makes a policy train more or less; policies without one are a single point."""
+FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, MEAN_TBT, LEARNING)
+
+
+def main() -> None:
+    """Simulate, print, draw."""
+    options = parse(
+        __doc__,
+        option("trace", "as for edged bench simulate"),
+        option("--device", "as for edged bench simulate", "agx-orin-32gb-maxn"),
+        option("--model", "as for edged bench simulate", "mistral-3b"),
+        option("--config", "TOML file with further settings", type=existing_file),
+        option("--policies", "by comma", ["fcfs", "mace", "flexllm", "ekya", "adainf"], type=names(ROWS)),
+        option("--rate", "requests per second", 0.72),
+        option("--retrain-rate", "pairs per request", 0.5, least=0),
+        option("--seconds", "of the load", 300.0, 60.0),
+        option("--seeds", "loads, from seed 0 on", 2, 1),
+        option("--picture", "a folder for the drawing, which needs matplotlib", type=Path),
+        quick="a short load, one seed",
+    )
+    rows = []
+    for policy in options.policies:
+        knob, values = KNOBS.get(policy, ("", (0.0,)))
+        for value in values:
+            say(f"{policy} {knob} {value:g}" if knob else policy)
+            reports = [
+                simulate(plan_of(options, seed, policy, {knob: value} if knob else {})) for seed in range(options.seeds)
+            ]
+            rows.append({"policy": policy, "knob": knob, "value": value if knob else None, **summary(reports)})
+    bounds = [bound(plan_of(options, seed, "fcfs", {})) for seed in range(options.seeds)]
+    if options.picture:
+        options.picture.mkdir(parents=True, exist_ok=True)
+        say(str(Canvas(options.picture).draw(frontier(rows), "frontier")))
+    finish(options, {"rows": rows, "offline": bounds}, "\n".join(table(rows, bounds)))
+
+
+def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) -> SimulationPlan:
+    """Return the plan of one run."""
+    return SimulationPlan(
+        trace=options.trace,
+        device=options.device,
+        model=options.model,
+        settings=load_settings(options.config, overrides={"scheduler.policy": policy, **knob}),
+        rate_per_s=options.rate,
+        retrain_rate=options.retrain_rate,
+        seconds=options.seconds,
+        seed=seed,
+    )
+
+
+def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return each figure's median and range over the seeds."""
+    middles = {figure.path: Middle.of([figure.of(report) for report in reports]) for figure in FIGURES}
+    return {path: middle and [middle.median, middle.low, middle.high] for path, middle in middles.items()}
+
+
+def bound(plan: SimulationPlan) -> dict[str, float]:
+    """Return the shares of first tokens in time between which the offline optimum of the plan's load lies."""
+    hardware = SimulatedHardware.of(plan)
+    longest, vocab = SimulatedEngine(plan.settings, hardware).max_context_tokens, hardware.model.shape.vocab_size
+    prompts = PromptIds(longest, range(vocab), plan.seed)
+    trace = read_trace(plan.trace, plan.seed)
+    load = scale_trace(trace, prompts, rate_per_s=plan.rate_per_s or 0.0, seconds=plan.seconds)
+    most = plan.settings.serving.max_batch_tokens
+    jobs = []
+    for arrival in load:
+        alone_s = lone_ttft_s(hardware.device, len(arrival.prompt_ids), most)
+        jobs.append(Job(arrival.at_s, arrival.at_s + SLO_FACTOR * alone_s, alone_s))
+    return {"reachable_share": reachable(jobs) / len(jobs), "at_most_share": at_most(jobs) / len(jobs)}
+
+
+def frontier(rows: list[dict[str, Any]]) -> Figure:
+    """Return the figure: both measures of serving over the pairs learned."""
+    panels = []
+    for figure, label in ((ATTAINMENT, "share of first tokens in time"), (MEAN_TBT, "mean TBT, ms")):
+        curves = {}
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            points = sorted((row[PAIRS.path][0], row[figure.path][0]) for row in rows if row["policy"] == policy)
+            curves[policy] = Curve([x for x, _ in points], [y for _, y in points])
+        panels.append(Panel(figure.title, "pairs learned", label, curves))
+    return Figure("frontier", "The frontier", (), tuple(panels))
+
+
+def table(rows: list[dict[str, Any]], bounds: list[dict[str, float]]) -> Iterator[str]:
+    """Yield lines of a Markdown table, the offline optimum last."""
+
+    def cell(row: dict[str, Any], figure: ReportFigure) -> str:
+        if row[figure.path] is None:
+            return "–"
+        middle, low, high = (f"{value:.{figure.digits}f}" for value in row[figure.path])
+        return middle if low == high else f"{middle} ({low}–{high})"
+
+    lines = [
+        [row["policy"], f"{row['knob']} = {row['value']:g}" if row["knob"] else "", *(cell(row, f) for f in FIGURES)]
+        for row in rows
+    ]
+    shares = "; ".join(f"{one['reachable_share']:.3f} to {one['at_most_share']:.3f}" for one in bounds)
+    lines.append(["offline", "one server, prompts alone", "0", shares, "", "", ""])
+    yield from markdown(["policy", "knob", *(figure.title for figure in FIGURES)], lines)
+
+
+if __name__ == "__main__":
+    main()
