@@ -90,7 +90,10 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     known = {name.removesuffix("_4bit").removesuffix("_8bit") for name in AUTO_QUANTIZATION_CONFIG_MAPPING}
     if method not in known:
         # transformers itself would go on and take the packed numbers for weights.
-        raise CannotQuantize(f"quantization {method!r} is not known to transformers ({', '.join(sorted(known))})")
+        names = ", ".join(sorted(known))
+        raise CannotQuantize(
+            f"quantization {method!r} is not known to transformers ({names}): give the plain checkpoint"
+        )
     check_packed(stored)
     # A checkpoint that says so itself is dequantized knowingly.
     dequantizes = bool(stored.get("dequantize"))
