@@ -65,8 +65,13 @@ class Trainer:
     # -- adapters ----------------------------------------------------------------------------------------------------
 
     def loss(self, step: FineTuneStep) -> float:
-        """Mean loss of the latest steps of a step's adapters; ln 2 stands for an adapter without one."""
-        return sum(self.pair_queues.queues[name].loss for name in step.adapters) / len(step.adapters)
+        """Mean loss of a step's own pairs as far as their forwards are done; before that, and for tests, that of the
+        latest steps of its adapters (ln 2 for an adapter without one)."""
+        losses = (
+            [loss for member in step.members.values() for loss in member.losses] if isinstance(step, DpoStep) else []
+        )
+        losses = losses or [self.pair_queues.queues[name].loss for name in step.adapters]
+        return sum(losses) / len(losses)
 
     def take_in(self, adapter: str, state: AdapterState | None) -> None:
         """Take in a state that was read from disk, whose version may make a step or test due.

@@ -64,7 +64,7 @@ class Task:
     capacity: int = 0
     """Number of tokens for which it holds room: `held_pages * page_size`, less what a prefix hit occupies twice."""
     loss: float = 0.0
-    """Latest DPO loss of a fine-tune task; ln 2 before its first forward."""
+    """Mean DPO loss of a fine-tune task's pairs; before their forward that of the adapter's latest step, or ln 2."""
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.feedback.pair import PairRetired
+from edged.align.feedback.pair import PairRetired, PairScored
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.task import IterationResult
+from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import IterationResult, Task
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 
 
@@ -28,6 +29,25 @@ def test_requests_are_answered_and_pairs_learnt_and_idle_the_engine_wakes_for_wh
         client.wait(lambda: len(client.of(PairRetired)) == 12)
     assert {finish.reason for finish in client.finished.values()} == {"length"}
     assert {record.state for record in client.of(PairRetired)} == {"trained"}
+
+
+def test_a_step_asks_with_the_loss_of_its_own_pairs_once_it_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    update = Scheduler.update
+
+    def updated(scheduler: Scheduler, task: Task) -> None:
+        asked.append(task.loss)
+        update(scheduler, task)
+
+    monkeypatch.setattr(Scheduler, "update", updated)
+    settings = {"guard__held_out_share": 0.0, "align__micro_batch_pairs": 2, "align__window_tokens": 16}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: len(client.of(PairRetired)) == 2)
+        losses = [record.loss for record in client.of(PairScored)]
+    assert any(loss == pytest.approx(losses[0]) for loss in asked)
 
 
 @pytest.fixture

@@ -77,6 +77,11 @@ class AdapterStep:
         """Number of outcomes, and the gradients, at the end of the latest micro-batch."""
 
     @property
+    def losses(self) -> list[float]:
+        """Losses of its pairs whose forwards are done."""
+        return [outcome.loss for outcome in self._taken]
+
+    @property
     def outcomes(self) -> list[PairOutcome]:
         """Outcomes of the fresh pairs."""
         return [outcome for outcome in self._taken if outcome.pair.pair_id in self._fresh_ids]

@@ -56,7 +56,9 @@ class Triage(Order):
     def before(self, queues: TaskQueues, now: float) -> None:
         """File anew the prompts that have become late, and those that have been it too long."""
         flows = queues.flows
-        late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if self._late(task, now)]
+        token_s = self.cost.token_s
+        # Whose first token is late whatever is done.
+        late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
         moves = [(task, FIRST if task in self._answered else LATE) for task in late]
         moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, flows.get(LATE, ()))]
         for task, flow in moves:
@@ -66,13 +68,18 @@ class Triage(Order):
 
     def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
         """Return prompts in their order at `now`, and those that can be in time."""
-        groups: tuple[list[Task], ...] = ([], [], [])
+        first_ones: list[Task] = []
+        hopeful: list[Task] = []
+        late: list[Task] = []
+        answered, token_s = self._answered, self.cost.token_s
         for task in prompts:
-            first = task in self._answered or overdue_s(task) <= now
-            groups[FIRST if first else LATE if self._late(task, now) else HOPEFUL].append(task)
-        first_ones, hopeful, late = groups
+            if task in answered or overdue_s(task) <= now:
+                first_ones.append(task)
+            elif now + task.tokens * token_s > task.deadline_s:
+                late.append(task)
+            else:
+                hopeful.append(task)
         hopeful.sort(key=by_deadline)
-        token_s = self.cost.token_s
         ends_s = accumulate((task.tokens * token_s for task in hopeful), initial=now)
         next(ends_s)
         if any(end_s > task.deadline_s for end_s, task in zip(ends_s, hopeful, strict=True)):
@@ -80,10 +87,6 @@ class Triage(Order):
         for others in (first_ones, late):
             others.sort(key=overdue_s)
         return [*first_ones, *hopeful, *late], hopeful
-
-    def _late(self, task: Task, now: float) -> bool:
-        """Whether its first token is late whatever is done."""
-        return now + task.tokens * self.cost.token_s > task.deadline_s
 
 
 class PatientAdmission(MaceAdmission):
