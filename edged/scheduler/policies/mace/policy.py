@@ -129,7 +129,8 @@ class ReaderSpare(MaceSpare):
 
 MACE = Row(
     "mace",
-    "MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management",
+    "MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
+    "readers' slack is lent to fine-tuning",
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
