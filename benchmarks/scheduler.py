@@ -1,6 +1,7 @@
 """How long one scheduling decision takes with 64 live tasks: median and spread, for the mixes that a box sees.
 
-    python -m benchmarks.scheduler [--tasks 64] [--queued 4096] [--rounds 2000] [--policy mace|all] [--json]
+    python -m benchmarks.scheduler [--tasks 64] [--queued 4096] [--rounds 2000] [--policy mace|all]
+                                   [--fairness off|vtc|justitia] [--json]
 
 Each round plans one iteration and completes it, as the engine does, in virtual time; `Scheduler.plan` is the decision,
 `Scheduler.complete` (bookkeeping and calibration) and `Scheduler.foresee` (the next plan, made while the device is
@@ -22,7 +23,7 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
-from edged.settings.load import SchedulerSettings
+from edged.settings.load import FairnessSettings, SchedulerSettings
 
 MIXES = {
     "decodes": (1.0, 0.0, 0.0),
@@ -32,6 +33,7 @@ MIXES = {
 }
 """Shares of decodes, waiting prompts and fine-tune tasks."""
 PAGE_SIZE = 16
+USERS = 32
 ITERATION_S = 0.03
 UNITS = tuple([Unit("head", 256)] * 4 + [Unit("layer", 256)] * 120 + [Unit("step", 0)])
 
@@ -40,10 +42,18 @@ class Mix:
     """A scheduler that is kept at the same mix of live tasks, and `queued` more prompts, over many iterations."""
 
     def __init__(
-        self, policy: str, tasks: int, shares: tuple[float, float, float], free_pages: int, queued: int = 0
+        self,
+        policy: str,
+        tasks: int,
+        shares: tuple[float, float, float],
+        free_pages: int,
+        queued: int = 0,
+        fairness: str = "off",
     ) -> None:
         cost = CostModel(roofline(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28))
-        self.scheduler = Scheduler(SchedulerSettings(policy=policy), cost)
+        self.scheduler = Scheduler(
+            SchedulerSettings(policy=policy), cost, fairness=FairnessSettings.model_validate({"policy": fairness})
+        )
         self.resources = Resources(free_pages, 8192, PAGE_SIZE, 1024, 128)
         self.now = 0.0
         self._random = random.Random(0)
@@ -104,16 +114,17 @@ class Mix:
 
     def _add(self, kind: Kind, tokens: int, **fields: Any) -> None:
         self._next_id += 1
-        self.scheduler.add(Task(self._next_id, kind, self.now, tokens=tokens, **fields), self.now)
+        user = f"user-{self._next_id % USERS}"
+        self.scheduler.add(Task(self._next_id, kind, self.now, tokens=tokens, tenant=user, **fields), self.now)
 
 
-def all_mixes(policy: str, tasks: int, queued: int = 0) -> dict[str, Mix]:
+def all_mixes(policy: str, tasks: int, queued: int = 0, fairness: str = "off") -> dict[str, Mix]:
     """Return every mix by name; two more are short of memory, and one has `queued` more prompts, if that is not 0."""
-    mixes = {name: Mix(policy, tasks, shares, 4096) for name, shares in MIXES.items()}
-    mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40)
-    mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1)
+    mixes = {name: Mix(policy, tasks, shares, 4096, fairness=fairness) for name, shares in MIXES.items()}
+    mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40, fairness=fairness)
+    mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1, fairness=fairness)
     if queued:
-        mixes["queued"] = Mix(policy, tasks, MIXES["mixed"], 4096, queued)
+        mixes["queued"] = Mix(policy, tasks, MIXES["mixed"], 4096, queued, fairness)
     return mixes
 
 
@@ -137,10 +148,10 @@ def timed_round(mix: Mix) -> tuple[float, float, float]:
     return planned - started, completed - resumed, foreseen - planned
 
 
-def measure(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, dict[str, float]]:
+def measure(policy: str, tasks: int, rounds: int, queued: int, fairness: str = "off") -> dict[str, dict[str, float]]:
     """Return milliseconds of a decision by mix; the mixes take turns, so that slow phases of the machine meet all of
     them."""
-    mixes = all_mixes(policy, tasks, queued)
+    mixes = all_mixes(policy, tasks, queued, fairness)
     times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in mixes}
     for index in range(rounds + _WARM_ROUNDS):
         for name, mix in mixes.items():
@@ -171,16 +182,17 @@ def memory_mb(policy: str, tasks: int, queued: int) -> float:
     return peak / 1e6
 
 
-def overhead(policy: str, tasks: int, rounds: int, queued: int) -> dict[str, Any]:
+def overhead(policy: str, tasks: int, rounds: int, queued: int, fairness: str) -> dict[str, Any]:
     """Return the time and memory of one policy."""
     return {
         "policy": policy,
+        "fairness": fairness,
         "tasks": tasks,
         "queued": queued,
         "rounds": rounds,
         "memory_mb": memory_mb(policy, tasks, 0),
         "memory_queued_mb": memory_mb(policy, tasks, queued),
-        "mixes": measure(policy, tasks, rounds, queued),
+        "mixes": measure(policy, tasks, rounds, queued, fairness),
     }
 
 
@@ -215,9 +227,11 @@ def main() -> None:
         option("--queued", "prompts that wait besides, in one more mix", 4096),
         option("--rounds", "decisions per mix", 2000, least=2),
         option("--policy", "or all of them", "mace", choices=[*ROWS, "all"]),
+        option("--fairness", "whose turn it is, among 32 users", "off", choices=["off", "vtc", "justitia"]),
     )
+    fair = options.fairness
     chosen = list(ROWS) if options.policy == "all" else [options.policy]
-    costs = [overhead(name, options.tasks, options.rounds, options.queued) for name in chosen]
+    costs = [overhead(name, options.tasks, options.rounds, options.queued, fair) for name in chosen]
     if options.policy == "all":
         finish(options, costs, all_policies(costs))
     else:

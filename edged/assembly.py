@@ -17,6 +17,7 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.probe import VersionAnswers
+from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
 from edged.engine.engine import Engine
@@ -106,6 +107,7 @@ def assemble(
                 None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
             ),
         ),
+        runs=ApplicationRuns(lambda: live.now.fairness, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         governors=governors,

@@ -247,6 +247,7 @@ async def forget(request: web.Request) -> Forgotten:
     Deletes its versions on every base model, and all completions, signals and pairs of its user.
     """
     services, name = services_of(request), _name(request)
+    services.runs.forget_user(name)
     # Shielded from the client's disconnect: what is half forgotten would be learned again at the next start.
     run = partial(copy_context().run, forget_user, services, name)
     forgetting = asyncio.get_running_loop().run_in_executor(services.eraser, run)

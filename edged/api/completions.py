@@ -14,6 +14,7 @@ from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
 from edged.api.requests import ChatRequest, CompletionRequest, read_body
+from edged.api.runs import names_of
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
 from edged.store.completions import Completion
@@ -54,13 +55,16 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
     turn = caller.turn(body.user or adapter, services.settings.fairness.weights)
-    generation = Generation(services, body, completion, sampling, tenant, turn, caller.may("train"))
+    names = names_of(request.headers, body, services.settings.fairness)
     name_request(request, completion.id)
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
     most_tokens = prompt_tokens + body.choices * sampling.max_tokens
     limits.begin(tenant, body.choices, most_tokens)
     headers = limits.headers(tenant)
+    said = completion.prompt or "\n".join(message["content"] for message in completion.messages or ())
+    run = services.runs.begin(tenant, names, completion.id, (said, prompt_tokens, body.choices, sampling.max_tokens))
+    generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"))
     try:
         await generation.start()
         if body.stream:
@@ -74,6 +78,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
         raise
     finally:
         limits.end(tenant, body.choices, most_tokens - generation.tokens)
+        services.runs.end(run, prompt_tokens, [len(answer.token_ids) for answer in generation.answers])
         note(request, **generation.facts())
     if sampling.logprobs is None:
         return openai_format.json_answer(openai_format.full(generation), headers=headers)

@@ -12,7 +12,7 @@ from aiohttp import web
 from edged.align.feedback.signals import FeedbackError
 from edged.api.admission import LimitReached
 from edged.api.responses import Error, ErrorDetail
-from edged.engine.request import EngineBusy, EngineStopping, RequestRefused
+from edged.engine.request import EngineBusy, EngineStopping, FirstTokenLate, RequestRefused
 from edged.settings.load import ConfigError
 from edged.store import StoreError
 from edged.store.user_quota import StorageFull
@@ -81,6 +81,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     EngineStopping: (503, "stopping"),
     LimitReached: (429, "rate_limit_reached"),
+    FirstTokenLate: (429, "first_token_late"),
     EngineBusy: (429, "queue_full"),
     RequestRefused: (400, "request_refused"),
     TokenizerError: (400, "bad_text"),

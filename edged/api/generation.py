@@ -16,6 +16,7 @@ from edged.align.language import repetition
 from edged.api.admission import LimitReached
 from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
+from edged.api.runs import ApplicationRun
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
@@ -148,6 +149,8 @@ class Generation:
     """The tenant that the completion counts for: the user, else the adapter, else the caller."""
     turn: str
     """The name under which it takes turns with others: see `Caller.turn`."""
+    run: ApplicationRun
+    """The run of an application that it belongs to."""
     teaches: bool
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
 
@@ -216,6 +219,8 @@ class Generation:
             user=known.user,
             turn=self.turn,
             pace=self._pace(),
+            run=self.run.key,
+            run_cost=self.run.predicted,
         )
         services.event_router.expect(request.request_id, self._queue)
         self._inside.add(answer.request_id)

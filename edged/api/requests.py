@@ -1,6 +1,6 @@
 """Request bodies as pydantic models, and the fields of the query.
 
-OpenAI's fields that have no effect here are ignored (`metadata`, `store`, ...); fields that would
+OpenAI's fields that have no effect here are ignored (`store`, `verbosity`, ...); fields that would
 change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
 """
 
@@ -233,6 +233,8 @@ class _Generation(_Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_STOPS)] | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
 
     @model_validator(mode="before")

@@ -278,6 +278,26 @@ class Quarantine(_Answer):
     count: int
 
 
+class ApplicationList(_Answer):
+    """Types of applications by user, with medians over their latest runs."""
+
+    applications: list[dict[str, Any]]
+
+
+class RunList(_Answer):
+    """The latest runs of a type of application; costs are KV token-iterations."""
+
+    application: str
+    runs: list[dict[str, Any]]
+
+
+class ApplicationsForgotten(_Answer):
+    """How many ended runs of a type were forgotten."""
+
+    application: str
+    runs: int
+
+
 class Decided(_Answer):
     """The decision about a pair; `left` of its user still wait."""
 
@@ -367,6 +387,7 @@ class Status(_Answer):
     pages: dict[str, int]
     prefix: dict[str, Any]
     finetune: dict[str, Any]
+    fairness: dict[str, Any]
     device: dict[str, Any]
     governors: dict[str, Any]
     quarantine: dict[str, int | None]

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from edged.api import (
     adapters,
+    applications,
     completions,
     events,
     feedback,
@@ -62,6 +63,11 @@ ROUTES = (
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/import", adapters.import_adapter, role="train", streamed=True,
           query=_REASON, answer=responses.Imported, errors=(408, 409, 413)),
+    Route("GET", "/v1/applications", applications.list_applications, role="use", answer=responses.ApplicationList),
+    Route("GET", "/v1/applications/{type}", applications.get_application, role="use",
+          answer=responses.RunList, errors=(404,)),
+    Route("DELETE", "/v1/applications/{type}", applications.forget, role="train",
+          answer=responses.ApplicationsForgotten, errors=(404,)),
     Route("GET", "/v1/quarantine", quarantine.list_quarantined, role="train", query=_USER, answer=responses.Quarantine),
     Route("POST", "/v1/quarantine", quarantine.decide_all, role="train",
           body=(requests.UserQuarantineRequest,), answer=responses.AllDecided),

@@ -14,6 +14,7 @@ from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.runs import ApplicationRuns
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.reload import ReloadResult, adopted
@@ -45,6 +46,7 @@ class Services:
     feedback_intake: FeedbackIntake
     monitor: DeviceMonitor
     admission: TenantQueue
+    runs: ApplicationRuns
     limits: UserLimits
     quota: UserQuota
     governors: Governors

@@ -65,8 +65,11 @@ def visible(body: Json, caller: Caller) -> Json:
     learning, sees = body["finetune"], caller.speaks_for
     named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
     forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
+    fair = body["fairness"]
+    fairness = {**fair, "users": {name: turn for name, turn in fair["users"].items() if sees(name)}}
+    fairness["runs"] = [run for run in fair["runs"] if sees(run["user"])]
     known = {"name": caller.name, "roles": sorted(caller.roles), "users": list(caller.users)}
-    return {**body, "caller": known, "forgetting": forgetting, "finetune": {**learning, **named}}
+    return {**body, "caller": known, "forgetting": forgetting, "finetune": {**learning, **named}, "fairness": fairness}
 
 
 async def healthz(request: web.Request) -> Health:

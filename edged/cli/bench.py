@@ -203,7 +203,7 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 @click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
 @click.option("--config", "-c", type=_FILE, help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
-@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help="Policies.")
+@click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help='Policies, or "all".')
 @click.option("--retrain-rates", type=Values(_SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
 @click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
 @click.option(
@@ -234,6 +234,7 @@ def compare(
     from edged.bench.compare import Axes, Workload
     from edged.bench.compare import compare as run
     from edged.bench.summary import Runs, summarise
+    from edged.scheduler.policies.registry import ROWS
 
     if bool(load["pairs"]) == bool(load["device"]):
         raise DaemonError("give --pairs to measure this machine, or --device to simulate one, which learns nothing")
@@ -241,6 +242,7 @@ def compare(
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
     Arrivals.parse(load["arrivals"])
     workload = (kind or Workload)(**load)
+    policies = tuple(ROWS) if policies == ("all",) else policies
     axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:
         load_settings(workload.config and Path(workload.config), overrides={"scheduler.policy": policy})
@@ -458,5 +460,7 @@ def profile_screen(profile: dict[str, Any], path: str) -> Renderable:
     peaks = make_table("work", ">modelled MiB", ">measured MiB", title="memory at the peak")
     for name, peak in profile["memory"].items():
         peaks.add_row(name, *(number(peak[key] / 2**20, 1) for key in ("modelled_bytes", "measured_bytes")))
-    off = Text(f"mean error of measurements that were kept out of the fit: {errors}")
+    jitter, later = (percent(profile["noise"][name]) for name in ("jitter", "decode_after_chunk"))
+    noise = f"single forwards scatter by {jitter} around their prices, decodes right after a chunk take {later} longer"
+    off = Text(f"mean error of measurements that were kept out of the fit: {errors}\n{noise}")
     return Group(head, forward, units, off, *([peaks] if profile["memory"] else []))

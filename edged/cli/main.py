@@ -13,7 +13,7 @@ from edged import __version__
 
 COMMANDS = (
     *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
-    *("backup", "restore", "quarantine", "config", "token", "doctor", "trace", "profile", "bench"),
+    *("backup", "restore", "quarantine", "applications", "config", "token", "doctor", "trace", "profile", "bench"),
 )
 """Names of the click commands; each is in the module of its name unless MODULES has another."""
 MODULES = {

@@ -80,7 +80,7 @@ def headline(data: dict[str, Any]) -> Renderable:
         f"{data['version']}  up {duration(data['uptime_s'])}\n",
         (f"{model['name']}", "bold"),
         f"  {model['architecture']}, {_count(model['parameters'])} parameters, {model['dtype']} on {model['device']}, "
-        f"context {number(model['max_context_tokens'])} tokens",
+        f"context {number(model['max_context_tokens'])} tokens, LoRA on {percent(model['adapted_share'])} of layers",
     )
 
 

@@ -23,6 +23,7 @@ from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.pruner import Pruner
+from edged.engine.trial import try_lora
 from edged.scheduler.cost.model import CostModel, Prices, roofline
 from edged.scheduler.cost.profile import ProfileError, Subject, find_profile
 from edged.scheduler.policies.registry import ROWS
@@ -56,9 +57,10 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
         # Triton launches on the thread's current device, whatever its tensors say.
         torch.cuda.set_device(model.device)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
+    model.attach_lora(settings.align, settings.align.max_active_adapters)
+    try_lora(model, settings.align, settings.align.max_active_adapters)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
-    model.attach_lora(settings.align, settings.align.max_active_adapters)
     native = settings.model.short_layers
     if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.narrow_weights)):
         log.info("weights are not packed: %s", reason)

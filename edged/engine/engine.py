@@ -163,8 +163,14 @@ class Engine:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
-        self._requests_waiting += 1
         submitted = time.monotonic()
+        try:
+            self.sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, submitted)
+        except EngineBusy:
+            with self._counting:
+                self.stats.outcomes["refused"] += 1
+            raise
+        self._requests_waiting += 1
 
         def take() -> None:
             self._requests_waiting -= 1
@@ -288,6 +294,7 @@ class Engine:
                 "device": str(model.device),
                 "max_context_tokens": self.max_context_tokens,
                 "vocab_size": model.shape.vocab_size,
+                "adapted_share": model.shape.adapted_share,
                 "fingerprint": adapter_cache.spec.fingerprint,
                 "trust_remote_code": settings.model.trust_remote_code,
             },
@@ -305,6 +312,7 @@ class Engine:
             **self.runner.report(list(self.sequences.by_task.values())),
             "queue": self.queue(),
             "finetune": self.finetuning.report(),
+            "fairness": self.scheduler.fairness_report(),
             "degraded": self.loop.degraded,
         }
 

@@ -347,7 +347,7 @@ class FinetuneJobs:
         streams = step.group.streams
         task.tokens, task.next_unit = step.group.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
-        task.loss = self._trainer.loss(step)
+        task.loss, task.groups_done = self._trainer.loss(step), step.groups_done
         task.context = sum(stream.done for stream in streams)
         task.held_pages = sum(len(stream.pages) for stream in streams)
         # Each stream begins on a page of its own: capacity is counted as if all of their last pages stayed empty.

@@ -14,6 +14,18 @@ class EngineBusy(RuntimeError):
     """The queue is full."""
 
 
+class FirstTokenLate(EngineBusy):
+    """The first token would come far too late; the message names prediction, target and setting."""
+
+    def __init__(self, predicted_s: float, target_s: float, factor: float) -> None:
+        super().__init__(
+            f"the first token is predicted in {predicted_s:.3g} s, and its target is {target_s:.3g} s: more than "
+            f"scheduler.refuse_ttft_factor = {factor:g} targets are refused; try again later, or raise the setting"
+        )
+        self.retry_after_s = max(1.0, predicted_s - factor * target_s)
+        """Seconds after which the queue is short enough, if nobody comes."""
+
+
 class EngineStopping(EngineBusy):
     """The engine takes no more requests: it is stopping, or it has failed."""
 
@@ -28,6 +40,7 @@ class Request:
 
     Its K/V is shared only with requests of the same `tenant`; "" is the tenant of all who share. `user` is the
     requesting user, where known, whatever the adapter; `turn` names whose turn it is, where that is another name.
+    `run` is the run of an application that it belongs to, which is expected to cost `run_cost` in all.
     """
 
     request_id: str
@@ -40,6 +53,8 @@ class Request:
     turn: str = ""
     pace: Pace | None = None
     """Speed of the person who reads the answer while it is made, if anybody does."""
+    run: str = ""
+    run_cost: float = 0.0
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""

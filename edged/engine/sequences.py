@@ -13,7 +13,7 @@ import numpy as np
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
-from edged.engine.request import Event, FinishReason, Request, TokenEvent
+from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, TokenEvent
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
@@ -114,6 +114,7 @@ class SequenceTable:
         """
         task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
+        task.run, task.run_cost = request.run, request.run_cost
         task.tenant = request.turn or request.user or request.adapter or ""
         if request.pace is not None:
             # Nobody expects a first token before the prompt can be computed.
@@ -133,6 +134,21 @@ class SequenceTable:
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
         self.stats.totals.requests += 1
         self._enter(sequence)
+
+    def refuse_late(self, request: Request, factor: float, now: float) -> None:
+        """Raise FirstTokenLate where the TTFT is predicted to be more than `factor` targets; 0: never.
+
+        Predicted are its own prompt and those that are due before it, one after another. Any thread may ask.
+        """
+        if not factor:
+            return
+        cost, tokens = self._scheduler.cost, len(request.prompt_ids)
+        target_s = self._scheduler.targets.ttft_s(request.service, tokens)
+        tasks = [sequence.task for sequence in list(self.by_task.values())]
+        ahead = sum(t.tokens for t in tasks if t.kind is Kind.PREFILL and t.deadline_s <= now + target_s)
+        predicted_s = cost.prompt_s(tokens) + ahead * cost.token_s
+        if predicted_s > factor * target_s:
+            raise FirstTokenLate(predicted_s, target_s, factor)
 
     def _enter(self, sequence: Sequence) -> None:
         """Give a sequence to the scheduler, or have it wait for its adapter on disk or for its prefix."""

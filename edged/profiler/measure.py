@@ -3,6 +3,8 @@
 They drive the real executor, in process and without the engine's thread.
 """
 
+from __future__ import annotations
+
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -144,10 +146,11 @@ def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
     return found + [StepShape(max(12, align.window_tokens // 8), 1, False, adapters=number) for number in joint]
 
 
-def measure(
-    parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None
-) -> tuple[list[ForwardTime], list[UnitTime]]:
-    """Measure all shapes in several rounds, each in its own order. The engine's thread must not run on `parts`."""
+def measure(parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None) -> Prober:
+    """Measure all shapes in several rounds, each in its own order; return what has their times.
+
+    The engine's thread must not run on `parts`.
+    """
     prober, chance = Prober(parts), random.Random(0)
     forwards, steps = forward_shapes(parts, quick), step_shapes(parts, quick)
     latest_s: dict[Shape, float] = {}
@@ -166,7 +169,7 @@ def measure(
                 latest_s[item] = prober.run_forward(item)
             else:
                 prober.run_step(item)
-    return prober.times()
+    return prober
 
 
 class Prober:
@@ -184,6 +187,9 @@ class Prober:
         self._pair_ids = 0
         self._slots: list[int] = []
         self._forwards: dict[str, tuple[Load, list[float]]] = {}
+        self._after_chunk = False
+        self.runs: list[tuple[ForwardTime, bool]] = []
+        """Every single forward in order, and whether one with a chunk ran right before."""
         self._units: dict[tuple[str, int], list[float]] = {}
         self._windows = cycle(_WINDOWS)
 
@@ -206,6 +212,8 @@ class Prober:
 
     def _note(self, load: Load, seconds: float) -> None:
         self._forwards.setdefault(repr(load), (load, []))[1].append(seconds)
+        self.runs.append((ForwardTime(**asdict(load), seconds=seconds), self._after_chunk))
+        self._after_chunk = load.prefill_tokens + load.finetune_tokens > 0
 
     # -- forwards ----------------------------------------------------------------------------------------------------
 

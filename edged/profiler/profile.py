@@ -22,6 +22,7 @@ from edged.scheduler.cost.profile import (
     MemoryPeak,
     Profile,
     file_name,
+    fit_noise,
     fit_prices,
     held_out_error,
 )
@@ -53,17 +54,20 @@ def profile_device(
         # First, while the heap is not fragmented yet.
         progress(0, 1, "memory")
         memory = apart(lambda: _peaks(parts))
-        forwards, units = apart(lambda: measure(parts, quick, progress))
+        measured = apart(lambda: measure(parts, quick, progress))
         overhead_s, rest_s = engine_time(parts, recorder, quick, progress)
     except RuntimeError as error:
         raise ProfilingFailed(str(error)) from error
+    forwards, units = measured.times()
+    prices = fit_prices(forwards, units)
     profile = Profile(
         subject=parts.subject,
         created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         edged_version=edged.__version__,
-        prices=fit_prices(forwards, units),
+        prices=prices,
         overhead_s=overhead_s,
         rest_s=rest_s,
+        noise=fit_noise(prices, measured.runs),
         error_percent=held_out_error(forwards, units),
         forwards=tuple(forwards),
         units=tuple(units),

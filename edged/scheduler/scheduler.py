@@ -7,11 +7,12 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
-from edged.scheduler.fairness.turns import fair_order
+from edged.scheduler.fairness.justitia import JustitiaOrder
+from edged.scheduler.fairness.turns import TurnOrder, fair_order
 from edged.scheduler.lookahead import LookaheadPlan, advanced
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
@@ -68,6 +69,18 @@ class Scheduler:
             for task in self.queues.any_order:
                 order.arrived(task, self._now)
             self.queues.refile(order)
+
+    def late_s(self, run: str) -> float:
+        """Return how much later than under fair sharing a run ended; 0 where it did not, or is not known."""
+        order = self.policy.flow_order
+        return order.late_s.get(run, 0.0) if isinstance(order, JustitiaOrder) else 0.0
+
+    def fairness_report(self) -> dict[str, Any]:
+        """Return whose turn it is, as the status shows it; any thread may ask."""
+        order = self.policy.flow_order
+        if isinstance(order, TurnOrder | JustitiaOrder):
+            return order.report()
+        return {"policy": "off", "virtual_time": 0.0, "open": 0, "runs": [], "users": {}}
 
     def configure(self, settings: SchedulerSettings) -> None:
         """Decide by other settings from the next plan on; the policy keeps its state; a failed one is asked again."""

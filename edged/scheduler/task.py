@@ -68,11 +68,17 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    groups_done: int = 0
+    """Groups of a fine-tune step's pairs that have ended."""
     underway: bool = False
     """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
+    run: str = ""
+    """Run of an application that the request is a call of; "" where it stands for itself."""
+    run_cost: float = 0.0
+    """Work that the whole run is expected to need (`virtual_time.call_cost`), where it is known."""
     trains: tuple[str, ...] = ()
     """Adapters that a fine-tune step trains."""
     reader: Reader | None = None

@@ -116,6 +116,9 @@ class SchedulerSettings(Section):
     idle_quantum_ms: Positive = setting(50.0, "fine-tuning per iteration when nothing is served")
     ttft_factor: Positive = setting(5.0, "TTFT target over the prompt's own forward latency")
     ttft_floor_ms: Positive = setting(200.0, "TTFT targets are never tighter than this")
+    refuse_ttft_factor: float = setting(
+        0.0, "requests are refused whose TTFT is predicted to be more than this many targets; 0: none are", ge=0.0
+    )
     tbt_factor: Positive = setting(2.0, "TBT target over the decode latency of the batch without fine-tuning")
     tbt_floor_ms: Positive = setting(50.0, "TBT targets are never tighter than this")
     batch_ttft_factor: Positive = setting(50.0, "ttft_factor of requests of the batch class")
@@ -135,9 +138,8 @@ class SchedulerSettings(Section):
     tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
     retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
     retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
+    temporal_every: Count = setting(128, "temporal: iterations that serve between two groups of pairs")
     slo_ms: float = setting(0.0, "flexllm: longest iteration; 0: the least TBT target of those who are served", ge=0.0)
-    fixed_requests: Count = setting(50, "mace-bin: most sequences of an iteration that serves")
-    fixed_steps: Count = setting(2, "mace-bin: most fine-tune steps of an iteration that learns")
 
     @field_validator("policy")
     @classmethod
@@ -375,10 +377,9 @@ def _explain(item: Any) -> str:
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
-    if item["type"] == "edged" or _is_secret(dotted):
-        # A value that was meant to be a token stays hidden.
-        return f'setting "{dotted}": {item["msg"]}'
-    return f'setting "{dotted}" = {item["input"]!r}: {item["msg"]}'
+    # A value that was meant to be a token stays hidden.
+    shown = "" if item["type"] == "edged" or _is_secret(dotted) else f" = {item['input']!r}"
+    return f'setting "{dotted}"{shown}: {item["msg"]}'
 
 
 def _is_secret(dotted: str) -> bool:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from edged.scheduler.cost.profile import Noise
+
 CHECKOUT, INSTALLED = Path(__file__).parents[2] / "configs", Path(sysconfig.get_path("data")) / "share" / "edged"
 """Folders of the files: a checkout's come before those that were installed with the package."""
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -75,6 +77,7 @@ class DeviceFile(_DeviceTable):
     bandwidth: Bandwidth
     compute: Compute
     overhead: Overhead
+    noise: Noise = Noise()
 
     @property
     def cuda(self) -> bool:

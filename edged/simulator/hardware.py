@@ -108,5 +108,6 @@ def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, Mode
         guess=measured,
         forward_s=prices.priced_s,
         unit_s=prices.unit_s,
+        noise=profile.noise,
     )
     return device, model

@@ -13,6 +13,7 @@ from typing import Literal
 from edged.bench.memory import ModelSizes
 from edged.engine.model.memory_model import adapter_weights
 from edged.scheduler.cost.model import CostModel, Load, roofline
+from edged.scheduler.cost.profile import Noise
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings
 from edged.simulator.device_file import DeviceFile
@@ -71,6 +72,8 @@ class Device:
     """Time of one packed forward with sampling; 0 when it is empty."""
     unit_s: Callable[[Unit], float]
     """Time of one fine-tune unit."""
+    noise: Noise
+    """Scatter of times around the ones above."""
 
     @property
     def cuda(self) -> bool:
@@ -93,6 +96,7 @@ def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> 
         guess=partial(CostModel, prices),
         forward_s=times.forward_s,
         unit_s=times.unit_s,
+        noise=file.noise,
     )
 
 

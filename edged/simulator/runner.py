@@ -4,6 +4,7 @@
 no two requests share.
 """
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -136,12 +137,15 @@ class SimulatedRunner:
         pages: KvPages,
         pruner: SimulatedPruner | None,
         max_context_tokens: int,
+        seed: int,
     ) -> None:
         self._device, self._clock, self._pruner = device, clock, pruner
         self.pages, self.max_context_tokens = pages, max_context_tokens
         self.pruner: Pruner | None = pruner
         self.at_rest = True
         """Whether nothing has run since the device was last idle."""
+        self._after_chunk = False
+        self._chance = random.Random(f"noise {seed}")
 
     def begin_thread(self) -> None:
         """Do nothing: there is no device to bind."""
@@ -181,7 +185,7 @@ class SimulatedRunner:
                 # As in ModelRunner: the task waits an iteration.
                 continue
         load.sampled = len(work.sampled)
-        work.forward_s = self._device.forward_s(load)
+        work.forward_s = self._forward_s(load)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
         # Each request has its own token, so that no other prompt shares its answer as a prefix.
@@ -197,6 +201,18 @@ class SimulatedRunner:
                 job = jobs[grant.task.task_id]
                 work.units_run[grant.task.task_id] = self.run_units(job, grant, interrupted, work)
         return work
+
+    def _forward_s(self, load: Pass) -> float:
+        """Return the seconds that a forward takes this time."""
+        chunks = load.prefill_tokens + load.finetune_tokens > 0
+        penalty = self._device.noise.decode_after_chunk if self._after_chunk and not chunks else 0.0
+        self._after_chunk = chunks or (self._after_chunk and not load.tokens)
+        return self._jittered(self._device.forward_s(load) * (1.0 + penalty))
+
+    def _jittered(self, seconds: float) -> float:
+        """Return a time with the device's jitter, of the same mean."""
+        jitter = self._device.noise.jitter
+        return seconds * self._chance.lognormvariate(-0.5 * jitter**2, jitter) if jitter else seconds
 
     def _serve(self, sequence: Sequence, tokens: int, work: RunnerOutput, load: Pass) -> None:
         tokens = self.pages.grow(sequence, tokens)
@@ -243,7 +259,7 @@ class SimulatedRunner:
             if job.step.streams is not streams or job.step.group_ended:
                 self.pages.pool.release(job.pages)
                 job.pages = []
-            seconds = self._device.unit_s(unit)
+            seconds = self._jittered(self._device.unit_s(unit))
             self._clock.now += seconds
             work.units.append((unit, seconds))
             if interrupted():
@@ -288,7 +304,7 @@ class SimulatedEngine:
     """An engine in virtual time: serves requests and learns from pairs by the engine's own loop, at a device's
     speed."""
 
-    def __init__(self, settings: Settings, hardware: SimulatedHardware) -> None:
+    def __init__(self, settings: Settings, hardware: SimulatedHardware, seed: int = 0) -> None:
         self.device, self.settings, self._hardware = hardware.device, settings, hardware
         shape, pages = hardware.model.shape, hardware.pages
         longest = settings.model.max_context_tokens or shape.max_positions
@@ -306,7 +322,7 @@ class SimulatedEngine:
         self.trie = kv_pages.trie
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens)
+        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens, seed)
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
@@ -380,6 +396,7 @@ class SimulatedEngine:
         """Submit a request, as `Engine.submit` does. Raises EngineBusy."""
         if self._sequences.waiting >= self.settings.serving.max_queue:
             raise EngineBusy
+        self._sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, self.now)
         self._sequences.add(request, self.now)
 
     def cancel_all(self) -> None:

@@ -51,7 +51,7 @@ class Simulation(LoadRun):
     engine: SimulatedEngine
 
     def __init__(self, plan: SimulationPlan, hardware: SimulatedHardware, progress: Progress) -> None:
-        engine = SimulatedEngine(plan.settings, hardware)
+        engine = SimulatedEngine(plan.settings, hardware, plan.seed)
         super().__init__(plan, engine, engine.recorder, _pairs(plan), range(hardware.model.shape.vocab_size), progress)
         self._hardware = hardware
 

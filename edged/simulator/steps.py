@@ -153,6 +153,7 @@ class SimulatedFinetuning:
         task, streams = job.task, job.step.streams
         task.tokens, task.next_unit = job.step.tokens_left, 0
         task.units = tuple(Unit(kind, tokens) for kind, tokens in job.step.units)
+        task.groups_done = job.step.groups_done
         task.context = sum(stream.done for stream in streams)
         task.held_pages = len(job.pages)
         unfinished = sum(stream.left > 0 for stream in streams)

@@ -16,6 +16,7 @@ from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.pair import (
     PairRetired,
     PairScored,
+    Record,
     StepSkipped,
     TokenPair,
     VersionPublished,
@@ -363,6 +364,29 @@ def test_a_rollback_is_answered_when_it_is_on_disk(tmp_path: Path) -> None:
         untrained = engine.rollback("ann", 0).result(20)
         assert engine.adapter_files.versions("ann")[-1] == untrained
         assert engine.rollback("ann", untrained).result(20) == untrained
+
+
+def test_an_import_is_answered_after_its_row_is_written(tmp_path: Path) -> None:
+    row: Future[None] = Future()
+    with running_engine(tmp_path, **RARELY_SAVED) as (engine, client):
+        learn_twice(engine, client)
+        weights = engine.weights("ann").result(20)[1]
+        saver = engine.built.finetuning._writer
+        journal = saver._journal
+
+        def slow(records: list[Record]) -> Future[None] | None:
+            journal(records)
+            return row if any(isinstance(record, VersionSaved) for record in records) else None
+
+        saver._journal = slow
+        answered = engine.import_adapter("ann", weights, "imported")
+        try:
+            client.wait(lambda: client.of(VersionSaved)[-1].version == engine.adapters()["ann"])
+            with pytest.raises(TimeoutError):
+                answered.result(0.3)
+        finally:
+            row.set_result(None)
+        assert answered.result(20) == engine.adapters()["ann"]
 
 
 def test_a_rollback_that_cannot_be_written_is_served_and_said_to_be_in_danger(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert profile.device_memory.kind == "cpu"
     assert 0 < profile.device_memory.available_bytes < profile.device_memory.total_bytes
     assert profile.error_percent.keys() >= {"prefill", "decode"}
+    assert 0.0 < profile.noise.jitter < 2.0
 
 
 def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:

@@ -68,8 +68,6 @@ def worlds(draw: st.DrawFn, policies: tuple[str, ...]) -> tuple[World, list[Ask]
         tau_memory=draw(st.sampled_from([0.0, 0.5, 0.95, 1.0])),
         tau_tasks=draw(st.sampled_from([1, 256])),
         retrain_every_s=draw(st.sampled_from([0.1, 1.0, 30.0])),
-        fixed_requests=draw(st.sampled_from([1, 50])),
-        fixed_steps=draw(st.sampled_from([1, 2])),
     )
     world.plans_ahead = draw(st.booleans())
     longest = pages * page_size

@@ -65,6 +65,7 @@ def test_every_device_has_room_for_every_model_in_4_bits(path: Path, shape: Path
         ("efficiency = 0.5", "efficiency = 1.5", '"compute.efficiency" = 1.5'),
         ("launch_us = 0", "launch_us = 0\nlaunch_ms = 1", '"overhead.launch_ms" is not known'),
         ("available_gib = 30", "available_gib = 40", "available_gib = 40.0 is more than memory_gib = 32.0"),
+        ("[overhead]", "[noise]\njitter = -0.1\n[overhead]", '"noise.jitter" = -0.1'),
         ("[overhead]", "[overhead", "cannot be read"),
     ],
 )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -20,10 +22,10 @@ from edged.engine.model.loading import ModelRefused
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.model import Prices
-from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Profile, Subject
+from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Noise, Profile, Subject
 from edged.scheduler.task import Grant, Unit
 from edged.settings.load import AlignSettings, Settings
-from edged.simulator.device_file import DeviceError
+from edged.simulator.device_file import DeviceError, find_device
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Pass
 from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s, simulate
@@ -397,3 +399,44 @@ def test_trained_tokens_are_those_of_the_pairs_each_time_that_they_are_trained_o
     _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
     assert report["finetune"]["pairs_trained"] == 4
     assert report["finetune"]["trained_tokens_per_s"] == pytest.approx(4 * 3 * 100 / 60.0)
+
+
+def noisy(what: SimulationPlan, **noise: float) -> tuple[Simulation, dict[str, Any]]:
+    hardware = SimulatedHardware.of(what)
+    hardware.device.noise = Noise(**noise)
+    simulation = Simulation(what, hardware, lambda _line: None)
+    return simulation, simulation.play(read_trace(what.trace, what.seed))
+
+
+def gaps(simulation: Simulation) -> list[float]:
+    answers = simulation.engine.recorder.answers.values()
+    return [after - before for answer in answers for before, after in pairwise(answer.token_s)]
+
+
+def test_jitter_scatters_the_times_around_the_same_mean_and_follows_the_seed() -> None:
+    alone = plan(policy="fcfs", retrain_rate=0.0, rate_per_s=0.05, seconds=200.0)
+    (steady, _), (one, _), (again, _) = played(alone), noisy(alone, jitter=0.15), noisy(alone, jitter=0.15)
+    assert gaps(one) == gaps(again) != gaps(steady)
+    assert gaps(one) != gaps(noisy(replace(alone, seed=1), jitter=0.15)[0])
+    assert np.mean(gaps(one)) == pytest.approx(np.mean(gaps(steady)), rel=0.03)
+    # Nearly all of a gap on this device is the forward.
+    assert np.std(np.log(gaps(one))) == pytest.approx(0.15, rel=0.2)
+
+
+def test_only_the_first_decode_after_a_chunk_pays_for_it() -> None:
+    alone = plan(policy="fcfs", retrain_rate=0.0, rate_per_s=0.01, seconds=100.0)
+    (steady, _), (later, _) = played(alone), noisy(alone, decode_after_chunk=0.25)
+    (before,), (after,) = steady.engine.recorder.answers.values(), later.engine.recorder.answers.values()
+    ratios = np.diff(after.token_s) / np.diff(before.token_s)
+    assert 1.2 < ratios[0] < 1.25
+    assert ratios[1:] == pytest.approx(1.0)
+
+
+def test_a_device_file_may_have_noise_and_has_none_otherwise(tmp_path: Path) -> None:
+    own = find_device(DEVICE).read_text()
+    path = tmp_path / "noisy.toml"
+    path.write_text(own + "\n[noise]\njitter = 0.1\ndecode_after_chunk = 0.2\n")
+    assert SimulatedHardware.of(replace(plan(), device=str(path))).device.noise == Noise(
+        jitter=0.1, decode_after_chunk=0.2
+    )
+    assert SimulatedHardware.of(plan()).device.noise == Noise()

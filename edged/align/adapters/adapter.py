@@ -341,10 +341,7 @@ class AdapterFiles:
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""
         folder = self.path(adapter, version)
-        weights, optimizer = (
-            load_file(folder / "adapter_model.safetensors"),
-            load_file(folder / "optimizer.safetensors"),
-        )
+        weights, optimizer = (load_file(folder / f"{name}.safetensors") for name in ("adapter_model", "optimizer"))
         return Snapshot(adapter, version, weights, optimizer)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:

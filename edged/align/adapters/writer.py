@@ -60,7 +60,7 @@ class AdapterWriter:
         return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[None]:
-        """A future that resolves when this version or a later one is on disk.
+        """A future that resolves when this version or a later one is on disk, and the journal has recorded it there.
 
         It raises StoreError where the version could not be written, and UnknownAdapter when the adapter is forgotten.
         """
@@ -118,14 +118,16 @@ class AdapterWriter:
                 recorded.result()
             if not self._adapter_cache.files.hidden(copied.adapter):
                 path, removed = self._adapter_cache.files.save(copied.snapshot())
+                # Whoever waits for the version may ask for it by its row (export) as soon as this is answered.
+                row = self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
+                if row is not None:
+                    row.result()
                 written = True
         except Exception as error:
             # The version stays in memory and is tried again; after a restart its pairs are learned anew.
             log.error("adapter %s version %d could not be saved: %s", copied.adapter, copied.version, error)
             written = False
         self._post(lambda: self._ended(copied.adapter, copied.version, written))
-        if written:
-            self._journal([VersionSaved(copied.adapter, copied.version, str(path), removed)])
 
     def _ended(self, adapter: str, version: int, written: bool | None) -> None:
         """Record the end of a write, on the engine thread; `written` None: the adapter was forgotten."""

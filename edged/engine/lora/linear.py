@@ -113,7 +113,7 @@ class LoraSlots:
     """All LoRA-wrapped linears of a model and their slots of adapter weights."""
 
     def __init__(self, model: nn.Module, targets: list[str], slots: int, rank: int, dtype: torch.dtype) -> None:
-        self.runs = LoraSegments()
+        self.runs, self._model = LoraSegments(), model
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.device = next(model.parameters()).device
@@ -127,6 +127,13 @@ class LoraSlots:
             wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
             setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
+
+    def unwrap(self) -> None:
+        """Put the linears back into their places."""
+        for name, wrapped in self.linears.items():
+            parent_name, _, attribute = name.rpartition(".")
+            setattr(self._model.get_submodule(parent_name), attribute, wrapped.base)
+        self.linears = {}
 
     def _empty_slots(self, side: int, bases: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
         """Allocate each linear's slots of a side, by name; linears of one size and device share a tensor."""

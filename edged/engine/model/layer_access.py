@@ -78,9 +78,16 @@ class LayerTap:
         self._checks = False
         self.broken: torch.Tensor | None = None
         """Whether each row of the latest forward is not finite, [tokens]; None if it was not checked."""
-        for index, layer in enumerate(model.layers):
+        self._handles = [
             layer.register_forward_pre_hook(partial(self._keep_call, index), with_kwargs=True)
-        model.norm.register_forward_pre_hook(self._norm_hook)
+            for index, layer in enumerate(model.layers)
+        ]
+        self._handles.append(model.norm.register_forward_pre_hook(self._norm_hook))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
 
     def arm(self, takes: list[Take], checks: bool = False) -> None:
         """Set what the next forward keeps, and whether it `checks` that its rows are finite."""

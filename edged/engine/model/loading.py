@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edged.engine.model import quantization
 from edged.runtime import logs
@@ -42,6 +42,11 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         raise ModelRefused(f'model "{directory}" is not loaded: {error}') from None
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+            raise ModelRefused(
+                f'model "{directory}" cannot be served: {config.model_type} is no causal language model of '
+                "transformers, as text decoders in a wrapper with towers are not: give one that is saved alone"
+            )
         stored = quantization.method_of(config)
         if stored is not None and settings.quantize:
             method = stored.get("quant_method")
@@ -49,6 +54,8 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
         if stored is not None:
             quantization.check_checkpoint(stored, device)
+        elif settings.quantize:
+            quantization.check_experts(config, settings.quantize, dtype, settings.trust_remote_code)
         with frugal():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 directory,
@@ -60,8 +67,13 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 device_map={"": device} if device.type == "cuda" else None,
                 quantization_config=wanted,
             )
+    except ModelRefused:
+        raise
     except Exception as error:
-        raise ModelRefused(f'model "{directory}" cannot be loaded: {logs.first_line(error)}') from error
+        reason = logs.first_line(error)
+        if isinstance(error, KeyError) and error.args == (implementation,):
+            reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
+        raise ModelRefused(f'model "{directory}" cannot be loaded: {reason}') from error
     quantization.settle(model, model.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ What a layer asks for decides; numbers are compared last, since in 16 bits a lay
 from __future__ import annotations
 
 import inspect
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Probed:
     gives_tuples: bool
     """Whether layers return tuples."""
     adaptable: tuple[str, ...]
-    """Linears in decoder layers that every forward calls once, with all rows, and that give a tensor in its dtype."""
+    """Linears in decoder layers that a forward calls once, with all rows, and that give a tensor in its dtype."""
     untrainable: str
     """Why the model is not trained; "" if nothing speaks against it."""
 
@@ -106,10 +106,10 @@ class CacheSpy(Cache):
 
 
 def _masked_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **_: Any
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Record the mask that the model made for its own attention."""
-    current_pass().masks.append(mask)  # type: ignore[attr-defined]
+    current_pass().masks.append(attention_mask)  # type: ignore[attr-defined]
     return query.transpose(1, 2).clone(), None
 
 
@@ -167,7 +167,8 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
     except ModelRefused as error:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
     except Exception as error:
-        failed = logs.first_line(error)
+        unknown = "" if isinstance(error, ValueError) else "its forward fails with an attention that gets no mask: "
+        failed = f"{name} cannot be served: {unknown}{logs.first_line(error)}"
     layers = next(
         (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
     )
@@ -176,77 +177,54 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
     )
     if layers is None or norm is None:
         raise ModelRefused(
-            f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it "
-            "(it is not a decoder-only model that edged knows how to page)"
+            f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it (it "
+            "is not a decoder-only model that edged knows how to page, or wraps one: give the text decoder alone)"
         )
     if failed:
-        raise ModelRefused(f"{name} cannot be served: {failed}")
+        raise ModelRefused(failed)
     return layers, norm
 
 
 def probe(model: ServedModel) -> Probed:
     """Probe a model whose layers and norm are known. Raises ModelRefused with the reason."""
     name = type(model.model).__name__
+    spy, adaptable, hidden, out = _call_layers(model)
     try:
-        with _LayerCalls(model) as layers:
-            spy = spy_on(model.model)
-            heads = _heads_of(model, spy)
-            windows = {call.window for call, *_ in spy.seen if call.window is not None}
-            _check_masks(model, spy, windows)
-            window = min(windows, default=None)
-            head_differs = _compare(model, heads, window)
+        heads = _heads_of(model, spy)
+        windows = {call.window for call, *_ in spy.seen if call.window is not None}
+        _check_masks(model, spy, windows)
+        window = min(windows, default=None)
+        why = "its head does more than norm, linear and soft cap" if _compare(model, heads, window) else ""
     except ModelRefused as error:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
-    why = "its head does more than norm, linear and soft cap" if head_differs else layers.streams
-    adaptable = layers.adaptable()
-    untrainable = f"{name} is served, not trained: {why}" if why else ""
-    return Probed(*heads, window, layers.gives_tuples, adaptable, untrainable)
+    if hidden.shape != (1, _TOKENS, model.config.hidden_size):
+        why = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
+    return Probed(*heads, window, isinstance(out, tuple), adaptable, why and f"{name} is served, not trained: {why}")
 
 
-class _LayerCalls:
-    """Hooks on decoder layers and their linears that record, over several forwards, how they are called."""
+def _call_layers(model: ServedModel) -> tuple[AttentionSpy, tuple[str, ...], torch.Tensor, Any]:
+    """Run a forward with spies; return also `Probed.adaptable`, and input and output of the first layer."""
+    fits: defaultdict[str, list[bool]] = defaultdict(list)
+    first: list[tuple[torch.Tensor, Any]] = []
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._forwards = self._rows = 0
-        self._fitting: Counter[str] = Counter()
-        self._unfit: set[str] = set()
-        self.gives_tuples, self.streams = False, ""
-        """`streams` is why a layer cannot be computed alone from one hidden state; "" if it can."""
+    def see(name: str, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        plain = isinstance(out, torch.Tensor) and out.dtype == args[0].dtype == model.dtype
+        fits[name].append(plain and args[0].numel() == _TOKENS * args[0].shape[-1])
 
-    def __enter__(self) -> _LayerCalls:
-        first = self._model.layers[0]
-        self._handles = [first.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        self._handles.append(first.register_forward_hook(self._end))
-        inside = {module for layer in self._model.layers for module in layer.modules() if is_linear(module)}
-        for name, module in self._model.model.named_modules():
-            if module in inside:
-                self._handles.append(module.register_forward_hook(partial(self._see, name)))
-        return self
+    def keep(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        first.append((args[0] if args else kwargs["hidden_states"], out))
 
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def adaptable(self) -> tuple[str, ...]:
-        """See `Probed.adaptable`."""
-        return tuple(n for n, calls in self._fitting.items() if calls == self._forwards and n not in self._unfit)
-
-    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self._forwards, self._rows = self._forwards + 1, hidden.shape[-2]
-        if hidden.shape != (1, self._rows, self._model.config.hidden_size):
-            self.streams = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
-
-    def _end(self, _module: nn.Module, _args: Any, out: Any) -> None:
-        self.gives_tuples = isinstance(out, tuple)
-
-    def _see(self, name: str, _module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        plain = isinstance(out, torch.Tensor) and out.dtype == args[0].dtype == self._model.dtype
-        if plain and args[0].numel() == self._rows * args[0].shape[-1]:
-            self._fitting[name] += 1
-        else:
-            self._unfit.add(name)
+    inside = {module for layer in model.layers for module in layer.modules() if is_linear(module)}
+    handles = [
+        module.register_forward_hook(partial(see, name))
+        for name, module in model.model.named_modules()
+        if module in inside
+    ]
+    handles.append(model.layers[0].register_forward_hook(keep, with_kwargs=True))
+    spy = spy_on(model.model)
+    for handle in handles:
+        handle.remove()
+    return spy, tuple(name for name, calls in fits.items() if calls == [True]), *first[0]
 
 
 def _heads_of(model: ServedModel, spy: AttentionSpy) -> tuple[int, int, int]:
@@ -317,12 +295,13 @@ def _compare(model: ServedModel, heads: tuple[int, int, int], window: int | None
         return not close(model, model.logits(torch.cat(ends)), wanted)
 
 
-def close(model: ServedModel, got: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether numbers that a model computed in two ways are the same but for rounding in its dtype."""
+def close(model: ServedModel, got: torch.Tensor, wanted: torch.Tensor, rounding: float = 0.1) -> bool:
+    """Whether numbers that a model computed in two ways are the same but for rounding: in 16 bits, or quantized, up to
+    the share `rounding` of their norm."""
     # Some quantized products round their input: a last bit of it can move them by a step.
     exact = model.dtype == torch.float32 and not model.quantized
     # Not "above": a NaN is above nothing.
-    return bool((got - wanted).norm() <= (1e-3 if exact else 0.1) * (wanted.norm() + 1e-6))
+    return bool((got - wanted).norm() <= (1e-3 if exact else rounding) * (wanted.norm() + 1e-6))
 
 
 def max_positions(config: Any) -> int:

@@ -4,6 +4,7 @@ The methods themselves are transformers' and their packages'; none is imported b
 """
 
 import importlib.util
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from edged.runtime import logs
 
+log = logging.getLogger("edged.engine")
 _PACKAGES = {
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel",),
@@ -50,6 +52,34 @@ def method_of(config: Any) -> dict[str, Any] | None:
     return None
 
 
+def check_packed(stored: dict[str, Any]) -> None:
+    """Check that a checkpoint's weights stay as they are stored. Raises CannotQuantize.
+
+    compressed-tensors decompresses all of them at the first forward, without a word.
+    """
+    form = stored.get("format", "dense")
+    if stored.get("quant_method") == "compressed-tensors" and form != "dense" and not stored.get("dequantize"):
+        raise CannotQuantize(f"quantization compressed-tensors ({form}) does not stay packed ({_NO_KERNELS}")
+
+
+def check_experts(config: Any, kind: str, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    """Check what `model.quantize` = `kind` leaves plain: experts that are one tensor and no linears.
+
+    A smaller part of the weights is named in the log. Raises CannotQuantize where it is most of them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    plain = sum(p.numel() for p in model.parameters() if p.dim() > 2) * dtype.itemsize >> 20
+    every = sum(p.numel() for p in model.parameters()) * dtype.itemsize >> 20
+    left = f'model.quantize = "{kind}" packs linears: its fused experts stay in {dtype}, {plain} of {every} MiB'
+    if 2 * plain > every:
+        raise CannotQuantize(f'{left}: give model.quantize = "" where they fit, or a model without experts')
+    if plain:
+        log.warning("%s", left)
+
+
 def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     """Check that a checkpoint's weights can be read and multiplied here. Raises CannotQuantize."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
@@ -61,6 +91,7 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     if method not in known:
         # transformers itself would go on and take the packed numbers for weights.
         raise CannotQuantize(f"quantization {method!r} is not known to transformers ({', '.join(sorted(known))})")
+    check_packed(stored)
     # A checkpoint that says so itself is dequantized knowingly.
     dequantizes = bool(stored.get("dequantize"))
     if not dequantizes and method in _GPU_ONLY and device.type == "cpu":
@@ -259,6 +290,7 @@ def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
 
 def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
     """Return the form of a checkpoint's `quantization_config`. Raises CannotQuantize if its size is not known."""
+    check_packed(stored)
     method = stored.get("quant_method")
     if stored.get("load_in_4bit"):
         return WeightForm(4, 64, _NESTED if stored.get("bnb_4bit_use_double_quant") else 4)

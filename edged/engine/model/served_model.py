@@ -45,6 +45,13 @@ class ModelShape(BaseShape):
     heads: int
     window: int | None
     """The shortest sliding window of a layer; None if all layers see the whole context."""
+    layer_weights: int
+    """Number of weights in decoder layers."""
+
+    @property
+    def adapted_share(self) -> float:
+        """Share of the layers' weights that lie in linears with LoRA; fused experts do not."""
+        return sum(map(prod, self.targets)) / self.layer_weights
 
 
 class ServedModel:
@@ -67,7 +74,8 @@ class ServedModel:
         found = probe(self)
         self.shape, self._layers_give_tuples = self._shape_of(found), found.gives_tuples
         self.trainable_error = found.untrainable
-        self._adaptable = frozenset(found.adaptable)
+        self.adaptable = frozenset(found.adaptable)
+        """Names of the linears that LoRA can wrap."""
         self.fingerprint = fingerprint(model)
         """Identifier of the base weights: adapters and scores of other base weights do not fit these."""
         self.lora = LoraSlots(model, [], 0, 0, self.dtype)
@@ -79,7 +87,8 @@ class ServedModel:
         return cls(load_pretrained(str(directory), settings, IMPLEMENTATION))
 
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
-        """Wrap the `targets`; called once. Raises ModelRefused if there are no linears of these names."""
+        """Wrap the `targets`, and no others. Raises ModelRefused if there are no linears of these names."""
+        self.lora.unwrap()
         targets = self.targets(align)
         self.shape = replace(self.shape, targets=linear_sizes(self.model, targets))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
@@ -89,7 +98,7 @@ class ServedModel:
 
     def targets(self, align: AlignSettings) -> list[str]:
         """Return the linears that LoRA is applied to: those of `align.target_modules` that can be adapted."""
-        return [name for name in target_linears(self.model, align.target_modules) if name in self._adaptable]
+        return [name for name in target_linears(self.model, align.target_modules) if name in self.adaptable]
 
     def pack_weights(self, native: bool = True, in_16_bits: bool = True) -> str:
         """Speed up the CPU's products by packed weights; return why not, or "". Call it after `attach_lora`.
@@ -181,6 +190,7 @@ class ServedModel:
             vocab_size=int(self.config.vocab_size),
             max_positions=max_positions(self.config),
             window=found.window,
+            layer_weights=weight_count(self.layers),
         )
 
 

@@ -169,6 +169,11 @@ class CostModel:
         return min(self.accuracy.recent, 0.5)
 
     @property
+    def pass_s(self) -> float:
+        """Price of a forward whatever is in it: on most devices the reading of the weights."""
+        return self._prices[0]
+
+    @property
     def token_s(self) -> float:
         """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
         return max(self._prices[2], 1e-9)
@@ -237,13 +242,21 @@ class CostModel:
         """Return the predicted seconds of the next fine-tune unit."""
         return self._unit_price_s(unit) * self._drift.slowness
 
-    def rows(self, unit: Unit, limit_s: float) -> int:
+    def rows(self, unit: Unit, limit_s: float, least: bool) -> int:
         """Return the rows of a unit, some WINDOW_STEPs, that take no longer than `limit_s`; 0 where it cannot be cut
-        so."""
+        so.
+
+        Both parts have the knee's rows, or reading the weights once more would be lost; but where it is to be the
+        `least` that an iteration does, the rest may have fewer.
+        """
         once, row = self._units[unit.kind].prices
-        most = min(unit.tokens - 1, int((limit_s / self._drift.slowness - once) / row)) if row else unit.tokens - 1
-        rows = most - most % WINDOW_STEP
-        return rows if unit.kind in CUTTABLE_UNITS and most >= max(self._unit_knee, WINDOW_STEP) else 0
+        knee = max(self._unit_knee, WINDOW_STEP)
+        most = unit.tokens - knee
+        if least and most < knee:
+            most = unit.tokens - 1
+        if row:
+            most = min(most, int((limit_s / self._drift.slowness - once) / row))
+        return most - most % WINDOW_STEP if unit.kind in CUTTABLE_UNITS and most >= knee else 0
 
     def price_cut_units(self) -> None:
         """Price units of fewer rows than the forward's knee like those of as many, before anything was observed.

@@ -5,10 +5,12 @@ All times are seconds.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +24,8 @@ FOLDER = "profiles"
 KNEES = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 """Numbers of tokens at which the price of a token may change."""
 _HELD_OUT_EVERY = 4
+_QUARTILES_APART = 1.349
+"""Distance between a normal distribution's quartiles in standard deviations."""
 
 
 class ProfileError(ValueError):
@@ -93,6 +97,15 @@ class DeviceMemory(_Data):
     available_bytes: int = Field(gt=0)
 
 
+class Noise(_Data):
+    """How the times of a device scatter around their prices; none by default."""
+
+    jitter: float = Field(default=0.0, ge=0.0, le=2.0)
+    """Standard deviation of the logarithm of a time over its price."""
+    decode_after_chunk: float = Field(default=0.0, ge=0.0, le=10.0)
+    """Share by which a forward of decodes alone takes longer right after a forward with a chunk."""
+
+
 class Profile(_Data):
     """The profile of one device, as its file has it."""
 
@@ -105,6 +118,8 @@ class Profile(_Data):
     """Seconds of an iteration outside its forward and units: planning, bookkeeping, delivery."""
     rest_s: float = Field(default=0.0, ge=0.0)
     """Additional seconds of an iteration that finds the engine at rest; 0 in files of versions that lack it."""
+    noise: Noise = Noise()
+    """Scatter of single forwards; none in files of versions that lack it."""
     error_percent: dict[str, float]
     """MAPE by kind over measurements that the prices were not fitted to."""
     forwards: tuple[ForwardTime, ...] = ()
@@ -174,6 +189,23 @@ def _fit_units(units: Sequence[UnitTime], knee: int) -> tuple[float, int, dict[s
         kinds[kind] = once, token
         off += sum(abs(_dot((once, token), row) / unit.seconds - 1.0) for row, unit in zip(rows, seen, strict=True))
     return off, knee, kinds
+
+
+def fit_noise(prices: Prices, runs: Sequence[tuple[ForwardTime, bool]]) -> Noise:
+    """Fit the scatter of single forwards around the prices; each run tells whether one with a chunk ran right before.
+
+    It is taken from medians and quartiles, since a neighbour's busy second is no property of the device. ValueError
+    with fewer than two runs.
+    """
+    off = [math.log(run.seconds / _dot(prices.forward, run.features(prices.knee_tokens))) for run, _ in runs]
+    decodes: dict[bool, list[float]] = {True: [], False: []}
+    for value, (run, after_chunk) in zip(off, runs, strict=True):
+        if run.kind == "decode":
+            decodes[after_chunk].append(value)
+    later = max(0.0, median(decodes[True]) - median(decodes[False])) if all(decodes.values()) else 0.0
+    own = [value - later * (after and run.kind == "decode") for value, (run, after) in zip(off, runs, strict=True)]
+    low, _, high = quantiles(own, n=4)
+    return Noise(jitter=(high - low) / _QUARTILES_APART, decode_after_chunk=math.expm1(later))
 
 
 def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -> dict[str, float]:

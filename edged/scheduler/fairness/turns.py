@@ -5,52 +5,26 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
+from typing import Any
 
+from edged.scheduler.fairness.justitia import JustitiaOrder
+from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import FairnessSettings
+
+_MOST_SHOWN = 32
 
 
 def fair_order(settings: FairnessSettings, row_order: Order, present: Order) -> Order:
     """Return the order by these settings over that of a policy's row: `present`, with its state, where it is that."""
     if settings.policy == "off":
         return row_order
-    if isinstance(present, TurnOrder) and present.follows(settings):
+    if isinstance(present, TurnOrder | JustitiaOrder) and present.follows(settings):
         present.fairness = settings
         return present
-    return TurnOrder(settings, row_order)
-
-
-class TrainingTurns:
-    """The turns of adapters at fine-tuning, by the service that training gave them."""
-
-    def __init__(self, counters: VirtualCounters) -> None:
-        self.counters = counters
-        self._ready: set[str] = set()
-        self._trained: dict[int, float] = {}
-        """Service of steps under way, by task: a step that is abandoned is not charged."""
-
-    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
-        """Return the ready adapters with the least counters."""
-        for name in self._ready.difference(adapters):
-            self.counters.left(name)
-        for name in adapters:
-            if name not in self._ready:
-                self.counters.arrived(name)
-        self._ready = set(adapters)
-        return heapq.nsmallest(most, adapters, key=self.counters.counter)
-
-    def worked(self, task: Task, service: float) -> None:
-        """Count service of a step under way."""
-        self._trained[task.task_id] = self._trained.get(task.task_id, 0.0) + service
-
-    def ended(self, task: Task) -> None:
-        """Charge a step to the adapters that it trained, in equal parts, if it is done."""
-        service = self._trained.pop(task.task_id, 0.0)
-        if not task.has_work:
-            for name in task.trains:
-                self.counters.charge(name, service / len(task.trains))
+    return TurnOrder(settings, row_order) if settings.policy == "vtc" else JustitiaOrder(settings, row_order)
 
 
 class TurnOrder(Order):
@@ -142,11 +116,9 @@ class TurnOrder(Order):
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Charge the tokens of answers, and steps for their share of the time; give back what the cache had."""
         answered: Counter[str] = Counter()
-        steps = []
         for outcome in result.outcomes:
             task = outcome.task
             if task.kind is Kind.FINETUNE:
-                steps.append(outcome)
                 continue
             if (charged := self._entered.pop(task.task_id, None)) is not None and charged > task.tokens:
                 self.counters.refund(task.tenant, self.fairness.input * (charged - task.tokens))
@@ -154,10 +126,13 @@ class TurnOrder(Order):
                 answered[task.tenant] += 1
         for user, tokens in answered.items():
             self.counters.charge(user, self.fairness.output * tokens)
-        for outcome in steps:
-            price = self.fairness.finetune
-            if price == "auto":
-                service = self.fairness.input * finetune_s / len(steps) / self.cost.token_s
-            else:
-                service = price * outcome.tokens
-            self.training.worked(outcome.task, service)
+        self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
+
+    def report(self) -> dict[str, Any]:
+        """Return the counters of users, and how many of their prompts wait."""
+        counters = self.counters
+        users = {
+            user: {"counter": counter, "waiting": counters.backlog(user), "weight": self._weight(user)}
+            for user, counter in counters.latest(_MOST_SHOWN)
+        }
+        return {"policy": "vtc", "virtual_time": 0.0, "open": 0, "runs": [], "users": users}

@@ -35,6 +35,14 @@ class VirtualCounters:
         """The counters of the names that are queued."""
         return {name: self._counters[name] for name in self._queued}
 
+    def backlog(self, name: str) -> int:
+        """Return the number of a name's requests that wait."""
+        return self._queued.get(name, 0)
+
+    def latest(self, most: int) -> list[tuple[str, float]]:
+        """Return the names that were active last with their counters, at most so many; any thread may ask."""
+        return list(self._counters.items())[: -most - 1 : -1]
+
     def arrived(self, name: str) -> None:
         """Count a request that waits. A name that was not queued is lifted to the least that is, or to the last one.
 

@@ -36,7 +36,11 @@ class BinBuilder:
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
         self.prompts: list[Task] = []
-        """Prompts whose deadlines a policy heeds, in its order."""
+        """Prompts under way and the next waiting ones, in the order of the policy."""
+        self.heeded: list[Task] = []
+        """Those of `prompts` whose deadlines count."""
+        self.waiting: list[Task] = []
+        """All waiting prompts in the order of the policy."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
@@ -211,7 +215,8 @@ def grant_finetune(
             if units >= most_units:
                 break
             if plan.predicted_units_s + unit_s > left_s:
-                window = cost.rows(unit, left_s - plan.predicted_units_s) if cuts else 0
+                least = not (units or tokens)
+                window = cost.rows(unit, left_s - plan.predicted_units_s, least) if cuts else 0
                 if not window and (units or tokens or not at_least):
                     break
                 unit_s = cost.unit_s(replace(unit, tokens=window or unit.tokens))

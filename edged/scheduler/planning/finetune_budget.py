@@ -75,9 +75,10 @@ class SlowdownBudget:
         self._most_s = SPAN_S * self._rate
         self.left_s = min(self.left_s, self._most_s)
 
-    def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
-        """Account for an iteration that served requests: the seconds of serving, and those that fine-tuning added."""
-        self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + serving_s
+    def settle(self, serving_s: float, used_s: float, finetune_s: float, now: float) -> None:
+        """Account for an iteration that served requests: the seconds of serving, those of them that more requests could
+        not have shared, which make rho, and those that fine-tuning added."""
+        self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + used_s
         self._now = now
         earned_s = self._rate * serving_s * max(0.0, 1.0 - self._busy_s / SPAN_S)
         self.left_s = min(self._most_s, max(-self._most_s, self.left_s + earned_s - finetune_s))

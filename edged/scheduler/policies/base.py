@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -78,6 +79,12 @@ class Order(Part):
         """Return the adapters, of those that are ready, whose fine-tune steps are next, at most so many."""
         return list(islice(adapters, most))
 
+    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+        """Return prompts in the order in which they go in an iteration that begins `now`, and those of them whose
+        deadlines it heeds; here both are all of them by their places."""
+        ranked = sorted(prompts, key=self.place)
+        return ranked, ranked
+
 
 @dataclass(slots=True)
 class Entry:
@@ -98,6 +105,8 @@ class Entry:
 class Spare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
 
+    most_units = math.inf
+    """Most fine-tune units of an iteration, however short."""
     lent_s = 0.0
     """Seconds of fine-tuning so far in time that readers had no need of."""
 
@@ -215,6 +224,8 @@ class Policy:
         # Within one flow the key alone decides, and is read faster.
         single = order.entry_only or type(order).flow is Order.flow
         self.order = order.key if single else order.place
+        # Those that have entered go as the row says, where a fair order is about who enters.
+        self.rank = (self.row_order if order.entry_only else order).rank
         orders = (order,) if order is self.row_order else (self.row_order, order)
         parts = (*orders, self.admission, self.spare, self.victims, self.due, self.fill)
         hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}

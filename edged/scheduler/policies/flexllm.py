@@ -5,6 +5,9 @@ tokens s as keep f(c, s) within the target, in the forward and in the backward, 
 (Algorithm 2). Left out: fine-tuning in a second stream, and dependent parallelization, which is for several GPUs.
 """
 
+import math
+from dataclasses import replace
+
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
@@ -12,20 +15,36 @@ from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.base import Fill, Policy, Row, Spare
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.policies.phased import runnable_steps
-from edged.scheduler.task import Plan, Resources, ServiceClass, Task
+from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
+
+_LATEST = 0.05
+"""Share of the latest iteration in the time outside forwards and units."""
 
 
 class SloBudget(Spare):
     """Iterations as long as `slo_ms`, or the least TBT target of those who are served, less the predictions' error.
 
-    Fine-tuning has no share of its own: where serving leaves nothing it starves.
+    Fine-tuning has no share of its own: where serving leaves nothing it starves. What an iteration takes outside its
+    forward and units, as the latest ones did, is a part of its latency.
     """
+
+    def __init__(self) -> None:
+        self._begun_s = self._overhead_s = 0.0
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take the target, and those of the classes."""
         super().configure(settings, cost)
         self._targets = SloTargets(settings, cost)
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note when the iteration begins."""
+        self._begun_s = now
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Learn the iteration's time outside its forward and units."""
+        outside_s = now - self._begun_s - result.forward_s - sum([seconds for _, seconds in result.units])
+        self._overhead_s += _LATEST * (max(0.0, outside_s) - self._overhead_s)
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
@@ -35,7 +54,21 @@ class SloBudget(Spare):
             load = draft.load if draft.load.decodes else Load(decodes=1)
             alone_s = self.cost.priced_s(load)
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
-        return slo_s * (1.0 - self.cost.headroom)
+        return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
+
+
+class BatchBudget(Spare):
+    """Iterations of at most `serving.max_batch_tokens`, however long, and one unit of the backward after them.
+
+    So does FlexLLM's public code, whose backward step is a layer over a whole sequence: here over a window of
+    `align.window_tokens`, which holds one.
+    """
+
+    most_units = 1
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return no limit."""
+        return math.inf
 
 
 class CoServing(Fill):
@@ -61,7 +94,8 @@ class CoServing(Fill):
             if not asks:
                 served = draft.load.decodes or draft.load.prefill_tokens
                 at_least = 0 if served else SMALLEST_CHUNK
-                grant_finetune(draft, step, cost, plan.budget_s, at_least, cuts=policy.cuts_windows)
+                units = policy.spare.most_units
+                grant_finetune(draft, step, cost, plan.budget_s, at_least, units, policy.cuts_windows)
         draft.rescue()
         plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
@@ -94,4 +128,14 @@ FLEXLLM = Row(
     fill=CoServing,
     spare=SloBudget,
     cuts_windows=True,
+)
+FLEXLLM_STATIC = replace(
+    FLEXLLM,
+    name="flexllm-static",
+    keeps="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
+    spare=BatchBudget,
+    cuts_windows=False,
+)
+FLEXLLM_WHOLE = replace(
+    FLEXLLM, name="flexllm-whole", keeps="FlexLLM without windows of the backward that fit", cuts_windows=False
 )

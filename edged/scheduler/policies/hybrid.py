@@ -1,5 +1,7 @@
 """Hybrid iterations: serving and fine-tuning share each within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
+import math
+
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
@@ -24,9 +26,11 @@ class Hybrid(Fill):
         cost, spare = policy.cost, policy.spare
         draft = BinBuilder(queues, now, resources, policy.victims.key)
         plan = draft.plan
-        draft.prompts = queues.started + queues.first(LOOK_AHEAD)
-        if queues.started:
-            draft.prompts.sort(key=policy.order)
+        waiting = queues.first(max(LOOK_AHEAD, self.settings.tau_tasks + 1))
+        draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
+        if not queues.order.strict:
+            waiting = [task for task in draft.prompts if task not in queues.started] + waiting[LOOK_AHEAD:]
+        draft.waiting = waiting
         entry = policy.admission.choose(draft, queues, spare, now)
         if entry.paused:
             draft.pause(entry.paused, now)
@@ -63,8 +67,9 @@ class Hybrid(Fill):
         if load.decodes:
             # A pace for many iterations: at prices, not at the slowness of the moment.
             priced_s = cost.priced_s(load)
-            needed = max(SMALLEST_CHUNK, slo.required_tokens(draft.prompts, now, priced_s, cost.token_s, needed))
-        for task in sorted(entry.runnable, key=policy.order):
+            needed = max(SMALLEST_CHUNK, slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, needed))
+        place = {task: index for index, task in enumerate(draft.prompts)}
+        for task in sorted(entry.runnable, key=lambda task: (place.get(task, math.inf), policy.order(task))):
             most = draft.room(task)
             if most <= 0:
                 continue

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost.model import FORWARD_PRICES, CostModel, Load, roofline
+from edged.scheduler.cost.model import FORWARD_PRICES, CostModel, Load, Prices, roofline
 from edged.scheduler.cost.profile import (
     FOLDER,
     ForwardTime,
@@ -22,6 +22,7 @@ from edged.scheduler.cost.profile import (
     UnitTime,
     file_name,
     find_profile,
+    fit_noise,
     fit_prices,
     held_out_error,
 )
@@ -78,6 +79,24 @@ def test_a_file_keeps_what_a_rest_costs_and_one_of_an_older_version_has_none(tmp
     del older["rest_s"]
     path.write_text(json.dumps(older))
     assert Profile.read(path).rest_s == 0.0
+
+
+def test_noise_is_what_single_forwards_scatter_by_and_what_a_chunk_leaves_to_the_next_decode() -> None:
+    rng, prices = np.random.default_rng(0), Prices((0.01, 0.0002, 0.0002, 0.0, 0.0, 0.0, 0.0, 0.0), 32, {})
+    runs, after_chunk = [], False
+    for number in range(2000):
+        decodes = number % 3 > 0
+        priced_s = 0.01 + 0.0002 * (8 if decodes else 100)
+        seconds = priced_s * rng.lognormal(0.0, 0.15) * (1.25 if decodes and after_chunk else 1.0)
+        # A neighbour's busy second now and then.
+        seconds *= 8.0 if number % 50 == 0 else 1.0
+        load = {"decodes": 8} if decodes else {"prefill_tokens": 100}
+        runs.append((ForwardTime(**load, seconds=seconds), after_chunk))
+        after_chunk = not decodes
+    noise = fit_noise(prices, runs)
+    assert noise.jitter == pytest.approx(0.15, rel=0.1)
+    assert noise.decode_after_chunk == pytest.approx(0.25, abs=0.03)
+    assert fit_noise(prices, [run for run in runs if not run[1]]).decode_after_chunk == 0.0
 
 
 @settings(max_examples=20, deadline=None)

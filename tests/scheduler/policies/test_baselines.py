@@ -8,7 +8,7 @@ import pytest
 
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import IterationResult, Kind, Plan, TaskOutcome, Unit
-from tests.scheduler.policies.test_policies import PAGE, UNITS, add_decode, add_lesson, add_prompt, granted, resources
+from tests.scheduler.policies.test_policies import PAGE, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import overload, world_of
 from tests.scheduler.world import World
@@ -41,7 +41,7 @@ def watched(world: World, until_s: float, keeps: int = 3) -> list[tuple[float, P
     return plans
 
 
-@pytest.mark.parametrize("policy", ["ekya", "adainf", "periodic-async", "sync", "mace-bin"])
+@pytest.mark.parametrize("policy", ["ekya", "adainf", "periodic-async", "sync"])
 def test_an_iteration_without_hybrid_bins_serves_or_learns(policy: str) -> None:
     world = world_of(policy, retrain_every_s=2.0)
     world.teach(100, STEP, steps=20)
@@ -51,7 +51,7 @@ def test_an_iteration_without_hybrid_bins_serves_or_learns(policy: str) -> None:
     assert not world.tunings
 
 
-@pytest.mark.parametrize("policy", ["ekya", "adainf", "sync", "mace-bin"])
+@pytest.mark.parametrize("policy", ["ekya", "adainf", "sync"])
 def test_running_answers_stand_still_with_their_pages_while_a_step_runs(policy: str) -> None:
     world = world_of(policy, retrain_every_s=1.0)
     life = world.ask(prompt=100, answer=2000)
@@ -77,9 +77,9 @@ def test_a_step_that_comes_after_a_rest_waits_for_its_interval(policy: str) -> N
     assert tunes(scheduler.plan(120.0, resources()))
 
 
-@pytest.mark.parametrize("policy", ["adainf", "sync", "mace-bin"])
+@pytest.mark.parametrize("policy", ["adainf", "sync", "temporal"])
 def test_a_step_that_lacks_pages_waits_for_answers_to_end_and_nobody_enters_before_it(policy: str) -> None:
-    world = world_of(policy, pages=40)
+    world = world_of(policy, pages=40, temporal_every=1)
     running = [world.ask(prompt=150, answer=30) for _ in range(3)]
     world.step()
     tuning = world.teach(30 * 16, STEP)
@@ -238,50 +238,23 @@ class TestPeriodicAsync:
 
 
 class TestMaceBin:
-    """Without hybrid bins."""
+    """Without best-fit bins."""
 
-    def test_batches_are_as_large_as_the_settings_say_and_no_larger(self) -> None:
-        scheduler = scheduler_of(policy="mace-bin", fixed_requests=5, fixed_steps=2)
-        for task_id in range(8):
-            add_prompt(scheduler, task_id, 10)
-        for task_id in range(20, 24):
-            add_lesson(scheduler, task_id, tokens=50, now=1.0)
-        plan = scheduler.plan(1.0, resources())
-        assert list(granted(plan)) == [0, 1, 2, 3, 4]
-        scheduler.complete(IterationResult([TaskOutcome(grant.task, 10, 0, None) for grant in plan.grants], 0.02), 1.1)
-        assert list(granted(scheduler.plan(1.1, resources()))) == [5, 6, 7]
-        for task_id in (5, 6, 7):
-            scheduler.remove(task_id)
-        assert granted(scheduler.plan(1.2, resources())) == {20: (50, len(UNITS)), 21: (50, len(UNITS))}
+    def test_one_that_finds_no_room_keeps_those_behind_it_out(self) -> None:
+        for policy, enters in (("mace", True), ("mace-bin", False)):
+            scheduler = scheduler_of(policy=policy, ttft_floor_ms=60_000.0)
+            add_decode(scheduler, 1)
+            add_prompt(scheduler, 2, 40 * PAGE)
+            add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)
+            assert (3 in granted(scheduler.plan(0.2, resources(free=30, total=100)))) is enters
 
-    def test_requests_and_steps_wait_in_one_queue(self) -> None:
-        scheduler = scheduler_of(policy="mace-bin")
-        add_prompt(scheduler, 1, 10, arrival_s=0.0)
-        add_lesson(scheduler, 9, tokens=50, now=1.0)
-        prompt = add_prompt(scheduler, 2, 10, arrival_s=2.0)
-        plan = scheduler.plan(2.0, resources())
-        assert set(granted(plan)) == {1}
-        scheduler.complete(IterationResult([TaskOutcome(plan.grants[0].task, 10, 0, Kind.DECODE)], 0.02), 2.1)
-        plan = scheduler.plan(2.1, resources())
-        assert set(granted(plan)) == {9}
-        scheduler.complete(IterationResult([TaskOutcome(plan.grants[0].task, 50, len(UNITS), None)], 0.02), 2.2)
-        assert prompt in [grant.task for grant in scheduler.plan(2.2, resources()).grants]
-
-    def test_a_step_that_takes_several_iterations_runs_to_its_end(self) -> None:
-        world = world_of("mace-bin", max_tokens=64)
-        world.ask(prompt=60, answer=30)
-        world.step()
-        world.teach(128, STEP)
-        assert "".join("t" if tunes(world.step()) else "s" for _ in range(3)) == "tts"
-
-    def test_between_two_batches_of_steps_the_running_answers_get_a_token(self) -> None:
-        world = world_of("mace-bin", fixed_steps=2)
-        world.ask(prompt=60, answer=30)
-        world.step()
-        for _ in range(4):
-            world.teach(100, STEP)
-        assert "".join("t" if tunes(world.step()) else "s" for _ in range(4)) == "tsts"
-        assert not world.tunings
+    def test_order_and_hybrid_iterations_are_those_of_mace(self) -> None:
+        plans = {}
+        for policy in ("mace", "mace-bin"):
+            world = world_of(policy)
+            world.teach(100, STEP, steps=50)
+            plans[policy] = [[kinds(plan), plan.pages] for _, plan in watched(world, until_s=5.0)]
+        assert plans["mace"] == plans["mace-bin"]
 
 
 class TestMacePriority:

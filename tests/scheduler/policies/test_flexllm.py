@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from edged.scheduler.cost.model import CostModel, Load, roofline
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
@@ -84,6 +86,18 @@ def test_the_target_is_the_least_of_the_classes_that_are_served() -> None:
     assert scheduler.plan(0.0, resources()).budget_s == 0.08 * share
 
 
+def test_what_an_iteration_takes_outside_its_forward_is_left_to_it() -> None:
+    scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+    decode = add_decode(scheduler, 1)
+    for start in range(200):
+        scheduler.plan(float(start), resources())
+        forward_s = scheduler.cost.forward_s(Load(decodes=1, context=decode.context))
+        done = TaskOutcome(decode, 1, 0, Kind.DECODE)
+        scheduler.complete(IterationResult([done], forward_s), start + forward_s + 0.02)
+    budget_s = scheduler.plan(300.0, resources()).budget_s
+    assert budget_s == pytest.approx(0.1 * (1.0 - scheduler.cost.headroom) - 0.02, abs=1e-4)
+
+
 def test_beside_steady_answers_all_is_learnt_and_no_token_is_late() -> None:
     world = world_of("flexllm", slo_ms=120.0)
     tuning = world.teach(200, [unit for _ in range(40) for unit in add_lesson(scheduler_of(), 1).units[:1]], steps=3)
@@ -146,6 +160,15 @@ class TestCutWindows:
             scheduler.configure(SchedulerSettings(policy="flexllm", slo_ms=1e3 * slo_s))
             assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
 
+    def test_no_part_is_below_the_knee_unless_an_iteration_would_do_nothing_else(self) -> None:
+        cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e12, bytes_per_s=2e10))
+        Scheduler(SchedulerSettings(policy="flexllm"), cost)
+        unit, whole_s = Unit("layer", 256), cost.unit_s(Unit("layer", 256))
+        assert cost.rows(unit, 0.99 * whole_s, least=False) == 144, "the knee is 100 rows"
+        short, left_s = Unit("layer", 150), 0.9 * cost.unit_s(Unit("layer", 150))
+        assert cost.rows(short, left_s, least=False) == 0
+        assert 100 <= cost.rows(short, left_s, least=True) < 150
+
     def test_cut_windows_train_where_whole_ones_never_fit(self) -> None:
         for policy, trains in (("flexllm", True), ("mace", False)):
             device = Device(unit_token_s=0.0004)
@@ -155,3 +178,25 @@ class TestCutWindows:
             while world.lives:
                 world.step()
             assert bool(tuning.taken) is trains
+
+
+class TestAblations:
+    """FlexLLM's public code, and windows that are not cut."""
+
+    def test_static_fills_the_batch_whatever_it_takes_and_runs_one_unit(self) -> None:
+        scheduler = scheduler_of(policy="flexllm-static", slo_ms=1.0)
+        add_decode(scheduler, 1)
+        add_prompt(scheduler, 2, 100)
+        add_lesson(scheduler, 9, tokens=2000)
+        assert granted(scheduler.plan(0.0, resources(tokens=512))) == {1: (1, 0), 2: (100, 0), 9: (411, 0)}
+        scheduler.remove(9)
+        add_lesson(scheduler, 9)
+        assert granted(scheduler.plan(0.0, resources(tokens=512)))[9] == (0, 1)
+
+    def test_whole_windows_wait_for_an_iteration_that_has_room_for_them(self) -> None:
+        for policy, runs in (("flexllm", True), ("flexllm-whole", False)):
+            scheduler = scheduler_of(policy=policy, slo_ms=60.0)
+            add_decode(scheduler, 1)
+            lesson = add_lesson(scheduler, 9)
+            lesson.units = (Unit("layer", 256),)
+            assert (9 in granted(scheduler.plan(0.0, resources()))) is runs

@@ -54,7 +54,7 @@ class TestMaceServing:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
         add_decode(scheduler, 1, now=50.0)
         add_prompt(scheduler, 2, 1000)
-        assert granted(scheduler.plan(59.9, resources()))[2][0] == 1000
+        assert granted(scheduler.plan(58.0, resources()))[2][0] == 1000
 
     def test_a_prompt_goes_on_even_where_the_decodes_leave_no_time(self) -> None:
         scheduler = scheduler_of(ttft_floor_ms=60_000.0)
@@ -63,7 +63,7 @@ class TestMaceServing:
         assert granted(scheduler.plan(0.2, resources()))[2][0] == SMALLEST_CHUNK
 
     def test_a_small_prompt_passes_a_large_one_that_finds_no_pages_until_that_one_is_very_late(self) -> None:
-        scheduler = scheduler_of(ttft_floor_ms=1000.0, ttft_factor=0.1)
+        scheduler = scheduler_of(policy="mace-paper", ttft_floor_ms=1000.0, ttft_factor=0.1)
         add_decode(scheduler, 1)
         add_prompt(scheduler, 2, 40 * PAGE, arrival_s=0.0)
         add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)
@@ -246,3 +246,26 @@ def test_a_bin_mixes_all_three_workloads_and_adds_up() -> None:
     assert plan.pages == 4 + 7 + 7
     load = Load(prefill_tokens=100, decodes=4, finetune_tokens=100, context=256, pairs=100 * 50.0)
     assert plan.predicted_forward_s == pytest.approx(scheduler.cost.forward_s(load))
+
+
+def test_a_forward_that_reads_the_weights_for_one_answer_is_no_load() -> None:
+    def left_s(policy: str) -> float:
+        scheduler = scheduler_of(policy=policy, tbt_slowdown=1.5, tbt_floor_ms=500.0, finetune_min_share=0.0)
+        add_lesson(scheduler, 9, tokens=10)
+        task = add_decode(scheduler, 1)
+        now = spent_s = 0.0
+        pass_s = scheduler.cost.pass_s
+        for _ in range(3000):
+            plan = scheduler.plan(now, resources())
+            units_s = plan.predicted_units_s
+            spent_s += units_s
+            now += pass_s + units_s
+            scheduler.complete(
+                IterationResult(
+                    [TaskOutcome(task, 1, 0, Kind.DECODE)], pass_s, [(UNITS[0], units_s)] if units_s else []
+                ),
+                now,
+            )
+        return spent_s / now
+
+    assert left_s("mace") > 1.5 * left_s("mace-paper")

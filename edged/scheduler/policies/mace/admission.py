@@ -18,6 +18,11 @@ class MaceAdmission(Admission):
     Beside serving no step begins unless it leaves as many pages as it takes, or is due.
     """
 
+    patience = 2.0
+    """Multiple of its target that a prompt may have waited before it is not to be overtaken any more."""
+    bins = True
+    """Whether tasks enter by best fit into bins, not in the order of their priorities until one finds no room."""
+
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Derive the priorities."""
         super().configure(settings, cost)
@@ -60,7 +65,7 @@ class MaceAdmission(Admission):
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
         asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
-        waiting = queues.first(self.settings.tau_tasks + 1) if draft.sequences_left > 0 else []
+        waiting = draft.waiting if draft.sequences_left > 0 else []
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
             return
@@ -70,7 +75,7 @@ class MaceAdmission(Admission):
         first = Bin(first_pages, length_s, occupied=running)
         items = self._asking(draft, asking, waiting, entry.due, now)
         strict = queues.order.strict
-        if strict:
+        if strict or not self.bins:
             packed = in_order(self.settings, items, first)
         else:
             bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
@@ -109,7 +114,7 @@ class MaceAdmission(Admission):
         if due:
             yield from steps
         for task in waiting:
-            patient = now < task.deadline_s + (task.deadline_s - task.arrival_s)
+            patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
             yield Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
         if not due:
             yield from steps

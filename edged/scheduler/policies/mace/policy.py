@@ -8,9 +8,10 @@ from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.planning.queues import by_deadline
-from edged.scheduler.policies.base import Due, Entry, Order, ReaderDue, Row, Spare
+from edged.scheduler.policies.base import Entry, Order, ReaderDue, Row, Spare
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
+from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
 
@@ -62,11 +63,16 @@ class MaceSpare(Spare):
         steps = [outcome.task for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         if len(steps) < len(result.outcomes):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            self._budget.settle(spent_s - finetune_s, 0.0 if self._lending else finetune_s, now)
-            self.lent_s += finetune_s if self._lending else 0.0
+            serving_s, lent_s = spent_s - finetune_s, finetune_s if self._lending else 0.0
+            self._budget.settle(serving_s, self.used_s(serving_s), finetune_s - lent_s, now)
+            self.lent_s += lent_s
         for task in steps:
             if task in self._tasks:
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
+
+    def used_s(self, serving_s: float) -> float:
+        """Return the seconds of an iteration's serving that count as load: all of them."""
+        return serving_s
 
     def waited_s(self, now: float) -> float:
         """Return the wait of all fine-tuning, less what its work has paid for."""
@@ -107,7 +113,19 @@ class MaceSpare(Spare):
         return max(0.0, forward_s + spare_s * max(0.0, free))
 
 
-class ReaderSpare(MaceSpare):
+class CapacitySpare(MaceSpare):
+    """MACE's rest of the budget, where the load is what serving really uses.
+
+    One lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of its capacity: a
+    forward's fixed price is no load.
+    """
+
+    def used_s(self, serving_s: float) -> float:
+        """Return the seconds of an iteration's serving less one pass's price."""
+        return max(0.0, serving_s - self.cost.pass_s)
+
+
+class ReaderSpare(CapacitySpare):
     """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
 
     Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
@@ -127,21 +145,22 @@ class ReaderSpare(MaceSpare):
         return super().limit_s(draft, now)
 
 
-MACE = Row(
-    "mace",
-    "MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
-    "readers' slack is lent to fine-tuning",
+MACE_PAPER = Row(
+    "mace-paper",
+    "MACE 4 to the letter: what `mace` is measured against",
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
-    spare=ReaderSpare,
-    due=ReaderDue,
+    spare=MaceSpare,
     prunes=True,
 )
-MACE_PAPER = replace(
-    MACE,
-    name="mace-paper",
-    keeps="MACE 4 to the letter: what `mace` is measured against",
-    spare=MaceSpare,
-    due=Due,
+MACE = replace(
+    MACE_PAPER,
+    name="mace",
+    keeps="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
+    "readers' slack is lent to fine-tuning",
+    order=Triage,
+    admission=PatientAdmission,
+    spare=ReaderSpare,
+    due=ReaderDue,
 )

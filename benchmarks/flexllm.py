@@ -1,0 +1,110 @@
+"""FlexLLM's Figures 10 and 11 on a simulated device: requests in time and tokens trained, by strategy and load.
+
+    python -m benchmarks.flexllm DEVICE MODEL --trace FILE --rates 1,2,3 --slo-ms 50 --output FILE.json
+
+Every request brings a pair, and pairs are trained again without end: there is always something to learn.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from edged.bench.arrivals import Arrivals
+from edged.settings.load import Settings
+from edged.simulator.simulation import SimulationPlan, simulate
+
+TEMPORAL = {"temporal-64": 64, "temporal-128": 128, "temporal-512": 512}
+STRATEGIES = (
+    *("fcfs", "flexllm", "flexllm-static", "flexllm-whole", *TEMPORAL),
+    *("temporal-dynamic", "mace", "mace-paper"),
+)
+TTFT_MS = 5000.0
+"""The paper's: a request is in time whose mean time per token and time to the first token are."""
+FIGURES = {
+    "in_time": ("slo", "requests_in_time_share"),
+    "output_tokens_per_s": ("throughput", "output_tokens_per_s"),
+    "trained_tokens_per_s": ("finetune", "trained_tokens_per_s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation."""
+
+    strategy: str
+    rate_per_s: float
+    seed: int
+
+
+def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_ms: float, seconds: float) -> Any:
+    """Return the run with its figures."""
+    policy = "temporal" if run.strategy in TEMPORAL else run.strategy
+    scheduler = {
+        "policy": policy,
+        "slo_ms": slo_ms,
+        "tbt_floor_ms": slo_ms,
+        "tbt_factor": 1.0,
+        "ttft_floor_ms": TTFT_MS,
+        "temporal_every": TEMPORAL.get(run.strategy, 128),
+    }
+    settings = Settings.model_validate({"align": {"epochs": 100_000}, "scheduler": scheduler})
+    load = {"rate_per_s": run.rate_per_s, "retrain_rate": 1.0, "seconds": seconds, "seed": run.seed}
+    process = Arrivals.parse(arrivals)
+    report = simulate(
+        SimulationPlan(device=device, model=model, trace=trace, arrivals=process, settings=settings, **load)  # type: ignore[arg-type]
+    )
+    figures = {name: report[part][key] for name, (part, key) in FIGURES.items()}
+    return asdict(run) | figures | {"tpot_target_ms": report["slo"]["tpot_target_ms"]}
+
+
+def table(rows: list[dict[str, Any]], rates: list[float], name: str, scale: float, digits: int) -> str:
+    """Return a table of medians over seeds, in brackets their range where there is one: strategies by rate."""
+    lines = [f"| strategy | {' | '.join(f'{rate:g}/s' for rate in rates)} |", f"| --- |{' --- |' * len(rates)}"]
+    for strategy in STRATEGIES:
+        cells = []
+        for rate in rates:
+            values = [scale * row[name] for row in rows if (row["strategy"], row["rate_per_s"]) == (strategy, rate)]
+            low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+            cells.append(f"{median(values):.{digits}f}" + (f" ({low}–{high})" if low != high else ""))
+        lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@click.command()
+@click.argument("device")
+@click.argument("model")
+@click.option("--trace", required=True)
+@click.option("--arrivals", default="poisson")
+@click.option("--rates", required=True)
+@click.option("--seeds", default="0,1,2")
+@click.option("--slo-ms", type=float, required=True)
+@click.option("--seconds", type=float, default=60.0)
+@click.option("--jobs", type=int, default=2)
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+def main(device: str, model: str, rates: str, seeds: str, jobs: int, output: Path, **load: Any) -> None:
+    """Simulate every strategy at every rate and seed; print tables, and write the figures to a file."""
+    points = [float(rate) for rate in rates.split(",")]
+    runs = [Run(name, rate, int(seed)) for seed in seeds.split(",") for rate in points for name in STRATEGIES]
+    with ProcessPoolExecutor(jobs) as pool:
+        rows = list(pool.map(partial(simulated, device=device, model=model, **load), runs))
+    load["trace"] = Path(load["trace"]).name
+    report = {"device": device, "model": model, **load, "runs": rows}
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    for name, title, scale, digits in (
+        ("in_time", "Requests in time, %", 100.0, 1),
+        ("trained_tokens_per_s", "Tokens trained/s", 1.0, 0),
+        ("output_tokens_per_s", "Output tokens/s", 1.0, 0),
+    ):
+        print(f"\n{title}\n\n{table(rows, points, name, scale, digits)}")
+
+
+if __name__ == "__main__":
+    main()

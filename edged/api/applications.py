@@ -1,0 +1,51 @@
+"""`GET /v1/applications`, `GET` and `DELETE /v1/applications/{type}`: runs of applications, their costs and times."""
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from edged.api.access import Caller, caller_of
+from edged.api.errors import ApiError
+from edged.api.responses import ApplicationList, ApplicationsForgotten, RunList
+from edged.api.services import services_of
+
+
+def _sees(caller: Caller) -> Callable[[str], bool]:
+    """Return whether a caller sees a user's runs: those of users that it speaks for, and its own."""
+    return lambda user: caller.may("admin") or user == caller.tenant or caller.speaks_for(user)
+
+
+async def list_applications(request: web.Request) -> ApplicationList:
+    """Types of applications by user.
+
+    Runs that are open and that ended, with medians of their calls, cost and time. Admins see those of all.
+    """
+    return ApplicationList(applications=services_of(request).runs.types(_sees(caller_of(request))))
+
+
+async def get_application(request: web.Request) -> RunList:
+    """The latest runs of a type.
+
+    Calls, predicted and real cost, seconds, and how much later than under fair sharing each ended.
+    """
+    name = request.match_info["type"]
+    runs = services_of(request).runs.runs(name, _sees(caller_of(request)))
+    if not runs:
+        raise _unknown(name)
+    return RunList(application=name, runs=runs)
+
+
+async def forget(request: web.Request) -> ApplicationsForgotten:
+    """Forget a type's ended runs.
+
+    What was learned of its demand goes with them, once nobody's are left.
+    """
+    name = request.match_info["type"]
+    count = services_of(request).runs.forget(name, _sees(caller_of(request)))
+    if not count:
+        raise _unknown(name)
+    return ApplicationsForgotten(application=name, runs=count)
+
+
+def _unknown(name: str) -> ApiError:
+    return ApiError(404, f'no run of "{name}" is known: see GET /v1/applications', "type", "unknown_application")

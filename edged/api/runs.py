@@ -1,0 +1,279 @@
+"""Runs of applications: what a call says that it belongs to, which runs are open, and what those that ended cost."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import secrets
+import statistics
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from multidict import CIMultiDictProxy
+
+from edged.api.errors import bad_request
+from edged.api.requests import ChatRequest, CompletionRequest
+from edged.demand.predictor import DemandPredictor, features_of
+from edged.scheduler.fairness.virtual_time import call_cost
+from edged.settings.access import USER_NAME
+from edged.settings.fairness import FairnessSettings
+
+log = logging.getLogger("edged.api")
+APPLICATION_HEADER, RUN_HEADER = "X-Edged-Application", "X-Edged-Run"
+_RUN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+"""`traceparent` of W3C Trace Context."""
+_MOST_OPEN = 1024
+"""Open runs of one user; calls of further ones are runs of their own."""
+_MOST_TYPES, _MOST_ENDED = 1024, 256
+"""(User, type) pairs that are kept, and the latest ended runs of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunNames:
+    """The type of application and the run that a call belongs to; `run` is "" for a run of its own."""
+
+    application: str
+    run: str
+
+
+def names_of(
+    headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest, settings: FairnessSettings
+) -> RunNames:
+    """Return what a call says: its own headers, then `metadata`, then what clients send for sessions and traces.
+
+    Raises ApiError (400) for names that cannot be used, and for two that differ.
+    """
+    metadata = body.metadata or {}
+    application = _named(headers, APPLICATION_HEADER, metadata, "application")
+    if application and not USER_NAME.fullmatch(application):
+        raise _unusable(application, "a type of application", "1 to 64 of letters, digits and . _ @ -")
+    run = _named(headers, RUN_HEADER, metadata, "run")
+    if run and not _RUN.fullmatch(run):
+        raise _unusable(run, "a run", "1 to 128 of letters, digits and . _ : @ / + = -")
+    return RunNames(application or _type_of(body), run or _session(headers, body, settings))
+
+
+def _named(headers: CIMultiDictProxy[str], header: str, metadata: Mapping[str, str], key: str) -> str:
+    return _one(
+        {**{value: header for value in headers.getall(header, ())}, **_said(metadata.get(key), f"metadata.{key}")}
+    )
+
+
+def _said(value: str | None, where: str) -> dict[str, str]:
+    return {value: where} if value else {}
+
+
+def _one(named: dict[str, str]) -> str:
+    """Return the one name of {name: where it stands}; "" for none. Raises ApiError (400) for several."""
+    if len(named) > 1:
+        shown = " and ".join(f"{where} {name[:40]!r}" for name, where in named.items())
+        raise bad_request(f"{shown} differ: send one", next(iter(named.values())))
+    return next(iter(named), "")
+
+
+def _unusable(name: str, what: str, allowed: str) -> Exception:
+    return bad_request(f"{name[:40]!r} cannot name {what}: use {allowed}", "metadata")
+
+
+def _session(headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest, settings: FairnessSettings) -> str:
+    """Return the run by the headers of sessions, else the cache key or the trace; "" without any of them."""
+    named = {value: name for name in reversed(settings.run_headers) for value in headers.getall(name, ())}
+    run = _one(named) or body.prompt_cache_key or ""
+    if not run and (trace := _TRACE.fullmatch(headers.get("traceparent", ""))):
+        run = trace[1]
+    # Other programs' names are as they please.
+    return run if _RUN.fullmatch(run) or not run else hashlib.sha256(run.encode()).hexdigest()[:32]
+
+
+def _type_of(body: ChatRequest | CompletionRequest) -> str:
+    """Return the type of a call that names none: agents have one system message each."""
+    if isinstance(body, CompletionRequest):
+        return "text"
+    first = body.messages[0].plain()
+    return (
+        f"agent-{hashlib.sha256(first['content'].encode()).hexdigest()[:12]}" if first["role"] == "system" else "chat"
+    )
+
+
+@dataclass(slots=True, eq=False)
+class ApplicationRun:
+    """A run from its first call on."""
+
+    key: str
+    """Its name in the engine; "" for a single answer that belongs to none."""
+    user: str
+    application: str
+    name: str
+    begun_s: float
+    predicted: float
+    features: np.ndarray | None = None
+    """Of its first call, where demand is learned."""
+    calls: int = 0
+    open_calls: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    cost: float = 0.0
+    ended_s: float = 0.0
+    late_s: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Return it as `GET /v1/applications/{type}` shows it."""
+        names = ("calls", "open_calls", "prompt_tokens", "answer_tokens", "cost", "predicted", "late_s")
+        shown = {name: getattr(self, name) for name in names}
+        return {"run": self.name, "user": self.user, "seconds": max(0.0, self.ended_s - self.begun_s), **shown}
+
+
+@dataclass(slots=True)
+class _Ended:
+    runs: deque[ApplicationRun] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
+    count: int = 0
+
+
+class ApplicationRuns:
+    """The open and the latest ended runs of all users; used on the event loop alone."""
+
+    def __init__(
+        self,
+        settings: Callable[[], FairnessSettings],
+        late_s: Callable[[str], float] = lambda _: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`late_s` returns how much later a run of this key ended than under fair sharing."""
+        self._settings, self._late_s, self._clock = settings, late_s, clock
+        self.open: OrderedDict[str, ApplicationRun] = OrderedDict()
+        """Open runs by key, the one whose last call is longest ago first."""
+        self._open_of: dict[str, int] = {}
+        self._ended: OrderedDict[tuple[str, str], _Ended] = OrderedDict()
+        self.demand, self._salt = DemandPredictor(), secrets.token_bytes(16)
+        self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
+        self.fresh: deque[ApplicationRun] = deque(maxlen=4096)
+        """Runs that ended since somebody took them, for the metrics."""
+        self._told = False
+
+    def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
+        """Count a call as begun; returns its run. `call`: its text, prompt tokens, choices and `max_tokens`."""
+        self.sweep()
+        text, prompt, choices, most_tokens = call
+        name = names.run if self._open_of.get(user, 0) < _MOST_OPEN or f"{user}/{names.run}" in self.open else ""
+        if names.run and not name and not self._told:
+            self._told = True
+            log.warning("%s has more than %d open runs: calls of others stand for themselves", user, _MOST_OPEN)
+        # The choices of one request belong together, whatever it says.
+        key = f"{user}/{name}" if name else f"{user}/{request}" if choices > 1 else ""
+        run = self.open.get(key) if key else None
+        if run is None:
+            run = ApplicationRun(key, user, names.application, name or request, self._clock(), 0.0)
+            if self._settings().policy == "justitia":
+                otherwise = choices * call_cost(prompt, most_tokens / 2)
+                run.features = features_of(text, prompt, choices, most_tokens, self._salt)
+                run.predicted = self.demand.predict(names.application, run.features, otherwise)
+            if key:
+                self.open[key] = run
+                self._open_of[user] = self._open_of.get(user, 0) + 1
+        run.calls += 1
+        run.open_calls += 1
+        return run
+
+    def end(self, run: ApplicationRun, prompt: int, answers: list[int]) -> None:
+        """Count a call as ended, with the tokens of its prompt and of each answer."""
+        run.open_calls -= 1
+        run.ended_s = self._clock()
+        run.prompt_tokens += prompt
+        run.answer_tokens += sum(answers)
+        run.cost += sum(call_cost(prompt, answer) for answer in answers)
+        if run.key in self.open:
+            self.open.move_to_end(run.key)
+        elif not run.open_calls:
+            self._close(run)
+
+    def sweep(self) -> None:
+        """Close the runs of which nothing came for `fairness.idle_s`; train what is due while nobody is served."""
+        oldest_s = self._clock() - self._settings().idle_s
+        for run in list(self.open.values()):
+            if run.open_calls:
+                continue
+            if run.ended_s > oldest_s:
+                break
+            del self.open[run.key]
+            self._open_of[run.user] -= 1
+            if not self._open_of[run.user]:
+                del self._open_of[run.user]
+            self._close(run)
+
+    def _close(self, run: ApplicationRun) -> None:
+        run.late_s = self._late_s(run.key)
+        if run.features is not None:
+            self.demand.observe(run.application, run.features, run.cost)
+            run.features = None
+            if self.demand.due(run.application):
+                self._trainer.submit(self._train, run.application)
+        ended = self._ended.setdefault((run.user, run.application), _Ended())
+        self._ended.move_to_end((run.user, run.application))
+        if len(self._ended) > _MOST_TYPES:
+            self._ended.popitem(last=False)
+        ended.runs.append(run)
+        ended.count += 1
+        self.fresh.append(run)
+
+    def _train(self, application: str) -> None:
+        try:
+            if self.demand.due(application):
+                self.demand.train(application)
+        except Exception:
+            log.exception("the demand of %s could not be learned: its median counts", application)
+
+    def forget(self, application: str, sees: Callable[[str], bool] = lambda _: True) -> int:
+        """Forget ended runs of a type, and what was learned of it; returns how many. `sees` says of whom."""
+        gone = [key for key in self._ended if key[1] == application and sees(key[0])]
+        count = sum(self._ended.pop(key).count for key in gone)
+        if count and all(name != application for _, name in self._ended):
+            self.demand.forget(application)
+        return count
+
+    def forget_user(self, user: str) -> None:
+        """Forget a user's ended runs, and what was learned of types that nobody else ran."""
+        for _, application in [key for key in self._ended if key[0] == user]:
+            self.forget(application, lambda name: name == user)
+
+    def types(self, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """Return the types of applications that `sees` allows, by user, the latest last."""
+        self.sweep()
+        open_runs: dict[tuple[str, str], int] = {}
+        for run in self.open.values():
+            open_runs[run.user, run.application] = open_runs.get((run.user, run.application), 0) + 1
+        keys = [key for key in dict.fromkeys([*self._ended, *open_runs]) if sees(key[0])]
+        return [self._type(key, open_runs.get(key, 0)) for key in keys]
+
+    def _type(self, key: tuple[str, str], open_runs: int) -> dict[str, Any]:
+        ended = self._ended.get(key, _Ended())
+
+        def middle(name: str) -> float | None:
+            return statistics.median(getattr(run, name) for run in ended.runs) if ended.runs else None
+
+        seconds = [run.ended_s - run.begun_s for run in ended.runs]
+        return {
+            "application": key[1],
+            "user": key[0],
+            "open": open_runs,
+            "runs": ended.count,
+            "calls_p50": middle("calls"),
+            "cost_p50": middle("cost"),
+            "predicted_p50": middle("predicted"),
+            "seconds_p50": statistics.median(seconds) if seconds else None,
+            "late_s_max": max((run.late_s for run in ended.runs), default=None),
+        }
+
+    def runs(self, application: str, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
+        """Return the open and the latest ended runs of a type that `sees` allows, by their users."""
+        self.sweep()
+        ended = [run for key, known in self._ended.items() if key[1] == application for run in known.runs]
+        return [
+            run.report() for run in (*ended, *self.open.values()) if run.application == application and sees(run.user)
+        ]

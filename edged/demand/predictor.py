@@ -1,0 +1,108 @@
+"""The demand of a run by the type of its application and by its first call.
+
+Costs are KV token-iterations of the whole run. A type with few runs is expected to cost its median, a new one that of
+all; with more a network knows it by the words and sizes of the first call.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edged.demand.network import Network, train
+
+WORDS = 512
+"""Classes that words are hashed into."""
+_FEATURES = WORDS + 3
+_LEAST_KNOWN, _LEAST_TRAINED = 3, 20
+"""Runs of a type from which its own median counts, and from which a network is trained."""
+_MOST_RUNS, _MOST_TYPES = 300, 64
+_GROWTH = 1.2
+_LONGEST_TEXT = 2048
+"""Characters of a call that are looked at."""
+_WORD = re.compile(r"\w+")
+
+
+def features_of(text: str, prompt: int, choices: int, most_tokens: int, salt: bytes = b"") -> np.ndarray:
+    """Return the features of a first call: counts of its words by salted hash, and the logarithms of its sizes."""
+    row = np.zeros(_FEATURES, np.float32)
+    hashed = [zlib.crc32(salt + word.encode()) % WORDS for word in _WORD.findall(text[:_LONGEST_TEXT].lower())]
+    row[:WORDS] = np.bincount(np.array(hashed, np.int64), minlength=WORDS)
+    row[WORDS:] = [math.log1p(size) for size in (prompt, choices, most_tokens)]
+    return row
+
+
+@dataclass(slots=True)
+class _Type:
+    rows: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
+    costs: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
+    runs: int = 0
+    trained: int = 0
+    network: Callable[[np.ndarray], float] | None = None
+    rarity: np.ndarray | None = None
+    """Weight of each class of words: the rarer among the type's runs, the more."""
+
+
+class DemandPredictor:
+    """The costs of runs, learned from `observe`; `predict` may be asked while another thread is in `train`."""
+
+    def __init__(self) -> None:
+        self._types: OrderedDict[str, _Type] = OrderedDict()
+        self._costs: deque[float] = deque(maxlen=_MOST_RUNS)
+
+    def observe(self, application: str, row: np.ndarray, cost: float) -> None:
+        """Learn what a run of a type cost, by the features of its first call."""
+        known = self._types.setdefault(application, _Type())
+        self._types.move_to_end(application)
+        if len(self._types) > _MOST_TYPES:
+            self._types.popitem(last=False)
+        known.rows.append(row)
+        known.costs.append(cost)
+        known.runs += 1
+        self._costs.append(cost)
+
+    def predict(self, application: str, row: np.ndarray, otherwise: float) -> float:
+        """Return the expected cost of a run; `otherwise` where nothing is known yet."""
+        known = self._types.get(application)
+        if known is None or len(known.costs) < _LEAST_KNOWN:
+            return statistics.median(self._costs) if self._costs else otherwise
+        if known.network is None or known.rarity is None:
+            return statistics.median(known.costs)
+        log_cost = known.network(_weighted(row, known.rarity))
+        # No run is expected to be far from all that there were.
+        return math.exp(min(max(log_cost, math.log(min(known.costs)) - 1.0), math.log(max(known.costs)) + 1.0))
+
+    def due(self, application: str) -> bool:
+        """Whether a type has so many more runs that its network is to be trained anew."""
+        known = self._types.get(application)
+        return known is not None and known.runs >= max(_LEAST_TRAINED, _GROWTH * known.trained)
+
+    def train(self, application: str) -> None:
+        """Train a type's network on its runs."""
+        known = self._types.get(application)
+        if known is None:
+            return
+        pairs = list(zip(list(known.rows), list(known.costs), strict=False))
+        rows, costs = np.stack([row for row, _ in pairs]), np.array([cost for _, cost in pairs])
+        seen = (rows[:, :WORDS] > 0).sum(axis=0)
+        rarity = np.log((1.0 + len(rows)) / (1.0 + seen)).astype(np.float32)
+        network: Network = train(_weighted(rows, rarity), np.log(np.maximum(costs, 1.0)))
+        known.network, known.rarity, known.trained = network, rarity, known.runs
+
+    def forget(self, application: str) -> None:
+        """Forget what was learned of a type."""
+        self._types.pop(application, None)
+
+
+def _weighted(rows: np.ndarray, rarity: np.ndarray) -> np.ndarray:
+    """Return features whose counts of words are weighed by their rarity (TF-IDF), of unit length."""
+    words = rows[..., :WORDS] * rarity
+    length = np.linalg.norm(words, axis=-1, keepdims=True)
+    return np.concatenate([words / np.maximum(length, 1e-6), rows[..., WORDS:]], axis=-1)

@@ -1,0 +1,185 @@
+"""The trial of LoRA at start: two adapters in mixed batches against transformers' own forward, and a small DPO step in
+both ways of units against autograd. What fails is the reason why the model is not trained."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+
+from edged.align.adapters.adapter import AdapterState, LoraSpec
+from edged.align.dpo.adapter_step import AdapterStep
+from edged.align.dpo.decoder import LoraParameters, LoraRows
+from edged.align.dpo.loss import PairLogps, preference_loss
+from edged.align.dpo.step import DpoStep
+from edged.align.feedback.pair import TokenPair
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.lora.segments import NO_SLOT
+from edged.engine.model.layer_access import LayerTap, PagedDecoder
+from edged.engine.model.probe import close, own_logits
+from edged.engine.model.served_model import ServedModel
+from edged.engine.model_runner import segments_of, take_of
+from edged.runtime import logs
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, Settings
+
+_PROMPT, _CHOSEN, _REJECTED = 5, 3, 4
+_PAGE, _PAGES = 4, 8
+_WINDOW = 8
+"""Tokens of a window: fewer than the pair's, so that a layer's units pass gradients to each other."""
+_UPDATE = 0.1
+"""Standard deviation of the adapters' B, which make updates about half as large as the base's outputs."""
+_ROUNDING = 0.25
+"""Largest difference of gradients in 16 bits, relative to their norm; a part that is lost makes more."""
+
+
+def try_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
+    """Try a model with LoRA attached. Linears that get no gradient are unwrapped; `trainable_error` says what fails.
+
+    Where adapters do not even answer right, all linears are: the base alone is served.
+    """
+    if not model.lora.linears:
+        return
+    name, states = model.shape.architecture, [_adapter(model, align, index) for index in range(min(slots, 2))]
+    if why := _failure(partial(_mixed_batches, model, states)):
+        model.adaptable = frozenset()
+        model.attach_lora(align, slots)
+        model.trainable_error = f"{name} is served without adapters, and not trained: with them {why}"
+    elif not model.trainable_error:
+        ids = _tokens(model, _PROMPT + _CHOSEN + _REJECTED, 0)
+        prompt, chosen, rejected = (tuple(part.tolist()) for part in np.split(ids, [_PROMPT, _PROMPT + _CHOSEN]))
+        pair = TokenPair(0, states[0].name, prompt, chosen, rejected)
+        dead: list[str] = []
+        if why := _failure(partial(_dpo_steps, model, align, states[0], pair, dead)):
+            model.trainable_error = f"{name} is served, not trained: {why}"
+        elif dead:
+            model.adaptable -= set(dead)
+            model.attach_lora(align, slots)
+            try_lora(model, align, slots)
+    if model.device.type == "cuda":
+        # The K/V pages are counted from what is free.
+        torch.cuda.empty_cache()
+
+
+def _failure(check: Callable[[], str]) -> str:
+    """Return what `check` says; an error that it ends with is the reason, as it would be every request's or step's."""
+    try:
+        return check()
+    except Exception as error:
+        return f"a trial ended with {type(error).__name__}: {logs.first_line(error)}"
+
+
+def _adapter(model: ServedModel, align: AlignSettings, index: int) -> AdapterState:
+    """Return an adapter whose A and B are random."""
+    shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
+    spec = LoraSpec(shapes, align.rank, align.alpha, "", model.fingerprint, ())
+    # No pair may end for its loss.
+    settings = Settings(align=align.model_copy(update={"loss_threshold": 0.0}))
+    state = AdapterState(f"trial {index}", spec, Live(settings), model.device)
+    generator = torch.Generator().manual_seed(index)
+    with torch.no_grad():
+        for _, b in state.weights.values():
+            b.copy_(torch.empty(b.shape).normal_(0.0, _UPDATE, generator=generator))
+    return state
+
+
+def _tokens(model: ServedModel, count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, model.shape.vocab_size, count)
+
+
+def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray) -> torch.Tensor:
+    """Return the logits of transformers' own forward, with an adapter's leaves."""
+    tokens = torch.as_tensor(ids, device=model.device)
+    if state is None:
+        return own_logits(model.model, tokens)
+    with model.lora.training([LoraRows(0, len(ids), LoraParameters(state.weights, state.spec.scaling, {}))]):
+        return own_logits(model.model, tokens)
+
+
+def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
+    """Answer for all adapters and the base at once, in chunks and decodes; return what is wrong, or ""."""
+    every = [*states, None]
+    kv = model.new_kv(len(every) * _PAGES + 1, _PAGE)
+    texts = [_tokens(model, 9, seed) for seed in range(len(every))]
+    got: list[list[torch.Tensor]] = [[] for _ in every]
+    for slot, adapter in enumerate(states):
+        model.lora.load(slot, adapter.weights, adapter.spec.scaling)
+    with torch.inference_mode():
+        for stops in ([5, 8, 3], [9, 9, 9]):
+            segments = []
+            for index, (state, ids, stop) in enumerate(zip(every, texts, stops, strict=False)):
+                first = sum(map(len, got[index]))
+                pages = np.arange(_PAGES) + index * _PAGES + 1
+                slot = NO_SLOT if state is None else index
+                segments.append(Segment(ids[first:stop], first, pages, slot, position=first))
+            batch = pack(segments, kv, model.device)
+            rows = torch.arange(batch.input_ids.shape[1], device=model.device)
+            with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+                logits = model.forward(batch.input_ids, batch.position_ids, rows).float()
+            for own, segment in zip(got, segments, strict=True):
+                own.append(logits[segment.rows])
+        right = [
+            close(model, torch.cat(own), _adapted(model, state, ids))
+            for own, state, ids in zip(got, every, texts, strict=True)
+        ]
+    return "" if all(right) else "a mixed batch answers differently from its own attention"
+
+
+def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pair: TokenPair, dead: list[str]) -> str:
+    """Compute a step's gradient by both ways of units; return what is wrong, or "".
+
+    Where linears get no gradient by autograd, their names are put into `dead`, and no step is computed.
+    """
+    logps = []
+    with torch.enable_grad():
+        for answer in (pair.chosen, pair.rejected):
+            logits = _adapted(model, state, np.array((*pair.prompt, *answer)))
+            targets = torch.tensor(answer, device=model.device)[:, None]
+            logps.append(logits[_PROMPT - 1 : -1].log_softmax(-1).gather(1, targets).sum())
+    chosen, rejected = (float(logp.detach()) for logp in logps)
+    # The reference's log-probabilities are the policy's own, so that the loss is far from flat.
+    pair = replace(pair, ref_chosen_logp=chosen, ref_rejected_logp=rejected)
+    sums = PairLogps(chosen, rejected, chosen, rejected, _CHOSEN, _REJECTED)
+    loss = preference_loss(sums, align.beta, align.loss, align.sft_weight)
+    total = loss.chosen_grad * logps[0] + loss.rejected_grad * logps[1]
+    found = torch.autograd.grad(total, state.parameters(), allow_unused=True)
+    dead += [name for name, a in zip(state.weights, found[::2], strict=True) if a is None]
+    if dead:
+        return ""
+    wanted = torch.cat([gradient.flatten() for gradient in found])
+    for window in (_WINDOW, pair.tokens):
+        settings = align.model_copy(update={"window_tokens": window})
+        got = _gradients(model, settings, AdapterStep(state, [pair], []), keep_graph=window == pair.tokens)
+        if not close(model, got, wanted, _ROUNDING):
+            apart = (got - wanted).norm() / wanted.norm()
+            return f"a DPO step's gradient differs from autograd's by {apart:.2g} of its norm"
+    return ""
+
+
+def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, keep_graph: bool) -> torch.Tensor:
+    """Run a step's forward and units up to the optimizer's; return the gradients of all A and B in one row."""
+    kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
+    tap = LayerTap(model)
+    step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep_graph)
+    model.lora.load(0, member.state.weights, member.leaves.scaling)
+    try:
+        while step.group.tokens_left or step.units_left()[0][0] != "step":
+            if not step.group.tokens_left:
+                step.run_unit()
+                continue
+            size = min(step.group.tokens_left, _WINDOW)
+            taken = step.group.take(size)
+            segments = segments_of(taken, {member.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
+            with torch.inference_mode():
+                batch = pack(segments, kv, model.device)
+                tap.arm([take_of(step.group, taken, segments, model.device)])
+                with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+                    model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+                tap.disarm()
+            step.group.advance(size)
+    finally:
+        tap.remove()
+    return torch.cat([gradient.flatten() for both in member.leaves.gradients.values() for gradient in both])

@@ -1,0 +1,147 @@
+"""Justitia: the application goes next that would end first under fair sharing; nobody overtakes it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable, Mapping
+from itertools import islice
+from typing import Any
+
+from edged.scheduler.fairness.training import TrainingTurns
+from edged.scheduler.fairness.virtual_counters import VirtualCounters
+from edged.scheduler.fairness.virtual_time import VirtualTime
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.policies.base import Order
+from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.settings.load import FairnessSettings
+
+_MOST_ENDED = 4096
+"""Ended runs whose lateness is kept."""
+_MOST_SHOWN = 32
+
+
+def run_of(task: Task) -> str:
+    """Return the run that a call belongs to; one that belongs to none is a run of its own."""
+    return task.run or f"#{task.task_id}"
+
+
+class JustitiaOrder(Order):
+    """The run with the least tag enters next. Calls that are in memory are not preempted for it.
+
+    A run is open from its first call until `fairness.idle_s` after its last one. It is charged as its tokens are made,
+    by the K/V rows that it holds then.
+    """
+
+    strict = True
+
+    def __init__(self, fairness: FairnessSettings, row_order: Order) -> None:
+        self.fairness = fairness
+        self.key = row_order.key
+        self.clock = VirtualTime()
+        self.training = TrainingTurns(VirtualCounters(lambda name: self.fairness.weight(name)))
+        self._calls: dict[str, int] = {}
+        """Live calls of open runs."""
+        self._idle: OrderedDict[str, float] = OrderedDict()
+        """When runs without a live call are closed, the next one first."""
+        self.late_s: OrderedDict[str, float] = OrderedDict()
+        """Seconds by which runs' last calls ended later than under fair sharing; 0 where they did not."""
+        self.ended: deque[float] = deque(maxlen=_MOST_ENDED)
+        """Lateness of closed runs, for whoever takes it."""
+
+    def follows(self, settings: FairnessSettings) -> bool:
+        """Whether these settings want this order, with its state."""
+        return (self.fairness.policy, self.fairness.by) == (settings.policy, settings.by)
+
+    def flow(self, task: Task) -> str:
+        """Return the run."""
+        return run_of(task)
+
+    def flow_key(self, flow: Hashable) -> float:
+        """Return the run's tag; one that was not heard of begins now."""
+        known = self.clock.applications.get(str(flow))
+        return known.tag if known is not None else self.clock.now
+
+    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+        """Return the prompts that enter next, run by run."""
+        chosen: list[Task] = []
+        for run in self.clock.ranked():
+            if (tasks := flows.get(run.key)) is not None:
+                chosen += tasks[: most - len(chosen)]
+                if len(chosen) == most:
+                    break
+        return chosen
+
+    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
+        """Return the ready adapters that were trained least."""
+        return self.training.next_steps(adapters, most)
+
+    def arrived(self, task: Task, now: float) -> None:
+        """Open the call's run, or take it up again with its old tag."""
+        if task.kind is Kind.FINETUNE:
+            return
+        run = run_of(task)
+        if run not in self.clock.applications:
+            sharer = task.tenant if self.fairness.by == "user" else run
+            self.clock.open(run, sharer, self.fairness.weight(task.tenant), task.run_cost or task.tokens)
+        self._idle.pop(run, None)
+        self._calls[run] = self._calls.get(run, 0) + 1
+
+    def left(self, task: Task, now: float) -> None:
+        """Note the end of a run's last call, which may be followed by others; charge a step that is done."""
+        if task.kind is Kind.FINETUNE:
+            self.training.ended(task)
+            return
+        run = run_of(task)
+        if run not in self._calls:
+            return
+        self._calls[run] -= 1
+        if self._calls[run]:
+            return
+        self.late_s[run] = max(0.0, now - self.clock.applications[run].fair_end_s)
+        self.late_s.move_to_end(run)
+        if len(self.late_s) > _MOST_ENDED:
+            self.late_s.popitem(last=False)
+        if task.run:
+            self._idle[run] = now + self.fairness.idle_s
+        else:
+            self._close(run)
+
+    def before(self, queues: TaskQueues, now: float) -> None:
+        """Close runs of which nothing came for long enough."""
+        while self._idle and (first := next(iter(self._idle.items())))[1] <= now:
+            del self._idle[first[0]]
+            self._close(first[0])
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Charge runs for the rows that they held as their tokens were made."""
+        work: dict[str, float] = {}
+        for outcome in result.outcomes:
+            task = outcome.task
+            if task.kind is not Kind.FINETUNE and outcome.next_kind is not Kind.PREFILL:
+                run = run_of(task)
+                if run in self._calls:
+                    work[run] = work.get(run, 0.0) + task.context - task.pruned + outcome.tokens + 1
+        self.clock.serve(work, now)
+        self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
+
+    def _close(self, run: str) -> None:
+        del self._calls[run]
+        self.clock.close(run)
+        self.ended.append(self.late_s.get(run, 0.0))
+
+    def report(self) -> dict[str, Any]:
+        """Return the virtual time, and the open runs in the order of their tags."""
+        known, calls = dict(list(self.clock.applications.items())), self._calls
+        ranked = sorted(known.values(), key=lambda run: run.tag)
+        runs = [
+            {
+                "run": run.key.partition("/")[2] or run.key,
+                "user": run.key.partition("/")[0] if "/" in run.key else run.sharer,
+                "tag": run.tag,
+                "cost": run.cost,
+                "served": run.served,
+                "calls": calls.get(run.key, 0),
+            }
+            for run in islice(ranked, _MOST_SHOWN)
+        ]
+        return {"policy": "justitia", "virtual_time": self.clock.now, "open": len(known), "runs": runs, "users": {}}

@@ -1,0 +1,97 @@
+"""The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
+
+from collections.abc import Hashable
+from itertools import accumulate, takewhile
+
+from edged.scheduler.planning.queues import TaskQueues, by_deadline
+from edged.scheduler.policies.base import Order
+from edged.scheduler.policies.hybrid import LOOK_AHEAD
+from edged.scheduler.policies.mace.admission import MaceAdmission
+from edged.scheduler.task import IterationResult, Kind, Plan, Task
+
+FIRST, HOPEFUL, LATE = 0, 1, 2
+"""Flows of the queue, in their order."""
+PATIENCE = 8.0
+"""Multiple of its target that a prompt waits at most before it goes first.
+
+Simulated on an Orin in bursts of long prompts, 8 had as many first tokens in time as 20, and 3 had fewer.
+"""
+
+
+class Triage(Order):
+    """Prompts that can be in time before late ones, which go first once they have waited for PATIENCE targets.
+
+    Those that can be are in order of their deadlines where that saves all of them, else the shortest rest of a prompt
+    is first. A preempted answer goes before all: its reader has begun to read.
+    """
+
+    def __init__(self) -> None:
+        self._flows: dict[Task, int] = {}
+        self._answered: set[Task] = set()
+
+    def flow(self, task: Task) -> Hashable:
+        """Return the flow that `before` last found a prompt to belong to."""
+        return self._flows.get(task, HOPEFUL)
+
+    def flow_key(self, flow: Hashable) -> float:
+        """Return the place of a flow: its number."""
+        assert isinstance(flow, int)
+        return flow
+
+    def key(self, task: Task) -> tuple[float, int]:
+        """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
+        return overdue_s(task) if task in self._flows else task.deadline_s, task.task_id
+
+    def left(self, task: Task, now: float) -> None:
+        """Forget it."""
+        self._flows.pop(task, None)
+        self._answered.discard(task)
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Note who has a first token."""
+        for outcome in result.outcomes:
+            if outcome.task.kind is Kind.PREFILL and outcome.next_kind is Kind.DECODE:
+                self._answered.add(outcome.task)
+
+    def before(self, queues: TaskQueues, now: float) -> None:
+        """File anew the prompts that have become late, and those that have been it too long."""
+        flows = queues.flows
+        late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if self._late(task, now)]
+        moves = [(task, FIRST if task in self._answered else LATE) for task in late]
+        moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, flows.get(LATE, ()))]
+        for task, flow in moves:
+            queues.take_waiting(task)
+            self._flows[task] = flow
+            queues.file(task)
+
+    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+        """Return prompts in their order at `now`, and those that can be in time."""
+        groups: tuple[list[Task], ...] = ([], [], [])
+        for task in prompts:
+            first = task in self._answered or overdue_s(task) <= now
+            groups[FIRST if first else LATE if self._late(task, now) else HOPEFUL].append(task)
+        first_ones, hopeful, late = groups
+        hopeful.sort(key=by_deadline)
+        token_s = self.cost.token_s
+        ends_s = accumulate((task.tokens * token_s for task in hopeful), initial=now)
+        next(ends_s)
+        if any(end_s > task.deadline_s for end_s, task in zip(ends_s, hopeful, strict=True)):
+            hopeful.sort(key=lambda task: (task.tokens, task.deadline_s, task.task_id))
+        for others in (first_ones, late):
+            others.sort(key=overdue_s)
+        return [*first_ones, *hopeful, *late], hopeful
+
+    def _late(self, task: Task, now: float) -> bool:
+        """Whether its first token is late whatever is done."""
+        return now + task.tokens * self.cost.token_s > task.deadline_s
+
+
+class PatientAdmission(MaceAdmission):
+    """MACE's admission for an order that puts late prompts last: they may be overtaken for as long."""
+
+    patience = PATIENCE
+
+
+def overdue_s(task: Task) -> float:
+    """Return the moment at which a prompt has waited for PATIENCE targets."""
+    return task.arrival_s + PATIENCE * (task.deadline_s - task.arrival_s)

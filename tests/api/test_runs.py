@@ -1,0 +1,244 @@
+"""Runs of applications: what calls say, what joins them, and what is told of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from edged.api.errors import ApiError
+from edged.api.requests import ChatRequest, CompletionRequest
+from edged.api.runs import ApplicationRun, ApplicationRuns, RunNames, names_of
+from edged.scheduler.fairness.virtual_time import call_cost
+from edged.settings.load import FairnessSettings
+from tests.api.live import LiveDaemon, running
+from tests.models import save_tiny
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+def names(headers: list[tuple[str, str]], **body: Any) -> RunNames:
+    messages = body.pop("messages", [{"role": "user", "content": "hello"}])
+    request = ChatRequest.checked({"messages": messages, **body})
+    return names_of(CIMultiDictProxy(CIMultiDict(headers)), request, FairnessSettings())
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "run"),
+    [
+        ([("X-Edged-Run", "r-1"), ("X-Session-Id", "s-1")], {"prompt_cache_key": "c-1"}, "r-1"),
+        ([("X-Session-Id", "s-1")], {"metadata": {"run": "m-1"}}, "m-1"),
+        ([("X-Claude-Code-Session-Id", "cc-1")], {"prompt_cache_key": "c-1"}, "cc-1"),
+        ([("session_id", "s-2")], {}, "s-2"),
+        ([("X-Session-Id", "same"), ("session-id", "same")], {}, "same"),
+        ([("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01")], {"prompt_cache_key": "c-1"}, "c-1"),
+        ([("traceparent", f"00-{TRACE}-00f067aa0ba902b7-01")], {}, TRACE),
+        ([("traceparent", "00-" + "0" * 32 + "-00f067aa0ba902b7-01")], {}, ""),
+        ([("traceparent", "nonsense")], {}, ""),
+        ([("x-client-request-id", "r-1")], {}, ""),
+    ],
+)
+def test_the_first_name_that_is_there_is_the_run(
+    headers: list[tuple[str, str]], body: dict[str, Any], run: str
+) -> None:
+    assert names(headers, **body).run == run
+
+
+def test_the_names_of_other_programs_may_be_any_text() -> None:
+    run = names([], prompt_cache_key="a key with spaces").run
+    assert len(run) == 32
+    assert run == names([], prompt_cache_key="a key with spaces").run
+
+
+def test_the_type_is_what_is_said_or_the_agents_system_message() -> None:
+    assert names([("X-Edged-Application", "mail")], metadata={"application": "mail"}).application == "mail"
+    assert names([], metadata={"application": "wiki"}).application == "wiki"
+    agent = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "a"}]
+    other = [{"role": "system", "content": "You fix code."}, {"role": "user", "content": "b"}]
+    assert names([], messages=agent).application == names([], messages=other).application
+    assert names([]).application == "chat"
+    text = CompletionRequest.checked({"prompt": "once"})
+    assert names_of(CIMultiDictProxy(CIMultiDict()), text, FairnessSettings()).application == "text"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "told"),
+    [
+        ([("X-Edged-Run", "a"), ("X-Edged-Run", "b")], {}, "differ"),
+        ([("X-Edged-Run", "a")], {"metadata": {"run": "b"}}, "differ"),
+        ([("X-Edged-Application", "a")], {"metadata": {"application": "b"}}, "differ"),
+        ([("X-Session-Id", "a"), ("X-Claude-Code-Session-Id", "b")], {}, "differ"),
+        ([("X-Edged-Run", "a b")], {}, "cannot name a run"),
+        ([("X-Edged-Run", "a" * 129)], {}, "cannot name a run"),
+        ([("X-Edged-Application", "a/b")], {}, "cannot name a type"),
+        ([], {"metadata": {"application": "a" * 65}}, "cannot name a type"),
+        ([], {"metadata": ["a"]}, "metadata"),
+        ([], {"metadata": {"run": 3}}, "metadata"),
+        ([], {"metadata": {str(number): "a" for number in range(17)}}, "metadata"),
+    ],
+)
+def test_names_that_differ_or_cannot_be_used_are_refused(
+    headers: list[tuple[str, str]], body: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ApiError, match=told) as caught:
+        names(headers, **body)
+    assert caught.value.status == 400
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def runs_of(policy: str = "justitia") -> tuple[ApplicationRuns, Clock]:
+    clock, settings = Clock(), FairnessSettings.model_validate({"policy": policy, "idle_s": 10.0})
+    return ApplicationRuns(lambda: settings, lambda _: 1.5, clock), clock
+
+
+def call(runs: ApplicationRuns, user: str, name: str, request: str = "req", choices: int = 1) -> ApplicationRun:
+    return runs.begin(user, RunNames("mail", name), request, ("sort my mail", 100, choices, 200))
+
+
+def test_calls_of_one_run_are_one_until_nothing_came_for_a_while() -> None:
+    runs, clock = runs_of()
+    first = call(runs, "ann", "r")
+    runs.end(first, 100, [20])
+    clock.now = 9.0
+    assert call(runs, "ann", "r") is first
+    runs.end(first, 150, [30])
+    clock.now = 18.0
+    assert call(runs, "ann", "r") is first
+    runs.end(first, 10, [1])
+    clock.now = 29.0
+    assert call(runs, "ann", "r") is not first
+    assert first.cost == call_cost(100, 20) + call_cost(150, 30) + call_cost(10, 1)
+    assert (first.calls, first.late_s) == (3, 1.5)
+
+
+def test_a_run_with_an_open_call_stays_open_however_long_it_takes() -> None:
+    runs, clock = runs_of()
+    first = call(runs, "ann", "r")
+    clock.now = 1000.0
+    assert call(runs, "ann", "r") is first
+
+
+def test_nobody_joins_anothers_run() -> None:
+    runs, _ = runs_of()
+    assert call(runs, "ann", "r").key != call(runs, "bob", "r").key
+
+
+def test_a_call_without_a_run_stands_for_itself_with_all_its_choices() -> None:
+    runs, clock = runs_of()
+    alone = call(runs, "ann", "")
+    assert alone.key == ""
+    runs.end(alone, 100, [5])
+    many = call(runs, "ann", "", "req-2", choices=4)
+    assert many.key == "ann/req-2"
+    runs.end(many, 100, [5] * 4)
+    clock.now = 11.0
+    (told,) = runs.types(lambda _: True)
+    assert (told["runs"], told["open"]) == (2, 0)
+
+
+def test_beyond_1024_open_runs_calls_stand_for_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    runs, _ = runs_of()
+    for number in range(1024):
+        call(runs, "ann", f"r-{number}")
+    assert [call(runs, "ann", f"s-{number}").key for number in range(3)] == ["", "", ""]
+    assert call(runs, "ann", "r-5").key == "ann/r-5"
+    assert call(runs, "bob", "r").key == "bob/r"
+    assert sum("more than 1024 open runs" in record.message for record in caplog.records) == 1
+
+
+def test_demand_is_what_runs_of_the_type_have_cost() -> None:
+    runs, _ = runs_of()
+    for _ in range(5):
+        runs.end(call(runs, "ann", ""), 100, [40])
+    assert call(runs, "ann", "").predicted == call_cost(100, 40)
+    assert runs_of("vtc")[0].begin("ann", RunNames("mail", ""), "r", ("a", 1, 1, 1)).predicted == 0.0
+
+
+def test_a_predictor_that_fails_leaves_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, _ = runs_of()
+
+    def fail(_: str) -> None:
+        raise FloatingPointError("no gradient")
+
+    monkeypatch.setattr(runs.demand, "train", fail)
+    for _ in range(25):
+        runs.end(call(runs, "ann", ""), 100, [40])
+    assert call(runs, "ann", "").predicted == call_cost(100, 40)
+
+
+def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone() -> None:
+    runs, clock = runs_of()
+    for user in ("ann", "bob"):
+        runs.end(call(runs, user, "r"), 100, [40])
+    clock.now = 11.0
+    assert [told["user"] for told in runs.types(lambda user: user == "ann")] == ["ann"]
+    assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann", "bob"]
+    runs.forget_user("bob")
+    assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann"]
+    assert runs.forget("mail", lambda user: user == "bob") == 0
+    assert runs.forget("mail") == 1
+    assert runs.types(lambda _: True) == []
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    folder = tmp_path_factory.mktemp("runs")
+    model = save_tiny(folder / "tiny", max_position_embeddings=512)
+    settings = {"fairness__policy": "justitia", "fairness__idle_s": 0.1}
+    with running(folder / "run", model, **settings) as live:
+        yield live
+
+
+def ask(http: httpx2.Client, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
+    sent = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "user": "ann", **body}
+    answer = http.post("/v1/chat/completions", json=sent, headers=headers or {})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def test_a_daemon_tells_of_runs_and_forgets_them(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        for _ in range(3):
+            ask(http, {"X-Edged-Application": "mail", "X-Edged-Run": "monday"}, n=2)
+        ask(http, metadata={"application": "mail", "run": "tuesday"}, user="bob")
+        deadline = time.monotonic() + 30.0
+        while time.monotonic() < deadline:
+            told = http.get("/v1/applications").json()["applications"]
+            if sum(item["runs"] for item in told) == 2:
+                break
+        known = {item["user"]: item for item in told}
+        assert (known["ann"]["calls_p50"], known["bob"]["calls_p50"]) == (3, 1)
+        runs = http.get("/v1/applications/mail").json()["runs"]
+        assert [(run["run"], run["calls"]) for run in runs] == [("monday", 3), ("tuesday", 1)]
+        assert all(run["cost"] > 0 and run["predicted"] > 0 for run in runs)
+        assert http.get("/v1/status").json()["fairness"]["policy"] == "justitia"
+        assert http.delete("/v1/applications/mail").json() == {"application": "mail", "runs": 2}
+        assert http.get("/v1/applications/mail").status_code == 404
+        assert http.delete("/v1/applications/mail").json()["error"]["code"] == "unknown_application"
+
+
+def test_a_daemon_refuses_names_that_differ(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        body = {"messages": [{"role": "user", "content": "hello"}], "metadata": {"run": "a"}}
+        answer = http.post("/v1/chat/completions", json=body, headers={"X-Edged-Run": "b"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Edged-Run")
+
+
+def test_the_openai_client_names_its_run(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        daemon.openai().chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=3, user="cy",
+            metadata={"application": "wiki"}, extra_headers={"X-Session-Id": "s-7"},
+        )  # fmt: skip
+        runs = http.get("/v1/applications/wiki").json()["runs"]
+        assert [(run["run"], run["user"]) for run in runs] == [("s-7", "cy")]

@@ -1,0 +1,109 @@
+"""LoRA is tried at start: what would fail in a request or a step is told before either comes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.model.served_model import ServedModel
+from edged.engine.trial import try_lora
+from edged.settings.load import AlignSettings
+from tests.models import tiny_model
+
+ALIGN = AlignSettings(rank=4, loss_threshold=0.7)
+
+
+class Wrapped(nn.Module):
+    """An MLP in the place of a decoder layer's, changed by a test."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner = mlp
+        self.extra = nn.Linear(64, 8, bias=False)
+
+
+class RanksAlone(Wrapped):
+    """Uses a linear only for its ranks, through which no gradient passes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * (1 + 0.1 * self.extra(x).argmax(-1, keepdim=True))
+
+
+class CutsGradient(Wrapped):
+    """Passes no gradient to its input if it is called with one: not what autograd of the whole gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        alone = x.shape[1] != 8 and x.shape[1] != 9
+        return self.inner(x.detach() if alone else x)
+
+
+class FailsWithGradient(Wrapped):
+    """Fails where a step would compute it alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and x.shape[1] not in (8, 9):
+            raise TypeError("no gradient for you")
+        return self.inner(x)
+
+
+class TwoValues(Wrapped):
+    """Reads the adapted linear's output and its input's size as other than plain rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projection = self.inner.down_proj
+        if not isinstance(projection, nn.Linear):
+            raise AttributeError("this needs an nn.Linear")
+        return self.inner(x)
+
+
+def tried(kind: type[Wrapped] | None, dtype: torch.dtype = torch.float32, **changes: Any) -> ServedModel:
+    base = tiny_model(**changes).to(dtype)
+    if kind is not None:
+        base.model.layers[1].mlp = kind(base.model.layers[1].mlp).to(dtype)
+    base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
+    model = ServedModel(base)
+    model.attach_lora(ALIGN, 3)
+    try_lora(model, ALIGN, 3)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_decoder_passes_whatever_its_settings(dtype: torch.dtype) -> None:
+    model = tried(None, dtype)
+    assert model.trainable_error == ""
+    assert len(model.lora.linears) == 3 * 7
+
+
+def test_a_linear_that_gets_no_gradient_is_not_adapted() -> None:
+    model = tried(RanksAlone)
+    assert model.trainable_error == ""
+    assert "model.layers.1.mlp.inner.down_proj" in model.lora.linears
+    assert "model.layers.1.mlp.extra" not in model.lora.linears
+    assert type(model.model.get_submodule("model.layers.1.mlp.extra")) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (CutsGradient, r"is served, not trained: a DPO step's gradient differs from autograd's by 0\.\d+"),
+        (FailsWithGradient, "is served, not trained: a trial ended with TypeError: no gradient for you"),
+    ],
+)
+def test_a_step_that_would_fail_or_be_wrong_is_the_reason_not_to_train(kind: type[Wrapped], reason: str) -> None:
+    model = tried(kind)
+    assert re.search(reason, model.trainable_error)
+    assert model.lora.linears
+
+
+def test_where_requests_with_an_adapter_would_fail_the_base_alone_is_served() -> None:
+    model = tried(TwoValues)
+    assert "is served without adapters, and not trained: with them a trial ended with AttributeError" in (
+        model.trainable_error
+    )
+    assert not model.lora.linears
+    assert all("base" not in name for name, _ in model.model.named_modules())

@@ -1,0 +1,97 @@
+"""Who goes next when not all can be in time."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edged.scheduler.policies.mace.triage import PATIENCE
+from edged.scheduler.task import IterationResult, Kind, TaskOutcome
+from tests.scheduler.policies.test_policies import PAGE, add_decode, add_prompt, granted, resources
+from tests.scheduler.test_scheduler import scheduler_of
+from tests.scheduler.test_simulation import world_of
+from tests.scheduler.world import Device
+
+
+def order_at(now: float, *prompts: tuple[int, float, float]) -> list[int]:
+    """Numbers in the order of their chunks of prompts with (tokens, arrival, deadline)."""
+    scheduler = scheduler_of()
+    for number, (tokens, arrival_s, deadline_s) in enumerate(prompts):
+        task = add_prompt(scheduler, number, tokens, arrival_s=arrival_s)
+        scheduler.park(task)
+        task.deadline_s = deadline_s
+        scheduler.add(task, arrival_s)
+    return list(granted(scheduler.plan(now, resources())))
+
+
+def test_where_all_can_be_in_time_the_earliest_deadline_goes_first() -> None:
+    assert order_at(0.0, (300, 0.0, 60.0), (100, 0.0, 70.0)) == [0, 1]
+
+
+def test_where_not_all_can_be_in_time_the_shortest_goes_first() -> None:
+    token_s = scheduler_of().cost.token_s
+    assert order_at(0.0, (300, 0.0, 310 * token_s), (100, 0.0, 320 * token_s)) == [1, 0]
+
+
+def test_a_late_prompt_goes_after_one_that_can_be_in_time() -> None:
+    assert order_at(1.0, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [1, 0]
+
+
+def test_a_prompt_is_late_as_soon_as_its_own_forward_would_end_too_late() -> None:
+    assert order_at(0.9, (300, 0.0, 0.9 + 1e-6), (100, 0.0, 60.0)) == [1, 0]
+
+
+def test_one_that_has_been_late_for_long_goes_first() -> None:
+    assert order_at(PATIENCE * 0.9 - 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [1, 0]
+    assert order_at(PATIENCE * 0.9 + 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [0, 1]
+
+
+def test_an_answer_that_lost_its_pages_goes_first() -> None:
+    scheduler = scheduler_of()
+    task = add_prompt(scheduler, 1, 20)
+    scheduler.plan(0.0, resources())
+    scheduler.complete(IterationResult([TaskOutcome(task, 20, 0, Kind.DECODE)], 0.02), 0.02)
+    scheduler.restart(task, 21, 0.1)
+    add_prompt(scheduler, 2, 10, arrival_s=0.1)
+    assert list(granted(scheduler.plan(5.0, resources()))) == [1, 2]
+
+
+def test_late_prompts_do_not_make_the_chunks_of_others_longer() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=1.0)
+    add_decode(scheduler, 1, now=10.0)
+    add_prompt(scheduler, 2, 900)
+    assert granted(scheduler.plan(10.0, resources()))[2][0] < 900
+    paper = scheduler_of(policy="mace-paper", ttft_floor_ms=1.0)
+    add_decode(paper, 1, now=10.0)
+    add_prompt(paper, 2, 900)
+    assert granted(paper.plan(10.0, resources()))[2][0] == 900
+
+
+def test_a_large_prompt_that_lacks_pages_is_overtaken_until_it_goes_first() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=1000.0, ttft_factor=0.1)
+    add_decode(scheduler, 1)
+    add_prompt(scheduler, 2, 40 * PAGE)
+    add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)
+    assert 3 in granted(scheduler.plan(PATIENCE - 0.1, resources(free=30, total=100)))
+    assert 3 not in granted(scheduler.plan(PATIENCE + 0.1, resources(free=30, total=100)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(100, 2000), st.integers(5, 40), st.sampled_from([2, 8, 64]), st.booleans())
+def test_nobody_waits_without_bound_beside_short_prompts_without_end(
+    tokens: int, short: int, sequences: int, ahead: bool
+) -> None:
+    world = world_of(max_sequences=sequences, device=Device(pass_s=0.02, token_s=0.0005), ttft_floor_ms=50.0)
+    world.plans_ahead = ahead
+    for _ in range(20):
+        world.ask(short, answer=2)
+    long = world.ask(tokens, answer=2)
+    target_s = long.task.deadline_s
+    behind_s = 0.0
+    while not long.made:
+        while len(world.lives) < 20:
+            world.ask(short, answer=2)
+        world.step()
+        behind_s = max(behind_s, world.longest_iteration_s)
+        # By then it is first; its own chunks, and those of the few that were overdue before it, are left.
+        assert world.now < PATIENCE * target_s + 21 * (tokens + 20 * short) * 0.0005 + 200 * behind_s
