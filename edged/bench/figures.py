@@ -10,12 +10,12 @@ import numpy as np
 from edged.align.feedback.pair import PairScored
 from edged.align.metrics import RECENT_PAIRS
 from edged.bench.recorder import ReplayedAnswer, SentPair
+from edged.scheduler.reader import GOOD_QOE
 from edged.settings.load import SchedulerSettings
 
 SLO_FACTOR = 5.0
 """Factor of the TTFT target: a first token is in time within this many times its prompt's own forward (MACE, section
 6)."""
-GOOD_QOE = 0.95
 EVERY_S = 1.0
 _PARTS = ("prefill", "decode", "finetune")
 Look = tuple[float, dict[str, Any]]

@@ -17,7 +17,7 @@ from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, T
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
-from edged.scheduler.reader import Reader
+from edged.scheduler.reader import GOOD_QOE, Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
 from edged.settings.load import ServingSettings
@@ -332,6 +332,10 @@ class SequenceTable:
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
         self.stats.outcomes[reason] += 1
+        reader = sequence.task.reader
+        if reader is not None and reader.tokens:
+            self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
+            self.stats.totals.stall_s += reader.stall_s
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)
 

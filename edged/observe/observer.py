@@ -24,6 +24,7 @@ LATEST = 32
 """Iterations over which the gauges of bins are means."""
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 TBT_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+QOE = (0.1, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.999)
 DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025)
 
 
@@ -56,13 +57,14 @@ class Observer:
         self._histograms: dict[str, dict[Any, Histogram]] = {
             "edged_ttft_seconds": {service: Histogram(TTFT_S) for service in ServiceClass},
             "edged_tbt_seconds": {service: Histogram(TBT_S) for service in ServiceClass},
+            "edged_qoe_ratio": {service: Histogram(QOE) for service in ServiceClass},
             "edged_iteration_seconds": {mix: Histogram(TBT_S) for mix in MIXES},
             "edged_decision_seconds": {(): Histogram(DECISION_S)},
         }
         self._results = Counter(dict.fromkeys(product(("ttft", "tbt"), ServiceClass, ("met", "missed")), 0))
         """Tokens by target, class and result."""
         self._over_budget = 0
-        self._seen = {"ttft": 0, "tbt": 0, "iteration": 0}
+        self._seen = {"ttft": 0, "tbt": 0, "qoe": 0, "iteration": 0}
         """Numbers of the latest records that were taken in."""
         self._lost = {"iteration": 0, "token": 0}
 
@@ -71,6 +73,10 @@ class Observer:
         with self._lock:
             self._drain_waits("ttft", engine.stats.ttft)
             self._drain_waits("tbt", engine.stats.tbt)
+            ends = engine.stats.qoe.since(self._seen["qoe"])
+            self._seen["qoe"] = ends[0][0] if ends else self._seen["qoe"]
+            for service, histogram in self._histograms["edged_qoe_ratio"].items():
+                histogram.observe([qoe for _, qoe, _, whose in ends if whose is service])
             fresh = engine.iterations(self._seen["iteration"])
             if not fresh:
                 return

@@ -40,6 +40,8 @@ def engine_readings(status: Mapping[str, Any]) -> Readings:
     return {
         **{f"edged_{name}_total": totals[name] for name in _TOTALS},
         "edged_tokens_total": {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "output", "finetune")},
+        "edged_stall_seconds_total": totals["stall_s"],
+        "edged_finetune_lent_seconds_total": status["scheduler"]["lent_s"],
         "edged_rollbacks_total": {"operator": totals["rollbacks"], "guard": totals["guard_rollbacks"]},
         "edged_requests_total": status["outcomes"],
         "edged_queue_requests": {stage: status["queue"][stage] for stage in ("waiting", "prefill", "decode")},

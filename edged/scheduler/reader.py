@@ -6,6 +6,8 @@ waits to be read, and a wait for a token delays all later ones.
 
 from dataclasses import dataclass
 
+GOOD_QOE = 0.95
+"""QoE from which on a reader counts as well served (Andes 2.6.2)."""
 TOKENS_PER_WORD = 1.39
 """Tokens of a word of text: the paper's 4.8 tokens a second over 207.5 words a minute."""
 SPOKEN_WORDS_PER_MINUTE = {"en": 150.0, "zh": 158.0, "ko": 150.0, "fr": 195.0, "es": 218.0}

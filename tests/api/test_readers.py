@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -56,3 +57,14 @@ def test_who_is_not_read_to_has_no_experience(client: openai.OpenAI, options: di
 def test_a_pace_that_makes_no_sense_is_refused(client: openai.OpenAI, qoe: Any, named: str) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         experienced(client, qoe)
+
+
+def test_what_readers_experienced_is_in_the_metrics(client: openai.OpenAI, http: httpx2.Client) -> None:
+    def counted(name: str) -> float:
+        lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    before, stalled_s = counted("edged_qoe_ratio_count"), counted("edged_stall_seconds_total")
+    experienced(client, {"tokens_per_second": 200, "ttft_ms": 0})
+    assert counted("edged_qoe_ratio_count") == before + 1
+    assert counted("edged_stall_seconds_total") >= stalled_s

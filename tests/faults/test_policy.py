@@ -10,7 +10,8 @@ import pytest
 
 from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.scheduler.policies.base import Policy
-from edged.scheduler.policies.mace.policy import MACE, MaceSpare
+from edged.scheduler.policies.mace.policy import MACE
+from edged.scheduler.policies.mace.spare import MaceSpare
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome

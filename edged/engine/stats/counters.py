@@ -149,6 +149,8 @@ class Totals:
     pairs_trained: int = 0
     trained_tokens: int = 0
     """Tokens of the pairs in finished steps, each time that they are trained on."""
+    stall_s: float = 0.0
+    """Seconds that readers waited for tokens beyond what they expect, of answers that ended."""
     preemptions: int = 0
     iterations: int = 0
     plans_foreseen: int = 0
@@ -174,6 +176,8 @@ class Counters:
     busy: TimeShares = field(default_factory=TimeShares)
     ttft: LatencyRing = field(default_factory=LatencyRing)
     tbt: LatencyRing = field(default_factory=LatencyRing)
+    qoe: LatencyRing = field(default_factory=LatencyRing)
+    """QoE of readers whose answers ended, instead of seconds."""
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     """Number of ended requests, by outcome."""
     task_ids: Iterator[int] = field(default_factory=partial(count, 1))

@@ -1,0 +1,134 @@
+"""The time that fine-tuning may have in an iteration of MACE: the rest of the latency budget, and what readers lend."""
+
+import math
+
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.planning import slo
+from edged.scheduler.planning.bin_builder import BinBuilder
+from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
+from edged.scheduler.policies.base import Entry, Spare
+from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.settings.load import SchedulerSettings
+
+
+class MaceSpare(Spare):
+    """The rest of the latency budget for fine-tuning; once that outranks serving, its share of the time it waited.
+
+    A step keeps memory from its first token to its last unit. So one that keeps prompts out gets the quantum in every
+    iteration until it ends; fine-tuning waits longer afterwards.
+    """
+
+    _lending = False
+    """Whether the iteration under way slows nobody down: all whom it serves are readers with text in hand."""
+
+    def __init__(self) -> None:
+        self._deficit = FinetuneDeficit()
+        self._budget = SlowdownBudget()
+        self._tasks: set[Task] = set()
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take share, longest wait, slow-down and quantum; what was owed and spent still is."""
+        super().configure(settings, cost)
+        self._quantum_s = settings.idle_quantum_ms / 1000.0
+        self._deficit.configure(settings)
+        self._budget.configure(settings)
+
+    def arrived(self, task: Task, now: float) -> None:
+        """Start the wait of fine-tuning at its first task."""
+        if task.kind is Kind.FINETUNE:
+            if not self._tasks:
+                self._deficit.start(now)
+            self._tasks.add(task)
+
+    def left(self, task: Task, now: float) -> None:
+        """Stop the wait at the last task's end."""
+        if task in self._tasks:
+            self._tasks.remove(task)
+            if not self._tasks:
+                self._deficit.stop(now)
+
+    def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
+        """Settle both accounts; work on a step moves its arrival towards `now`."""
+        steps = [outcome.task for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
+        if len(steps) < len(result.outcomes):
+            spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
+            serving_s, lent_s = spent_s - finetune_s, finetune_s if self._lending else 0.0
+            self._budget.settle(serving_s, self.used_s(serving_s), finetune_s - lent_s, now)
+            self.lent_s += lent_s
+        for task in steps:
+            if task in self._tasks:
+                self._deficit.pay(task, finetune_s, now, plan.prepaid)
+
+    def used_s(self, serving_s: float) -> float:
+        """Return the seconds of an iteration's serving that count as load: all of them."""
+        return serving_s
+
+    def waited_s(self, now: float) -> float:
+        """Return the wait of all fine-tuning, less what its work has paid for."""
+        return self._deficit.wait_s(now)
+
+    def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
+        """Return fine-tuning's share of the time that it waited; the quantum, when it is in the way.
+
+        At most the quantum, or twice the share of this iteration's own length where that is more, so that what is owed
+        can shrink.
+        """
+        if entry.in_the_way:
+            return self._quantum_s
+        share = self._deficit.share
+        tokens = min(draft.tokens_left, sum(task.tokens for task in entry.runnable))
+        serving_s = self.cost.priced_s(draft.load) + tokens * self.cost.token_s
+        most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
+        return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return the latency budget: within the least slack of the iteration's members and the prompts behind them.
+
+        Fine-tuning takes of it what serving allows (`tbt_slowdown`), and the share that slots and pages are free. Where
+        serving is dense, a longer iteration keeps more sequences in memory until those that arrive find none; so
+        training thins out before.
+        """
+        if not (draft.load.decodes or draft.load.prefill_tokens):
+            return self._quantum_s
+        return self._beside_s(draft, now, max(0.0, self._budget.left_s))
+
+    def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
+        """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
+        granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
+        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
+        forward_s = self.cost.forward_s(draft.load)
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
+        free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
+        return max(0.0, forward_s + spare_s * max(0.0, free))
+
+
+class CapacitySpare(MaceSpare):
+    """MACE's rest of the budget, where the load is what serving really uses.
+
+    One lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of its capacity: a
+    forward's fixed price is no load.
+    """
+
+    def used_s(self, serving_s: float) -> float:
+        """Return the seconds of an iteration's serving less one pass's price."""
+        return max(0.0, serving_s - self.cost.pass_s)
+
+
+class ReaderSpare(CapacitySpare):
+    """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
+
+    Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
+    else brings in the slow-down that `MaceSpare` allows.
+    """
+
+    def begun(self, plan: Plan, now: float) -> None:
+        """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
+        readers = [grant.task.reader for grant in plan.grants if grant.task.kind is not Kind.FINETUNE]
+        self._lending = bool(readers) and None not in readers
+
+    def limit_s(self, draft: BinBuilder, now: float) -> float:
+        """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
+        readers = [grant.task.reader for grant in draft.plan.grants]
+        if readers and None not in readers:
+            return self._beside_s(draft, now, math.inf)
+        return super().limit_s(draft, now)
