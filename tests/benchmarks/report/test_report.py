@@ -381,7 +381,9 @@ def test_other_benchmarks_stand_with_the_command_that_was_typed() -> None:
     every = [{"policy": name, "tasks": 64, "queued": 4096, "rounds": 400} for name in ROWS]
     given = "--tasks 64 --queued 4096 --rounds 400 --json"
     assert scheduler_command(every) == f"python -m benchmarks.scheduler --policy all {given} > scheduler-all.json"
-    assert scheduler_command(every[:2]).splitlines()[1].startswith("python -m benchmarks.scheduler --policy fcfs ")
+    assert (
+        scheduler_command(every[:2]).splitlines()[1].startswith("python -m benchmarks.scheduler --policy mace-paper ")
+    )
     typed = {"model": "m", "pairs": "p.jsonl", "last": 1425, "memory_mb": 64}
     tool = "python -m benchmarks.pruning m"
     command = f"{tool} p.jsonl --last 1425 --memory-mb 64 --output pruning.json"
