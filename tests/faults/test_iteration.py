@@ -72,7 +72,7 @@ def test_a_device_that_is_lost_in_a_unit_skips_no_pair(tmp_path: Path, monkeypat
 
         def open_broken(*arguments: Any) -> Any:
             step = opened(*arguments)
-            monkeypatch.setattr(step, "run_unit", lambda: lost(engine.built.model))
+            monkeypatch.setattr(step, "run_unit", lambda _most=0: lost(engine.built.model))
             return step
 
         monkeypatch.setattr(ServedModel, "check_device", lost)
