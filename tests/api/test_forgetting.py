@@ -21,10 +21,11 @@ from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.admission import ERASURES_PER_MINUTE, LimitReached, UserLimits
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.settings.access import Role
 from edged.settings.live import Live
-from edged.settings.load import LimitSettings, Settings
+from edged.settings.load import FairnessSettings, LimitSettings, Settings
 from edged.store import Store, utc_now
 from edged.store.adapters import insert_version
 from edged.store.base_models import serve_base
@@ -97,6 +98,7 @@ class Scene:
             forgetting_stages={},
             limits=UserLimits(LimitSettings()),
             maintenance=self.maintenance,
+            runs=ApplicationRuns(FairnessSettings),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
