@@ -17,7 +17,6 @@ from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, T
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
-from edged.scheduler.planning.queues import by_arrival
 from edged.scheduler.reader import GOOD_QOE, Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
@@ -233,11 +232,9 @@ class SequenceTable:
         without = self._by_status[SequenceStatus.WAITING_SLOT]
         if not without or self._slots.idle:
             return False
-        own = newcomer.task
+        order, own = self._scheduler.order, newcomer.task
         waiting = (sequence.task for sequence in without.values())
-        return any(
-            now > 2 * task.deadline_s - task.arrival_s and by_arrival(task) < by_arrival(own) for task in waiting
-        )
+        return any(now > 2 * task.deadline_s - task.arrival_s and order(task) < order(own) for task in waiting)
 
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter, task = sequence.request.adapter, sequence.task
