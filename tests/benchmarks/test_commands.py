@@ -303,7 +303,7 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
     head = "\n\nHuman: hi\n\nAssistant:"
     lines = [json.dumps({"chosen": f"{head} good day {n}", "rejected": f"{head} yo {n}"}) for n in range(20)]
     pairs.write_text("\n".join(lines) + "\n")
-    report = report_of("simulation", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
+    report = report_of("support.simulation", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
     for sides in report.values():
         assert len(sides["measured"]) == 3
         for measured, simulated in zip(sides["measured"], sides["simulated"], strict=True):

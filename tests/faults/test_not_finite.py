@@ -102,30 +102,3 @@ def test_a_version_is_not_blamed_for_prompts_on_which_the_base_is_not_finite(tmp
         client.wait(lambda: guard.tested_version == version)
         assert engine.adapters()["ann"] == version
         assert answers(engine, client, "after", [prompt], adapter="ann") == wanted
-
-
-def test_a_version_whose_finite_weights_answer_with_numbers_that_are_not_is_found_by_its_test(tmp_path: Path) -> None:
-    prompt = random_ids(30, 1)
-    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
-        engine.test_with([NEUTRAL])
-        engine.submit_pairs(random_pairs(8, "ann", 0))
-        client.wait(lambda: len(client.of(PairRetired)) == 8)
-        spoilt = engine.adapters()["ann"] + 1
-
-        def spoil() -> None:
-            trainer = engine.built.trainer
-            state = trainer.adapter_cache.get("ann")
-            with torch.no_grad():
-                for parameter in state.parameters():
-                    parameter.fill_(1e30)
-            state.version = state.newest_number = spoilt
-            queue = trainer.pair_queues["ann"]
-            queue.guard.tested_version = spoilt
-            trainer.versions.publish(queue, spoilt - 1, "trained")
-
-        engine.built.commands.ask(spoil).result()
-        engine.submit(request("spoilt", prompt, adapter="ann"))
-        client.wait(lambda: "spoilt" in client.finished)
-        assert f"version {spoilt} of ann" in client.finished["spoilt"].error
-        client.wait(lambda: engine.adapters()["ann"] > spoilt)
-        assert client.of(VersionPublished)[-1].reason.startswith("guard: ")
