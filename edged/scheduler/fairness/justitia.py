@@ -17,7 +17,8 @@ from edged.settings.load import FairnessSettings
 
 _MOST_ENDED = 4096
 """Ended runs whose lateness is kept."""
-_MOST_SHOWN = 32
+MOST_SHOWN = 32
+"""Runs or users that a report names."""
 
 
 def run_of(task: Task) -> str:
@@ -137,6 +138,6 @@ class JustitiaOrder(Order):
                 "calls": calls.get(run.key, 0),
                 **{name: getattr(run, name) for name in ("tag", "cost", "served")},
             }
-            for run in islice(ranked, _MOST_SHOWN)
+            for run in islice(ranked, MOST_SHOWN)
         ]
         return {"policy": "justitia", "virtual_time": self.clock.now, "open": len(known), "runs": runs, "users": {}}

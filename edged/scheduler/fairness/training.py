@@ -27,10 +27,6 @@ class TrainingTurns:
         self._ready = set(adapters)
         return heapq.nsmallest(most, adapters, key=self.counters.counter)
 
-    def _worked(self, task: Task, service: float) -> None:
-        """Count service of a step under way."""
-        self._trained[task.task_id] = self._trained.get(task.task_id, 0.0) + service
-
     def ended(self, task: Task) -> None:
         """Charge a step to the adapters that it trained, in equal parts, if it is done."""
         service = self._trained.pop(task.task_id, 0.0)
@@ -42,6 +38,7 @@ class TrainingTurns:
         """Count the work of an iteration, `finetune_s` of it for fine-tuning; a prompt's token takes `token_s`."""
         steps = [outcome for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         for outcome in steps:
-            price = fairness.finetune
+            price, number = fairness.finetune, outcome.task.task_id
             by_time = fairness.input * finetune_s / len(steps) / token_s
-            self._worked(outcome.task, by_time if price == "auto" else price * outcome.tokens)
+            service = by_time if price == "auto" else price * outcome.tokens
+            self._trained[number] = self._trained.get(number, 0.0) + service

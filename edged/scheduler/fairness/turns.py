@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
-from edged.scheduler.fairness.justitia import JustitiaOrder
+from edged.scheduler.fairness.justitia import MOST_SHOWN, JustitiaOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import FairnessSettings
-
-_MOST_SHOWN = 32
 
 
 def fair_order(settings: FairnessSettings, row_order: Order, present: Order) -> Order:
@@ -133,6 +131,6 @@ class TurnOrder(Order):
         counters = self.counters
         users = {
             user: {"counter": counter, "waiting": counters.backlog(user), "weight": self._weight(user)}
-            for user, counter in counters.latest(_MOST_SHOWN)
+            for user, counter in counters.latest(MOST_SHOWN)
         }
         return {"policy": "vtc", "virtual_time": 0.0, "open": 0, "runs": [], "users": users}

@@ -40,7 +40,7 @@ class BinBuilder:
         self.heeded: list[Task] = []
         """Those of `prompts` whose deadlines count."""
         self.waiting: list[Task] = []
-        """All waiting prompts in the order of the policy."""
+        """The next waiting prompts, as many as an admission looks at, in the order of the policy."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
