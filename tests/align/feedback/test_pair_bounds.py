@@ -18,7 +18,8 @@ from tests.align.feedback.desk import Desk, chat
 from tests.models import byte_tokenizer
 
 CODEC = Tokenizer(byte_tokenizer(), "tiny")
-TOKENS = 40
+TOKENS = 33
+"""So many bytes of the first answer end within a character."""
 MOST = CHARS_PER_TOKEN * TOKENS
 
 
@@ -105,6 +106,17 @@ def test_what_is_learned_of_a_cut_pair_is_what_would_be_learned_of_the_whole(des
     if most <= TOKENS:
         assert one == other
         assert "the prompt lost its start" in note
+
+
+def test_of_a_cut_answer_the_generated_tokens_are_learned_and_not_fresh_ones(desk):
+    class Elsewhere(Tokenizer):
+        def encode_reply(self, messages, text):
+            raise AssertionError("the generated tokens were not recognized")
+
+    row = served(desk, prompt_ids=(7, 8, 9))
+    pair, _ = tokenize_pair(Elsewhere(byte_tokenizer(), "tiny"), row, TOKENS)
+    assert pair.prompt == (7, 8, 9)
+    assert pair.chosen == row.chosen.token_ids[: len(pair.chosen)]
 
 
 def test_of_a_long_chat_the_last_messages_stay_from_a_users_on(desk):
