@@ -107,7 +107,7 @@ def assemble(
                 None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
             ),
         ),
-        runs=ApplicationRuns(lambda: live.now.fairness, engine.scheduler.late_s),
+        runs=ApplicationRuns(lambda: live.now.fairness, store, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         governors=governors,

@@ -18,7 +18,6 @@ from edged.settings.load import Settings, StoreSettings
 from edged.store import Store, database, maintenance
 from edged.store.adapters import insert_version, set_version_saved
 from edged.store.completions import insert_completion
-from edged.store.erasure import empty_log
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
 from edged.store.maintenance import Maintenance
 from edged.store.rows import insert_row
@@ -271,19 +270,6 @@ def test_a_reader_who_stays_makes_the_log_wait_and_not_the_writes(store, monkeyp
     assert store.read(read) is False
     assert ids(store) == ["a", "b", "c"]
     assert maintenance_of(store).empty_log()
-
-
-def test_erasing_waits_no_longer_for_a_reader(store):
-    add(store, "a")
-
-    def read(db):
-        db.execute("SELECT count(*) FROM completions").fetchone()
-        add(store, "b")
-        with pytest.raises(RuntimeError, match="another program reads the database"):
-            store.write(empty_log, alone=True).result(10)
-
-    store.read(read)
-    store.write(empty_log, alone=True).result()
 
 
 def test_a_file_that_cannot_give_pages_back_is_rewritten_at_a_start_when_it_is_small_else_when_told(

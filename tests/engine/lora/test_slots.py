@@ -44,8 +44,9 @@ def test_a_long_prompt_without_a_slot_leaves_the_iteration_to_others(tmp_path: P
         assert client.finished["cid"].version > 0
 
 
-def test_those_who_share_a_slot_do_not_keep_another_waiting_for_ever(tmp_path: Path) -> None:
-    settings = {"scheduler__ttft_floor_ms": 20.0, "scheduler__policy": "mace-paper"}
+@pytest.mark.parametrize("policy", ["mace", "mace-paper"])
+def test_those_who_share_a_slot_do_not_keep_another_waiting_for_ever(tmp_path: Path, policy: str) -> None:
+    settings = {"scheduler__ttft_floor_ms": 20.0, "scheduler__policy": policy}
     with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
         teach(engine, client, "ann", "ben", "cid")
         asked = 0
