@@ -12,7 +12,6 @@ from pathlib import Path
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal, LogEvents
 from edged.api.admission import TenantQueue, UserLimits, queue_sizes, tenant_places
-from edged.api.erasure import finish_forgetting
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
@@ -29,6 +28,7 @@ from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.base_models import refuse_other_base
 from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.forgetting import finish_forgetting
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor

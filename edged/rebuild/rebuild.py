@@ -162,7 +162,8 @@ def _stored_pairs(
             connection.execute("PRAGMA query_only = ON")
             db = Database(connection, execute_plugins=False)
             check_known(db)
-            base, rows = served_base(db), get_pairs(db, pair_ids_of(db, adapter))
+            base, pair_ids = served_base(db), pair_ids_of(db, adapter)
+            by_state = _tokenized(db, pair_ids, tokenizer, max_tokens) if base == fingerprint else {}
     except UnknownMigration as error:
         raise RebuildError(f'database "{path}" {error}') from None
     except sqlite3.Error as error:
@@ -170,16 +171,24 @@ def _stored_pairs(
     if base != fingerprint:
         named = f"the settings name {fingerprint}: give the --config and --model that the daemon has"
         raise RebuildError(f'data folder "{data_dir}" speaks of the base model {base}, {named}')
-    by_state: dict[str, list[TokenPair]] = {}
-    for row in rows:
-        try:
-            pair, _ = tokenize_pair(tokenizer, row, max_tokens)
-        except (TokenizerError, UnusablePrompt) as error:
-            log.warning("pair %d is left out: %s", row.id, error)
-        else:
-            by_state.setdefault(row.state, []).append(pair)
     learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
     if not learned:
-        counts = f"{len(rows)} are stored, {len(by_state.get('queued', []))} wait"
+        counts = f"{len(pair_ids)} are stored, {len(by_state.get('queued', []))} wait"
         raise RebuildError(f'no pair of "{adapter}" was learned yet ({counts})')
     return learned, by_state.get("held_out", [])
+
+
+def _tokenized(
+    db: Database, pair_ids: Sequence[int], tokenizer: PairTokenizer, max_tokens: int
+) -> dict[str, list[TokenPair]]:
+    """Return the pairs in tokens by state; their texts are in memory one at a time."""
+    by_state: dict[str, list[TokenPair]] = {}
+    for pair_id in pair_ids:
+        for row in get_pairs(db, [pair_id]):
+            try:
+                pair, _ = tokenize_pair(tokenizer, row, max_tokens)
+            except (TokenizerError, UnusablePrompt) as error:
+                log.warning("pair %d is left out: %s", row.id, error)
+            else:
+                by_state.setdefault(row.state, []).append(pair)
+    return by_state

@@ -182,12 +182,12 @@ def test_a_file_over_its_size_loses_its_oldest_completions_and_gives_the_pages_b
 
 
 def test_what_is_left_over_the_size_is_feedback_and_is_told_once(store, caplog):
-    for i in range(30):
-        store.write(lambda db, i=i: record_pair(db, "ada", "x" * 100_000, f"y{i}", NOW, prompt="q")).result()
+    for i in range(100):
+        store.write(lambda db, i=i: record_pair(db, "ada", "x" * 30_000, f"y{i}", NOW, prompt="q")).result()
     keeper = maintenance_of(store, max_database_mb=1)
     assert keeper.sweep() == keeper.sweep() == {}
     assert caplog.text.count("store.keep_feedback_days") == 1
-    assert len(store.read(pair_ids_of)) == 30
+    assert len(store.read(pair_ids_of)) == 100
 
 
 def test_a_sweep_deletes_a_few_rows_a_write_and_others_writes_come_in_between(store):
