@@ -239,6 +239,13 @@ class SequenceTable:
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter, task = sequence.request.adapter, sequence.task
         if adapter is not None and not sequence.pinned and self.adapter_cache.version(adapter):
+            if not self.adapter_cache.resident(adapter):
+                # Its version was withdrawn, and the one that takes its place is being read.
+                self._prefix_wait.leave(sequence)
+                self._scheduler.park(task)
+                self.move(sequence, SequenceStatus.WAITING_ADAPTER)
+                self._fetch(adapter)
+                return False
             state = self.adapter_cache.get(adapter)
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
             if slot is None:
@@ -381,11 +388,17 @@ class SequenceTable:
 
     def on_publish(self, state: Any, previous: int) -> None:
         """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
-        slot = self._slots.update(state, previous, not self._pins)
-        if not self._pins:
-            for sequence in self.by_task.values():
-                if sequence.admitted and sequence.request.adapter == state.name:
-                    self._move_slot(sequence, state, slot)
+        try:
+            slot = self._slots.update(state, previous, not self._pins)
+            if not self._pins:
+                for sequence in self.by_task.values():
+                    if sequence.admitted and sequence.request.adapter == state.name:
+                        self._move_slot(sequence, state, slot)
+        except Exception:
+            # Slots are loaded wholly or not at all: running answers go on with the weights that they have.
+            log.exception(
+                "version %d of %s is not in a slot yet: its next answer tries again", state.version, state.name
+            )
         if previous:
             self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
