@@ -24,6 +24,7 @@ from edged.api.access import Access, AccessError
 from edged.api.app import make_app
 from edged.api.connections import Site
 from edged.api.event_router import EventRouter
+from edged.api.metrics import STALLS
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import queue, refused
@@ -157,8 +158,10 @@ class Daemon:
         start_succeeded(os.environ)
         self._manager.ready(_status(services))
         self._tell_ready(services)
-        engine = services.engine
-        async with _beside(self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))):
+        engine, stalls = services.engine, runner.app[STALLS]
+        services.store.on_writes = stalls.wrote
+        watchdog = self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))
+        async with _beside(watchdog), _beside(stalls.watch()):
             while not (self._stop.is_set() or engine.error or services.store.failed):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
