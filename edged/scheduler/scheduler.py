@@ -132,6 +132,7 @@ class Scheduler:
         task.tokens = tokens
         task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
         task.underway = False
+        task.preemptions += 1
         self._guarded(self.queues.file, task)
 
     def update(self, task: Task) -> None:
