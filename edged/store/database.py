@@ -244,11 +244,11 @@ class Store:
                 for write in writes:
                     if write.alone:
                         self._run_alone(write)
+                if times := self._times:
+                    self._times = []
+                    self.on_writes(times, time.monotonic() - began_s - sum(each.ran_s for each in times))
             except BaseException as error:
                 self._give_up(writes, error)
-            if times := self._times:
-                self._times = []
-                self.on_writes(times, time.monotonic() - began_s - sum(each.ran_s for each in times))
             if group[-1] is None:
                 return
 
