@@ -1,13 +1,14 @@
 """The frontier: pairs learned against first tokens in time and mean TBT, each policy swept over its own knob.
 
-    python -m benchmarks.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
+    python -m benchmarks.simulated.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
                                   [--retrain-rate 0.5] [--seconds 300] [--seeds 2] [--picture FOLDER] [--output FILE]
-    python -m benchmarks.frontier lognormal:2200:26 --arrivals gamma:3 --noisy --defaults --rate 0.25    bursts
+    python -m benchmarks.simulated.frontier lognormal:2200:26 --arrivals gamma:3 --noisy --defaults    bursts
 
 A policy is better where its curve is above another's, not where its default happens to train less. Simulated in
-virtual time; with --noisy the times vary by 15 %, and a decode behind a chunk takes 25 % more. The row "offline" is what one server could have had in time with every arrival known before, computing
-prompts alone and nothing else: the optimum lies between the two numbers (`benchmarks/support/offline.py`). Values are
-medians over the seeds, in brackets the smallest and the largest.
+virtual time; with --noisy times vary by 15 %, and a decode behind a chunk takes 25 % more. The row "offline" is what
+one server could have had in time with every arrival known before, computing prompts alone and nothing else: the optimum
+lies between the two numbers (`benchmarks/simulated/offline.py`). Values are medians over the seeds, in brackets the
+smallest and the largest.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from benchmarks.report.canvas import Canvas
 from benchmarks.report.panels import Curve, Figure, Panel
 from benchmarks.support.command import existing_file, finish, flag, markdown, names, option, parse, say
-from benchmarks.support.offline import Job, at_most, reachable
+from benchmarks.simulated.offline import Job, at_most, reachable
 from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure

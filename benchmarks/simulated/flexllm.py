@@ -1,6 +1,6 @@
 """FlexLLM's Figures 10 and 11 on a simulated device: requests in time and tokens trained, by strategy and load.
 
-    python -m benchmarks.flexllm DEVICE MODEL --trace FILE --rates 1,2,3 --slo-ms 50 --output FILE.json
+    python -m benchmarks.simulated.flexllm DEVICE MODEL --trace FILE --rates 1,2,3 --slo-ms 50 --output FILE.json
 
 All there is to learn, PAIRS pairs, is there from the first second on and is trained again without end. `separate-3:1`
 is four boxes of which three only serve (`fcfs`, at 4/3 of the rate) and one only learns; its figures are those of all

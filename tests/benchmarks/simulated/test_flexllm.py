@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import flexllm
-from benchmarks.flexllm import Run, main, simulated
+from benchmarks.simulated.flexllm import Run, main, simulated
 
 LOAD = {"device": "agx-orin-32gb-maxn", "model": "mistral-3b", "trace": "poisson", "arrivals": "poisson"}
 
