@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.report.canvas import Canvas
 from benchmarks.report.panels import Curve, Figure, Panel
-from benchmarks.support.command import existing_file, finish, flag, markdown, names, option, parse, say
 from benchmarks.simulated.offline import Job, at_most, reachable
+from benchmarks.support.command import existing_file, finish, flag, markdown, names, option, parse, say
 from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
