@@ -16,6 +16,7 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.probe import VersionAnswers
+from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
@@ -107,9 +108,10 @@ def assemble(
                 None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
             ),
         ),
-        runs=ApplicationRuns(lambda: live.now.fairness, engine.scheduler.late_s),
+        runs=ApplicationRuns(lambda: live.now.fairness, store, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
+        reading_speeds=ReadingSpeeds(live, store),
         governors=governors,
         maintenance=Maintenance(store, live),
         started_at_s=time.time(),

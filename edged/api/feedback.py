@@ -74,6 +74,7 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
         result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
     for user in users:
         quota.learned(db, user, () if result.duplicate else result.pair_ids)
+        services.reading_speeds.forget(user)
     return result
 
 

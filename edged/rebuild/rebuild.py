@@ -17,6 +17,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, S
 from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import PairTokenizer, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
+from edged.engine.model.base_files import base_fingerprint, files_digest
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
@@ -67,7 +68,7 @@ class Rebuild:
         if self._base.device.type == "cpu":
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
-        self.spec = self._spec(name)
+        self.spec = self._spec(name, model_dir)
         most, base = settings.align.max_pair_tokens, self.spec.fingerprint
         self.learned, self.held_out = _stored_pairs(data_dir, adapter, Tokenizer.load(model_dir), most, base)
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
@@ -79,12 +80,13 @@ class Rebuild:
             raise RebuildError(f'"{adapter}" has no whole version on disk: {"; ".join(problems) or root}')
         self._model: Any = None
 
-    def _spec(self, name: str) -> LoraSpec:
+    def _spec(self, name: str, model_dir: Path) -> LoraSpec:
         align = self._settings.align
         self._targets = target_linears(self._base, align.target_modules)
         linears = {target: self._base.get_submodule(target) for target in self._targets}
         shapes = {target: (linear.in_features, linear.out_features) for target, linear in linears.items()}
-        return lora_spec(shapes, name, fingerprint(self._base), align)
+        base = base_fingerprint(fingerprint(self._base), files_digest(model_dir, self._data_dir), self._data_dir)
+        return lora_spec(shapes, name, base, align)
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
         """Train a new adapter and compare it with the online version. Calls `progress(step, steps, loss)` after each

@@ -102,6 +102,15 @@ def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
     return [record_of(Signal, row) for row in db.query(sql, [json.dumps(list(completion_ids))])]
 
 
+def latest_dwells(db: Database, user: str, most: int) -> list[tuple[float, str]]:
+    """The latest times that a user stayed with an answer, at most so many: (seconds, the answer's text)."""
+    sql = (
+        "SELECT seconds, choices.text FROM signals JOIN choices USING (completion_id, choice) "
+        "WHERE signal = 'dwell' AND user = ? ORDER BY signals.rowid DESC LIMIT ?"
+    )
+    return [(float(seconds), str(text)) for seconds, text in db.execute(sql, [user, most])]
+
+
 def get_signal(db: Database, signal_id: str) -> Signal | None:
     """The signal of that id; None where there is none."""
     row = next(db.query("SELECT * FROM signals WHERE id = ?", [signal_id]), None)
