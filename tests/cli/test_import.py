@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from edged.cli.feedback import send
-from edged.client.client import Client
+from edged.client.client import Client, Refused
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.cli.test_client import peer
@@ -113,6 +113,22 @@ def test_an_interrupted_import_counts_what_it_did() -> None:
 
     result = send(cast(Client, Interrupted()), "ada", rows(), lambda *progress: None)
     assert (len(result.feedback_ids), result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
+
+
+def test_an_import_into_a_full_queue_waits_and_says_for_what() -> None:
+    class Full:
+        refusals = 2
+
+        def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+            if self.refusals:
+                self.refusals -= 1
+                raise Refused(429, {"error": {"message": "5000 pairs wait", "code": "pair_queue_full"}})
+            return {"id": "fb-1"}
+
+    said: list[tuple[Any, ...]] = []
+    result = send(cast(Client, Full()), "ada", iter([(1, dict(PAIR))]), lambda *progress: said.append(progress))
+    assert (result.feedback_ids, result.bad, result.stopped) == (["fb-1"], [], "")
+    assert said == [(0, "5000 pairs wait"), (0, "5000 pairs wait"), (1,)]
 
 
 @pytest.fixture(scope="module")
