@@ -138,7 +138,7 @@ def logprobs(client: Client, memory: dict[str, Any], turn: int) -> object:
 def signals(client: Client, memory: dict[str, Any], turn: int) -> object:
     """Change one's mind about one answer again and again."""
     if "id" not in memory:
-        memory["id"] = client.post(_ASK, {"prompt": "hi", "max_tokens": 3})["id"]
+        memory["id"] = client.post(_ASK, {"prompt": "hi", "max_tokens": 3, "user": NAME})["id"]
     return client.post("/v1/feedback", {"completion_id": memory["id"], "signal": ("up", "down")[turn % 2]})
 
 
@@ -342,6 +342,8 @@ def stand_by(path: Path, stop: Any, report: Any) -> None:
 def attack_until(path: Path, abuse: Abuse, stop: Any, report: Any) -> None:
     """Abuse until `stop` is set, then send how often which status came; "lost" without one."""
     allow_files()
+    # What its own programs compute shall not take the processor from the daemon.
+    os.nice(19)
     become(ABUSER)
     statuses: Counter[str] = Counter()
 

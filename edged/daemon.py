@@ -49,6 +49,9 @@ log = logging.getLogger("edged")
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
+_SWITCH_S = 0.0005
+"""Time after which a thread must let others run Python. Each call of torch or SQLite gives the interpreter back, and
+then waits so long for it while another thread computes: by default 5 ms, tens of times for an answer."""
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
@@ -65,6 +68,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     if not faulthandler.is_enabled():
         faulthandler.enable()
     allow_files()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         try:
             return asyncio.run(Daemon(settings, load).run())
