@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +34,7 @@ from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult
 from edged.runtime import logs
-from edged.runtime.process import allow_files
+from edged.runtime.process import allow_files, in_thread
 from edged.runtime.systemd import ServiceManager
 from edged.settings.load import ConfigError, Settings
 from edged.store import Store, StoreError
@@ -274,15 +273,4 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def _in_thread(fn: Callable[[], T]) -> T:
-    """Run `fn` on a thread of its own that does not keep the process alive."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(fn())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="edged-lifecycle", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(in_thread(fn))

@@ -22,6 +22,8 @@ _ENDS = 64
 _MOST_WAIT_S = 60.0
 _ASKS_S = 60.0
 """Time for which a tenant who asked is expected to ask again."""
+WRITES_OF_ONE = 2
+"""Feedback of one caller that is with the database's writer at once: what others write waits behind it."""
 ERASURES_PER_MINUTE = 3
 """Users that a caller who is no admin may have forgotten in a minute: each time all tables are searched."""
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
@@ -222,6 +224,7 @@ class _User:
     """Token buckets by setting."""
     open_choices: int = 0
     erasures: TokenBucket = field(default_factory=lambda: TokenBucket(ERASURES_PER_MINUTE, 60.0))
+    writing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_OF_ONE))
 
     def demand(self, setting: str, now: float) -> None:
         """Raise LimitReached when a bucket is empty."""
@@ -284,6 +287,10 @@ class UserLimits:
         if wait_s := erasures.wait_s(now):
             raise LimitReached(caller, f"{ERASURES_PER_MINUTE} erasures a minute", wait_s)
         erasures.take(now)
+
+    def writing(self, caller: str) -> asyncio.Semaphore:
+        """Return the turns of a caller's feedback at the database's writer, which takes all writes in their order."""
+        return self._user(caller).writing
 
     def no_feedback(self, user: str) -> None:
         """Take back one count of `feedback`, for a signal that did not come about."""

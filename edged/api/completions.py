@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +18,7 @@ from edged.api.requests import ChatRequest, CompletionRequest, read_body
 from edged.api.runs import names_of
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
+from edged.scheduler.reader import Pace
 from edged.store.completions import Completion
 
 _THREAD_CHARS = 20_000
@@ -54,6 +56,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     sampling = _sampling(services, body, len(completion.prompt_ids))
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
+    pace = await _pace(services, body)
     turn = caller.turn(body.user or adapter, services.settings.fairness.weights)
     names = names_of(request.headers, body, services.settings.fairness)
     name_request(request, completion.id)
@@ -64,7 +67,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     headers = limits.headers(tenant)
     said = completion.prompt or "\n".join(message["content"] for message in completion.messages or ())
     run = services.runs.begin(tenant, names, completion.id, (said, prompt_tokens, body.choices, sampling.max_tokens))
-    generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"))
+    generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"), pace)
     try:
         await generation.start()
         if body.stream:
@@ -85,6 +88,14 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
     text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(openai_format.full(generation)))
     return web.json_response(text=text, headers=headers)
+
+
+async def _pace(services: Services, body: Body) -> Pace | None:
+    """Return the pace at which each of the answers is read, if any is: several share one reader."""
+    if body.reading is None:
+        return None
+    pace = body.reading.pace(services.settings.reading, await services.reading_speeds.of(body.user))
+    return replace(pace, tokens_per_s=pace.tokens_per_s / body.choices)
 
 
 async def _record(services: Services, body: Body, model: str, adapter: str | None) -> Completion:

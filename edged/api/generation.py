@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
@@ -20,10 +21,11 @@ from edged.api.runs import ApplicationRun
 from edged.api.services import Services
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
-from edged.scheduler.reader import Pace
+from edged.runtime.pacer import LAG_S, Pacer
+from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
-from edged.store.user_quota import StorageFull
+from edged.store.user_quota import PairQueueFull, StorageFull
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
@@ -63,6 +65,8 @@ class ChoiceText:
         self._logprobs: list[TokenLogprob] = []
         self.announced = False
         """Whether a stream has sent a chunk of this choice."""
+        self.pacer: Pacer | None = None
+        """Holds text back where the stream is to be smooth."""
 
     @property
     def stopped(self) -> bool:
@@ -102,9 +106,13 @@ class ChoiceText:
             self.text += self._stops.finish()
 
     def take_text(self) -> str:
-        """Return the text that became final since the last call."""
+        """Return the text that became final since the last call, or as much as leaves by now where it is paced."""
         fresh, self._taken = self.text[self._taken :], len(self.text)
-        return fresh
+        if self.pacer is None:
+            return fresh
+        now = time.monotonic()
+        self.pacer.push(fresh, now)
+        return self.pacer.finish() if self.finish or self.stopped else self.pacer.take(now)
 
     def take_logprobs(self) -> list[TokenLogprob]:
         """Return the log-probabilities of further tokens whose text is final."""
@@ -153,6 +161,8 @@ class Generation:
     """The run of an application that it belongs to."""
     teaches: bool
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
+    pace: Pace | None = None
+    """The pace at which each of the answers is read, if any is."""
 
     def __post_init__(self) -> None:
         self.created_s = int(time.time())
@@ -160,6 +170,11 @@ class Generation:
             ChoiceText(index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops)
             for index in range(self.body.choices)
         ]
+        reading = self.body.reading
+        if reading is not None and self.pace is not None and reading.deliver == "smooth":
+            words_per_s, lag_s = self.pace.tokens_per_s / TOKENS_PER_WORD, math.inf if reading.speech else LAG_S
+            for answer in self.answers:
+                answer.pacer = Pacer(words_per_s, lag_s)
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         """Engine events, and the error of a choice that was not admitted."""
         self._unfinished = {answer.request_id: answer for answer in self.answers}
@@ -218,7 +233,7 @@ class Generation:
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
             turn=self.turn,
-            pace=self._pace(),
+            pace=self.pace,
             run=self.run.key,
             run_cost=self.run.predicted,
         )
@@ -230,26 +245,28 @@ class Generation:
             self._cancel()
             raise
 
-    def _pace(self) -> Pace | None:
-        """Return the pace at which each of the answers is read, if any is: several share one reader."""
-        if self.body.reading is None:
-            return None
-        pace = self.body.reading.pace(self.services.settings.reading)
-        return replace(pace, tokens_per_s=pace.tokens_per_s / len(self.answers))
-
     @property
     def tokens(self) -> int:
         """The number of tokens of the prompt and of all answers so far."""
         return len(self.completion.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 
     async def updates(self) -> AsyncIterator[list[ChoiceText]]:
-        """Yield the choices that have new events, until all have ended. Raises ApiError when the engine fails one."""
+        """Yield the choices that have new events, or text that leaves now, until all have ended.
+
+        Raises ApiError when the engine fails one.
+        """
+        paced = [(answer, answer.pacer) for answer in self.answers if answer.pacer is not None]
         while self._unfinished:
-            # All events that are queued, so that a slow reader catches up in one go.
-            events = [await self._queue.get()]
+            events: list[Any] = []
+            leaves_s = min((pacer.due_s for _, pacer in paced), default=math.inf)
+            with contextlib.suppress(TimeoutError):
+                # All events that are queued, so that a slow reader catches up in one go.
+                async with asyncio.timeout(max(0.0, leaves_s - time.monotonic()) if leaves_s < math.inf else None):
+                    events.append(await self._queue.get())
             while not self._queue.empty():
                 events.append(self._queue.get_nowait())
-            touched: dict[int, ChoiceText] = {}
+            now = time.monotonic()
+            touched = {answer.index: answer for answer, pacer in paced if pacer.due_s <= now}
             for event in events:
                 if isinstance(event, BaseException):
                     raise event
@@ -360,10 +377,10 @@ class Generation:
         try:
             for user in users_of_completion(db, completion.id):
                 quota.demand_room(db, user)
-        except StorageFull as error:
+        except (StorageFull, PairQueueFull) as error:
             log.info(_TEACHES_NOTHING, completion.id, error)
             return None
-        result = note_next_turn(db, completion.id, now, self.services.settings.feedback)
+        result = note_next_turn(db, completion.id, now, self.services.settings)
         if result is None or result.duplicate:
             return None
         quota.learned(db, completion.adapter or "", result.pair_ids)

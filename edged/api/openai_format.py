@@ -105,6 +105,7 @@ def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
             "qoe": round(reader.qoe, 4),
             "qoe_paper": round(reader.qoe_paper, 4),
             "stall_ms": round(reader.stall_s * 1e3, 1),
+            "tokens_per_second": round(reader.pace, 2),
         }
     return made
 

@@ -194,6 +194,7 @@ class QoeRequest(_Own):
     words_per_minute: Annotated[float, Field(ge=30, le=6000, allow_inf_nan=False)] | None = None
     speech: Annotated[str, Field(json_schema_extra={"enum": [*SPOKEN_WORDS_PER_MINUTE]})] | None = None
     ttft_ms: Annotated[float, Field(ge=0, le=600_000, allow_inf_nan=False)] | None = None
+    deliver: Literal["as_made", "smooth"] | None = None
 
     @model_validator(mode="after")
     def _one_pace(self) -> QoeRequest:
@@ -204,10 +205,10 @@ class QoeRequest(_Own):
             _refuse(f'speech "{self.speech[:80]}" is not known: it may be {", ".join(SPOKEN_WORDS_PER_MINUTE)}')
         return self
 
-    def pace(self, reading: ReadingSettings) -> Pace:
-        """Return the reader's pace; `reading` says what the request leaves open."""
+    def pace(self, reading: ReadingSettings, words_per_s: float) -> Pace:
+        """Return the reader's pace; `reading` and the user's `words_per_s` say what the request leaves open."""
         words_per_minute = self.words_per_minute or SPOKEN_WORDS_PER_MINUTE.get(self.speech or "")
-        words_per_s = words_per_minute / 60.0 if words_per_minute else reading.words_per_s
+        words_per_s = words_per_minute / 60.0 if words_per_minute else words_per_s
         ttft_ms = reading.ttft_ms if self.ttft_ms is None else self.ttft_ms
         return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
 
@@ -286,6 +287,12 @@ class ChatRequest(_Generation):
     def _logprobs_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             _refuse('"top_logprobs" needs "logprobs": true')
+        return self
+
+    @model_validator(mode="after")
+    def _smooth_is_read(self) -> ChatRequest:
+        if self.qoe is not None and self.qoe.deliver == "smooth" and self.reading is None:
+            _refuse('"deliver": "smooth" is for readers: it needs "stream": true, and neither "logprobs" nor "flex"')
         return self
 
     @property

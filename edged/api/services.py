@@ -14,6 +14,7 @@ from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
@@ -49,6 +50,7 @@ class Services:
     runs: ApplicationRuns
     limits: UserLimits
     quota: UserQuota
+    reading_speeds: ReadingSpeeds
     governors: Governors
     maintenance: Maintenance
     started_at_s: float

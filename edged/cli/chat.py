@@ -20,6 +20,7 @@ HELP = """\
 /regen         answer again; what you accept then wins over what you did not want
 /pick          two candidates to choose from
 /new           start a new conversation
+/pace [off]    show answers word by word; off: as they are made
 /help, /quit   or Ctrl-D"""
 CANDIDATES = 2
 PATIENCE_S = 2.0
@@ -107,6 +108,8 @@ class Conversation:
     def __init__(self, client: Client, system: str | None, user: str | None, **sampling: Any) -> None:
         self._client, self._user = client, user
         self._opening = _request(system, user, **sampling)
+        self._smooth = sys.stdout.isatty()
+        """Whether answers are shown at a reader's pace."""
         self._open: list[str] = []
         """Ids of feedback that was not settled within PATIENCE_S; its state is polled after every typed line."""
         self._clear()
@@ -132,6 +135,9 @@ class Conversation:
                     self._pick(argument.strip())
                 case "/pick":
                     self._offer()
+                case "/pace":
+                    self._smooth = argument.strip() != "off"
+                    click.secho("word by word" if self._smooth else "as it is made", dim=True)
                 case "/new":
                     self._clear()
                     click.secho("a new conversation", dim=True)
@@ -178,8 +184,11 @@ class Conversation:
         If the question has no answer at all, it is removed, so that the conversation stays well-formed.
         """
         text, completion_id, reason = "", "", ""
+        body = {**self._opening, "messages": self._messages, "stream": True}
+        if self._smooth:
+            body["qoe"] = {"deliver": "smooth"}
         try:
-            for event in self._client.events(ROUTE, {**self._opening, "messages": self._messages, "stream": True}):
+            for event in self._client.events(ROUTE, body):
                 completion_id = event["id"]
                 for choice in event["choices"]:
                     reason = choice.get("finish_reason") or reason

@@ -97,6 +97,11 @@ def facts(data: dict[str, Any]) -> Renderable:
     table.add_row("TTFT", _quantiles(latency["ttft_ms"], 0), "TBT", _quantiles(latency["tbt_ms"], 1))
     met = f"TTFT {percent(slo['ttft_attainment'])}, TBT {percent(slo['tbt_attainment'])}"
     table.add_row("in time", met, "iteration", _quantiles(latency["iteration_ms"], 1))
+    readers, lent = data["readers"], f"{duration(data['scheduler']['lent_s'])} lent to fine-tuning"
+    if readers["qoe_mean"] is not None:
+        well = f"QoE {number(readers['qoe_mean'], 3)}, p5 {number(readers['qoe_p5'], 3)}"
+        well += f", {percent(readers['qoe_95_share'])} at least 0.95"
+        table.add_row("readers", well, "", lent)
     active = f" (now: {', '.join(tuning['active_adapters'])})" if tuning["active_adapters"] else ""
     pairs = f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
     speed = f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s"

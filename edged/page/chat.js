@@ -14,6 +14,7 @@ let running = null;
 
 /** Wire the chat up. */
 export function startChat() {
+  byId("smooth").checked = !matchMedia("(prefers-reduced-motion: reduce)").matches;
   byId("composer").addEventListener("submit", (event) => {
     event.preventDefault();
     send();
@@ -79,7 +80,8 @@ async function answer() {
   const user = speaker();
   const teaching = Boolean(user) && mayTeach();
   const count = byId("two").checked && teaching ? 2 : 1;
-  const body = { messages: messages(), n: count, stream: true, stream_options: { include_usage: true }, ...(user ? { user } : {}) };
+  const qoe = { deliver: byId("smooth").checked ? "smooth" : "as_made" };
+  const body = { messages: messages(), n: count, stream: true, stream_options: { include_usage: true }, qoe, ...(user ? { user } : {}) };
   const group = new AnswerGroup(user, teaching, count, regenerate);
   const [said, own] = [turns, new AbortController()];
   running = own;

@@ -78,13 +78,22 @@ class Reader:
         Served, the next token comes in `starts_s`, and `tokens_per_s` from there on. A share of the area that a reader
         without waits would have read by then: 0 where nothing is expected yet.
         """
-        expected_s = now + horizon_s - self.ideal_s
-        if expected_s <= 0.0:
-            return 0.0
         left_s = max(0.0, self.dry_s - now)
+        if left_s >= horizon_s:
+            return 0.0
         lost = loss_waiting(self.pace, left_s, horizon_s)
         lost -= loss_served(self.pace, left_s, horizon_s, starts_s, tokens_per_s)
-        return lost / (0.5 * self.pace * expected_s * expected_s)
+        return lost / self._expected(now + horizon_s)
+
+    def loss(self, now: float, horizon_s: float, wait_s: float) -> float:
+        """Return the QoE, as in `gain`, that waiting for `wait_s` costs: 0 where there is text for as long."""
+        left_s = max(0.0, self.dry_s - now)
+        wait_s = min(wait_s, horizon_s)
+        return loss_waiting(self.pace, left_s, wait_s) / self._expected(now + horizon_s) if left_s < wait_s else 0.0
+
+    def _expected(self, moment: float) -> float:
+        """Return the token-seconds that a reader without waits would have read by `moment`, after `ideal_s`."""
+        return 0.5 * self.pace * (moment - self.ideal_s) ** 2
 
 
 def loss_waiting(pace: float, left_s: float, horizon_s: float) -> float:

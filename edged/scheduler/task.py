@@ -79,6 +79,8 @@ class Task:
     """Run of an application that the request is a call of; "" where it stands for itself."""
     run_cost: float = 0.0
     """Work that the whole run is expected to need (`virtual_time.call_cost`), where it is known."""
+    preemptions: int = 0
+    """How often its pages were taken away."""
     trains: tuple[str, ...] = ()
     """Adapters that a fine-tune step trains."""
     reader: Reader | None = None

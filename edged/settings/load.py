@@ -19,6 +19,7 @@ from edged.settings.access import USER_NAME as USER_NAME
 from edged.settings.access import AccessSettings as AccessSettings
 from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
+from edged.settings.by_user import ByUser
 from edged.settings.fairness import FairnessSettings as FairnessSettings
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
@@ -28,6 +29,7 @@ _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Count = Annotated[int, Field(ge=1)]
+WordsPerS = Annotated[float, Field(ge=0.5, le=60.0)]
 
 
 class ConfigError(ValueError):
@@ -131,6 +133,7 @@ class SchedulerSettings(Section):
     reader_reserve_s: float = setting(
         1.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
     )
+    reader_horizon_s: Positive = setting(5.0, "andes: span over which it is told what serving a reader gains")
     lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
     lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
     gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)
@@ -162,7 +165,9 @@ class SchedulerSettings(Section):
 class ReadingSettings(Section):
     """The readers of answers that are streamed, where a request says nothing of its own."""
 
-    words_per_s: float = setting(6.0, "words that a reader takes in a second", ge=0.5, le=60.0)
+    words_per_s: WordsPerS = setting(6.0, "words that a reader takes in a second")
+    users: ByUser[WordsPerS] = setting({}, 'words a second of users, such as { ann = 4.0, "camera*" = 10.0 }')
+    learn: bool = setting(True, "learn other users' words a second from their dwell signals")
     ttft_ms: float = setting(1000.0, "time to the first token that is no wait for a reader", ge=0.0)
 
 
@@ -186,7 +191,9 @@ class AlignSettings(Section):
     window_tokens: Count = setting(256, "tokens of one backward unit")
     keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
-    max_pair_tokens: int = setting(1024, "longer pairs keep the prompt's end", ge=16)
+    max_pair_tokens: int = setting(
+        1024, "longer pairs keep the prompt's end; texts of over 32 characters a token are refused", ge=16
+    )
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
 

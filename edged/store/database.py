@@ -238,16 +238,28 @@ class Store:
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
             began_s = time.monotonic()
-            if together := [write for write in writes if not write.alone]:
-                self._commit(together)
-            for write in writes:
-                if write.alone:
-                    self._run_alone(write)
-            if times := self._times:
-                self._times = []
-                self.on_writes(times, time.monotonic() - began_s - sum(each.ran_s for each in times))
+            try:
+                if together := [write for write in writes if not write.alone]:
+                    self._commit(together)
+                for write in writes:
+                    if write.alone:
+                        self._run_alone(write)
+                if times := self._times:
+                    self._times = []
+                    self.on_writes(times, time.monotonic() - began_s - sum(each.ran_s for each in times))
+            except BaseException as error:
+                self._give_up(writes, error)
             if group[-1] is None:
                 return
+
+    def _give_up(self, writes: list[_Write], error: BaseException) -> None:
+        """Answer what waits, and all that follows, with the reason why nothing is written: the daemon ends by it."""
+        log.critical("the writer of %s failed", self.path, exc_info=error)
+        self.failed = f'database "{self.path}": its writer failed ({error!r}); edged ends, and starts anew'
+        for write in writes:
+            if not write.future.done():
+                with contextlib.suppress(BaseException):
+                    write.future.set_exception(StoreError(self.failed))
 
     def _run_alone(self, write: _Write) -> None:
         try:

@@ -8,6 +8,8 @@ import httpx2
 import openai
 import pytest
 
+from edged.scheduler.reader import TOKENS_PER_WORD
+
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
 
 
@@ -22,7 +24,8 @@ def experienced(client: openai.OpenAI, qoe: Any = ..., **options: Any) -> list[d
 
 def test_a_stream_ends_with_its_readers_experience(client: openai.OpenAI) -> None:
     (edged,) = experienced(client, {"words_per_minute": 200, "ttft_ms": 600_000})
-    assert edged == {"qoe": 1.0, "qoe_paper": 1.0, "stall_ms": pytest.approx(0.0, abs=0.1)}
+    pace = round(TOKENS_PER_WORD * 200 / 60, 2)
+    assert edged == {"qoe": 1.0, "qoe_paper": 1.0, "stall_ms": pytest.approx(0.0, abs=0.1), "tokens_per_second": pace}
 
 
 def test_who_expects_the_first_token_at_once_has_waited(client: openai.OpenAI) -> None:
@@ -40,6 +43,30 @@ def test_several_choices_have_one_reader_each_says_so(client: openai.OpenAI) -> 
 )
 def test_who_is_not_read_to_has_no_experience(client: openai.OpenAI, options: dict[str, Any]) -> None:
     assert experienced(client, **options) == []
+
+
+def said(client: openai.OpenAI, qoe: dict[str, Any]) -> list[str]:
+    """The texts of a stream's chunks."""
+    extra = {"ignore_eos": True, "qoe": qoe}
+    chunks = client.chat.completions.create(**HELLO, temperature=0.0, stream=True, extra_body=extra)
+    return [text for chunk in chunks if (text := chunk.choices[0].delta.content)]
+
+
+@pytest.mark.parametrize("qoe", [{}, {"speech": "en"}, {"tokens_per_second": 200}])
+def test_a_smooth_stream_has_the_same_text_word_by_word_and_the_rest_at_its_end(
+    client: openai.OpenAI, qoe: dict[str, Any]
+) -> None:
+    smooth = said(client, {**qoe, "deliver": "smooth"})
+    assert "".join(smooth) == "".join(said(client, {**qoe, "deliver": "as_made"}))
+    if "speech" in qoe:
+        # One word every 0.4 s.
+        assert [len(text.split()) for text in smooth[:-1]] == [1] * (len(smooth) - 1)
+
+
+@pytest.mark.parametrize("options", [{"logprobs": True}, {"service_tier": "flex"}])
+def test_only_who_is_read_to_can_have_it_smooth(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="smooth"):
+        experienced(client, {"deliver": "smooth"}, **options)
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,14 @@ def test_who_has_much_to_read_gains_nothing_by_being_served():
     assert gains[0] > gains[1] > gains[2] == gains[3] == 0.0
     assert hungry.gain(2.0, 5.0, starts_s=4.0, tokens_per_s=20.0) < gains[1]
     assert hungry.gain(2.0, 5.0, starts_s=0.1, tokens_per_s=2.0) < gains[1]
+
+
+@given(GAPS, SPANS, st.floats(0.1, 20.0), st.floats(0.0, 20.0))
+def test_a_loss_is_what_the_reader_falls_behind_as_a_share_of_what_was_expected(gaps, after_s, horizon_s, wait_s):
+    reader = read([TTFT_S + moment for moment in accumulate(gaps)], pace=5.0)
+    now = TTFT_S + sum(gaps) + after_s
+    waited_s = min(wait_s, horizon_s)
+    times = now + (np.arange(100_000) + 0.5) / 100_000 * waited_s
+    behind = np.maximum(0.0, times - max(now, reader.dry_s)).mean() * waited_s
+    expected = 0.5 * (now + horizon_s - reader.ideal_s) ** 2
+    assert reader.loss(now, horizon_s, wait_s) == pytest.approx(behind / expected, abs=1e-5)

@@ -264,6 +264,11 @@ class Counters:
         def share(waits: list[Wait]) -> float | None:
             return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
 
+        def readers(waits: list[Wait]) -> dict[str, float | None]:
+            qoe = [value for _, value, _, _ in waits]
+            mean = sum(qoe) / len(qoe) if qoe else None
+            return {"qoe_mean": mean, "qoe_p5": percentile(qoe, 0.05) if qoe else None, "qoe_95_share": share(waits)}
+
         ttft, tbt = self.ttft.latest(_LATEST), self.tbt.latest(_LATEST)
         return {
             "rates": self.rates(now),
@@ -276,5 +281,6 @@ class Counters:
             "totals": asdict(self.totals),
             "outcomes": dict(self.outcomes),
             "busy": asdict(self.busy),
+            "readers": readers(self.qoe.latest(_LATEST)),
             "slo": {"ttft_attainment": share(ttft), "tbt_attainment": share(tbt)},
         }

@@ -93,6 +93,15 @@ class BinBuilder:
         """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
         self._grant_decodes([grant for grant in self.plan.grants if grant.task not in tasks], now)
 
+    def preempt(self, tasks: Collection[Task], now: float) -> None:
+        """Take the pages of decodes, before prompts get chunks: others may enter on them in this iteration."""
+        if tasks:
+            self.plan.preempt += tasks
+            self.preempted.update(tasks)
+            self.free_pages += sum([task.held_pages for task in tasks])
+            self.sequences_left += len(tasks)
+            self.pause(tasks, now)
+
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
         self._preempt(self.pages(task, task.tokens), self._victims(spared=task))

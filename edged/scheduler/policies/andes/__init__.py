@@ -1,0 +1,1 @@
+"""The Andes policy: readers' requests take turns in memory where it is short."""

@@ -1,0 +1,58 @@
+"""The rows of Andes, and whom they preempt."""
+
+import math
+from dataclasses import replace
+
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.planning.queues import TaskQueues
+from edged.scheduler.policies.andes.admission import ReaderAdmission
+from edged.scheduler.policies.base import Victims
+from edged.scheduler.policies.mace.policy import MACE
+from edged.scheduler.task import Kind, Task
+from edged.settings.load import SchedulerSettings
+
+
+class LeastGain(Victims):
+    """Victims by what their readers gain per page, least first; of those without a reader, or preempted before, the
+    latest arrival, after all others."""
+
+    _now = 0.0
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the horizon, too."""
+        super().configure(settings, cost)
+        self._horizon_s = settings.reader_horizon_s
+
+    def before(self, queues: TaskQueues, now: float) -> None:
+        """Note the moment of which gains are told."""
+        self._now = now
+
+    def key(self, task: Task) -> tuple[float, ...]:
+        """Return the place of a task, the least goes first."""
+        latest = super().key(task)
+        if task.kind is Kind.FINETUNE:
+            return latest
+        if task.reader is None or task.preemptions:
+            return math.inf, *latest
+        starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.tokens)
+        return task.reader.gain(self._now, self._horizon_s, starts_s, math.inf) / max(1, task.held_pages), *latest
+
+
+ANDES = replace(
+    MACE,
+    name="andes",
+    keeps="Andes 2.4: where memory is short, those are served whose readers gain most by it; else `mace`",
+    admission=ReaderAdmission,
+    victims=LeastGain,
+)
+
+
+class PlainReaderAdmission(ReaderAdmission):
+    """The knapsack alone."""
+
+    refines = False
+
+
+ANDES_PLAIN = replace(
+    ANDES, name="andes-plain", keeps="Andes without the refiner (2.4.3)", admission=PlainReaderAdmission
+)
