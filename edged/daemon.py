@@ -49,8 +49,8 @@ _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
 _SWITCH_S = 0.0005
-"""Time after which a thread must let others run Python. Each call of torch or SQLite gives the interpreter back, and
-then waits so long for it while another thread computes: by default 5 ms, tens of times for an answer."""
+"""Time after which a thread lets others run Python: each call of torch or SQLite gives the interpreter back, and waits
+so long to have it again while another thread computes. Python's own is 5 ms."""
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
