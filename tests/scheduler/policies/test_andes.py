@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, fewest, pack
+from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, fewest, pack, total
 from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Task
@@ -20,15 +20,13 @@ PACE = 5.0
 
 
 def contender(task_id: int, pages: int, gain: float, runs: bool = True) -> Contender:
-    return Contender(Task(task_id, Kind.DECODE, float(task_id)), pages, gain, runs)
+    return Contender(
+        Task(task_id, Kind.DECODE, float(task_id)), Reader(PACE, ideal_s=float(task_id)), pages, gain, runs
+    )
 
 
 def ranked(contenders: list[Contender]) -> list[Contender]:
     return sorted(contenders, key=lambda one: one.rank)
-
-
-def total(contenders: list[Contender] | tuple[Contender, ...]) -> float:
-    return sum(one.gain for one in contenders)
 
 
 class TestKnapsack:
@@ -119,8 +117,9 @@ def test_nobody_gives_way_where_there_is_room(scheduler: Scheduler) -> None:
     assert set(granted(plan)) == {1, 2, 3, 4, 9}
 
 
-def test_nobody_gives_way_whose_reader_needs_every_token(scheduler: Scheduler) -> None:
-    full(scheduler, 0.2, 0.3, 0.1)
+@pytest.mark.parametrize("ahead_s", [0.2, 10.1])
+def test_nobody_gives_way_whose_reader_would_wait_for_it(scheduler: Scheduler, ahead_s: float) -> None:
+    full(scheduler, ahead_s, ahead_s, ahead_s)
     add_question(scheduler, 9, 15 * PAGE)
     assert not scheduler.plan(10.0, resources(free=10, total=90)).preempt
 
@@ -152,7 +151,7 @@ def test_a_prompt_stays_out_whose_entry_costs_readers_more_than_it_gains(policy:
     scheduler = scheduler_of(policy=policy)
     full(scheduler, 0.0, 0.0, 0.0)
     # To compute it again takes seconds, in which the three wait.
-    fed = add_answer(scheduler, 5, ahead_s=30.0, pages=900)
+    fed = add_answer(scheduler, 5, ahead_s=300.0, pages=900)
     add_question(scheduler, 9, 15 * PAGE)
     plan = scheduler.plan(10.0, resources(free=10, total=1000))
     assert (fed in plan.preempt) is gives_way

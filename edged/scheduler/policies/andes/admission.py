@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, fewest, pack
+from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, fewest, pack, total
 from edged.scheduler.policies.base import Entry, Spare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission, overdue_s
+from edged.scheduler.reader import Reader
 from edged.scheduler.task import Task
 from edged.settings.load import SchedulerSettings
 
@@ -76,35 +77,31 @@ class ReaderAdmission(PatientAdmission):
         load = draft.load
         others, each = load.decodes - len(running), load.context / max(1, load.decodes)
         pages = draft.open_pages + sum([task.held_pages for task in running])
-        asking = [(task, task.held_pages, 0.0) for task in running]
-        asking += [(task, draft.pages(task, task.tokens), self.cost.prompt_s(task.tokens)) for task in waiting]
+        needs = [(task, task.held_pages, 0.0) for task in running]
+        needs += [(task, draft.pages(task, task.tokens), self.cost.prompt_s(task.tokens)) for task in waiting]
+        asking = [(task, task.reader, need, starts_s) for task, need, starts_s in needs if task.reader is not None]
 
         def token_s(size: int) -> float:
             decodes = others + size
             return self.cost.priced_s(Load(decodes=decodes, context=round(each * decodes), adapters=load.adapters))
 
-        paces = [task.reader.pace for task, _, _ in asking if task.reader is not None]
-        needs, slots = [need for _, need, _ in asking], draft.sequences_left + len(running)
-        sizes = batch_sizes(needs, pages, slots, token_s, 1.0 / max(paces, default=1.0))
-        best: tuple[list[Contender], list[Contender], float] = [], [], math.inf
-        most_gain = -1.0
-        for size in sizes:
+        fastest_s = 1.0 / max([reader.pace for _, reader, _, _ in asking], default=1.0)
+        slots = draft.sequences_left + len(running)
+        sizes = batch_sizes([need for _, need, _ in needs], pages, slots, token_s, fastest_s)
+
+        def packed(size: int) -> tuple[list[Contender], list[Contender], float]:
             rate = 1.0 / token_s(size)
             contenders = [
-                Contender(task, need, self._gain(task, starts_s, rate, now), not starts_s)
-                for task, need, starts_s in asking
+                Contender(task, reader, need, self._gain(task, reader, starts_s, rate, now), not starts_s)
+                for task, reader, need, starts_s in asking
             ]
             ranked = sorted(contenders, key=lambda one: one.rank)
-            served = pack(ranked, pages, size)
-            gain = sum([one.gain for one in served])
-            if gain > most_gain:
-                most_gain, best = gain, (ranked, served, size if size < sizes[0] else math.inf)
-        return best
+            return ranked, pack(ranked, pages, size), size if size < sizes[0] else math.inf
 
-    def _gain(self, task: Task, starts_s: float, tokens_per_s: float, now: float) -> float:
+        return max(map(packed, sizes), key=lambda each: total(each[1]), default=([], [], math.inf))
+
+    def _gain(self, task: Task, reader: Reader, starts_s: float, tokens_per_s: float, now: float) -> float:
         """Return what a reader gains by being served; `starts_s` is 0 for those that run."""
-        reader = task.reader
-        assert reader is not None
         if starts_s and (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now:
             return URGENT
         return reader.gain(now, self._horizon_s, starts_s, tokens_per_s)
@@ -140,10 +137,13 @@ class ReaderAdmission(PatientAdmission):
         return entered
 
     def _pays(self, draft: BinBuilder, one: Contender, victims: list[Contender], now: float) -> bool:
-        """Whether a prompt gains more than its victims, and than all who stay lose while they are computed again."""
-        tokens = [one.task.tokens, *(victim.task.context for victim in victims)]
-        overhead_s = sum([self.cost.prompt_s(count) for count in tokens])
+        """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
+        computed."""
+        again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
+        back_s = [now + self._horizon_s + seconds for seconds in again_s]
+        if any(victim.reader.dry_s < back for victim, back in zip(victims, back_s, strict=True)):
+            return False
+        overhead_s = self.cost.prompt_s(one.task.tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
-        loss = sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])
-        return one.gain > loss + sum([victim.gain for victim in victims])
+        return one.gain > sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])

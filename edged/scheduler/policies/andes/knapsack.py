@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from edged.scheduler.reader import Reader
 from edged.scheduler.task import Task
 
 _SIZES = 4
@@ -16,6 +17,7 @@ class Contender:
     """A request with a reader that asks to be served: the pages that it holds or needs, and the QoE that this gains."""
 
     task: Task
+    reader: Reader
     pages: int
     gain: float
     runs: bool
@@ -23,8 +25,13 @@ class Contender:
 
     @property
     def rank(self) -> tuple[float, bool, float, int]:
-        """Its place: by gain per page (Eq. 2.6), those that run before those that wait, then by arrival."""
-        return -self.gain / max(1, self.pages), not self.runs, self.task.arrival_s, self.task.task_id
+        """Its place: by gain per page (Eq. 2.6), those that run before those that wait, then who runs dry first."""
+        return -self.gain / max(1, self.pages), not self.runs, self.reader.dry_s, self.task.task_id
+
+
+def total(contenders: Iterable[Contender]) -> float:
+    """Return the QoE that serving all of them gains."""
+    return sum([one.gain for one in contenders])
 
 
 def batch_sizes(
@@ -49,7 +56,7 @@ def pack(ranked: Sequence[Contender], pages: int, most: int) -> list[Contender]:
     served = _filled(ranked, pages, most)
     fits = [one for one in ranked if one.pages <= pages]
     best = max(fits, key=lambda one: one.gain, default=None)
-    if best is not None and best.gain > sum([one.gain for one in served]):
+    if best is not None and best.gain > total(served):
         return _filled([best, *(one for one in ranked if one is not best)], pages, most)
     return served
 
