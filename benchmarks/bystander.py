@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -138,7 +138,7 @@ def logprobs(client: Client, memory: dict[str, Any], turn: int) -> object:
 def signals(client: Client, memory: dict[str, Any], turn: int) -> object:
     """Change one's mind about one answer again and again."""
     if "id" not in memory:
-        memory["id"] = client.post(_ASK, {"prompt": "hi", "max_tokens": 3})["id"]
+        memory["id"] = client.post(_ASK, {"prompt": "hi", "max_tokens": 3, "user": NAME})["id"]
     return client.post("/v1/feedback", {"completion_id": memory["id"], "signal": ("up", "down")[turn % 2]})
 
 
@@ -342,6 +342,8 @@ def stand_by(path: Path, stop: Any, report: Any) -> None:
 def attack_until(path: Path, abuse: Abuse, stop: Any, report: Any) -> None:
     """Abuse until `stop` is set, then send how often which status came; "lost" without one."""
     allow_files()
+    # What its own programs compute shall not take the processor from the daemon.
+    os.nice(19)
     become(ABUSER)
     statuses: Counter[str] = Counter()
 
@@ -436,6 +438,13 @@ def measure(checkout: Path, abuse: Abuse, options: Namespace) -> dict[str, Any]:
     return found
 
 
+def checkout(text: str) -> Path:
+    """Parse the folder of a checkout."""
+    if not (Path(text) / "edged" / "daemon.py").is_file():
+        raise ArgumentTypeError(f'"{text}" has no edged/daemon.py: give a checkout of edged')
+    return Path(text).resolve()
+
+
 def percentiles(waits_ms: list[float]) -> dict[str, float]:
     """Return the count and the percentiles of at least one wait."""
     figures = {name: round(float(np.percentile(waits_ms, share)), 1) for name, share in PERCENTILES.items()}
@@ -451,24 +460,24 @@ def main() -> None:
         option("--rounds", "windows of each kind", 3, 1),
         option("--database-mb", "size of the database in which somebody is forgotten / 2^20", 1024, 8, least=1),
         option("--adapter-mb", "size of a version that is rolled back / 2^20", 500, 4, least=1),
-        option("--before", "another checkout, whose daemon is measured, too", "", type=Path),
+        option("--before", "another checkout, whose daemon is measured, too", "", type=checkout),
         quick="short windows, a small database and a small adapter",
     )
     if os.geteuid():
         sys.exit("benchmarks.bystander: only root can be two accounts at once: run it with sudo")
     abuses = abuses_of(options)
-    sides = {**({"before": options.before.resolve()} if options.before else {}), "now": ROOT}
+    sides = {**({"before": options.before} if options.before else {}), "now": ROOT}
     rows: list[dict[str, Any]] = []
     report = {**report_header("cpu"), "seconds": options.seconds, "rounds": options.rounds, "rows": rows}
     for name in options.abuse or NAMES:
         with contextlib.ExitStack() as stack:
             abuse = abuses[name]
             settings = stack.enter_context(large_adapter(options.adapter_mb)) if name == "rollback" else {}
-            for side, checkout in sides.items():
+            for side, where in sides.items():
                 say(f"{name}, {side}")
                 used = Abuse(abuse.attack, abuse.connections, abuse.prepare, settings)
                 try:
-                    found = measure(checkout, used, options)
+                    found = measure(where, used, options)
                 except DaemonError as error:
                     found = {"failed": str(error)}
                 rows.append({"abuse": name, "side": side, **found})

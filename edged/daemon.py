@@ -48,6 +48,9 @@ log = logging.getLogger("edged")
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
+_SWITCH_S = 0.0005
+"""Time after which a thread lets others run Python: each call of torch or SQLite gives the interpreter back, and waits
+so long to have it again while another thread computes. Python's own is 5 ms."""
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
@@ -64,6 +67,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     if not faulthandler.is_enabled():
         faulthandler.enable()
     allow_files()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         try:
             return asyncio.run(Daemon(settings, load).run())

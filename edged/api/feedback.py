@@ -38,11 +38,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     services.limits.feedback(user)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body, caller, services))
-    written.add_done_callback(services.feedback_intake.learn_from)
     # Shielded from the client's disconnect: feedback that was sent is stored.
     try:
-        result = await asyncio.shield(asyncio.wrap_future(written))
+        result = await asyncio.shield(_store(body, caller, services))
     except PairQueueFull:
         services.limits.no_feedback(user)
         raise
@@ -50,6 +48,14 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     return FeedbackTaken(
         id=result.feedback_id, object="feedback", pair_ids=pair_ids, reason=reason, duplicate=duplicate
     )
+
+
+async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
+    """Store feedback when it is its account's turn, and have it learned."""
+    async with services.limits.writing(caller.tenant):
+        written = services.store.write(lambda db: _record(db, body, caller, services))
+        written.add_done_callback(services.feedback_intake.learn_from)
+        return await asyncio.wrap_future(written)
 
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:

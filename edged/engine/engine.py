@@ -26,6 +26,7 @@ from edged.engine.finetuning import FinetuneJobs
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.base_files import base_fingerprint, files_digest
+from edged.engine.model.loading import drop_cached
 from edged.engine.model.memory_model import STATE_BYTES, adapter_weights, bounded
 from edged.engine.model.served_model import ServedModel
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
@@ -70,6 +71,8 @@ class Engine:
         name = settings.model.name or Path(model_dir).name
         shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
         base = base_fingerprint(model.fingerprint, hashed.result(), folder) if hashed else model.fingerprint
+        # Hashing may have read them after they were dropped.
+        drop_cached(Path(model_dir).glob("*.safetensors"))
         spec = lora_spec(shapes, name, base, settings.align)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files

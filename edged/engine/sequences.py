@@ -165,7 +165,7 @@ class SequenceTable:
             if sequence.request.adapter != adapter:
                 continue
             if error:
-                self._end(sequence, "error", now, error, retire=False)
+                self._end(sequence, "error", now, error)
             else:
                 self._enter(sequence)
 

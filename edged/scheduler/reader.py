@@ -73,27 +73,35 @@ class Reader:
         return min(1.0, max(0.0, 1.0 - self.delay_s / whole_s)) if whole_s > 0.0 and self.delay_s > 0.0 else 1.0
 
     def gain(self, now: float, horizon_s: float, starts_s: float, tokens_per_s: float) -> float:
-        """Return Eq. 2.4 over the next `horizon_s`: QoE of being served, less that of waiting.
-
-        Served, the next token comes in `starts_s`, and `tokens_per_s` from there on. A share of the area that a reader
-        without waits would have read by then: 0 where nothing is expected yet.
-        """
+        """Return `gain` of being served from `starts_s` after `now` on."""
         left_s = max(0.0, self.dry_s - now)
         if left_s >= horizon_s:
             return 0.0
-        lost = loss_waiting(self.pace, left_s, horizon_s)
-        lost -= loss_served(self.pace, left_s, horizon_s, starts_s, tokens_per_s)
-        return lost / self._expected(now + horizon_s)
+        return gain(self.pace, left_s, now + horizon_s - self.ideal_s, horizon_s, starts_s, tokens_per_s)
 
     def loss(self, now: float, horizon_s: float, wait_s: float) -> float:
         """Return the QoE, as in `gain`, that waiting for `wait_s` costs: 0 where there is text for as long."""
-        left_s = max(0.0, self.dry_s - now)
-        wait_s = min(wait_s, horizon_s)
-        return loss_waiting(self.pace, left_s, wait_s) / self._expected(now + horizon_s) if left_s < wait_s else 0.0
+        left_s, wait_s = max(0.0, self.dry_s - now), min(wait_s, horizon_s)
+        if left_s >= wait_s:
+            return 0.0
+        return loss_waiting(self.pace, left_s, wait_s) / (0.5 * self.pace * (now + horizon_s - self.ideal_s) ** 2)
 
-    def _expected(self, moment: float) -> float:
-        """Return the token-seconds that a reader without waits would have read by `moment`, after `ideal_s`."""
-        return 0.5 * self.pace * (moment - self.ideal_s) ** 2
+
+def gain(
+    pace: float, left_s: float, expected_s: float, horizon_s: float, starts_s: float, tokens_per_s: float
+) -> float:
+    """Return Eq. 2.4 over the next `horizon_s`: QoE of being served, less that of waiting; of numbers or of arrays.
+
+    Served, the next token comes in `starts_s`, and `tokens_per_s`, which is finite, from there on. The reader has text
+    for `left_s`, and is expected to have read for `expected_s` by then; it is a share of what they would have read.
+    """
+    lost = loss_waiting(pace, left_s, horizon_s) - loss_served(pace, left_s, horizon_s, starts_s, tokens_per_s)
+    return lost / (0.5 * pace * expected_s * expected_s)
+
+
+def _above(difference: float) -> float:
+    """Return a difference where it is above 0, else 0."""
+    return 0.5 * (difference + abs(difference))
 
 
 def loss_waiting(pace: float, left_s: float, horizon_s: float) -> float:
@@ -101,15 +109,14 @@ def loss_waiting(pace: float, left_s: float, horizon_s: float) -> float:
 
     What was lost before goes on being lost whatever is done, and is in neither loss.
     """
-    return 0.5 * pace * max(0.0, horizon_s - left_s) ** 2
+    return 0.5 * pace * _above(horizon_s - left_s) ** 2
 
 
 def loss_served(pace: float, left_s: float, horizon_s: float, starts_s: float, tokens_per_s: float) -> float:
     """Return the token-seconds that are lost where tokens come at `tokens_per_s` from `starts_s` on."""
-    starts_s = min(starts_s, horizon_s)
-    stall_s, short = max(0.0, starts_s - left_s), max(0.0, pace - tokens_per_s)
+    starts_s = horizon_s - _above(horizon_s - starts_s)
+    stall_s, short = _above(starts_s - left_s), _above(pace - tokens_per_s)
+    stalls, slow = stall_s > 0.0, short > 0.0
+    dry_s = stalls * starts_s + (1 - stalls) * (pace * left_s - tokens_per_s * starts_s) / (short + (1 - slow))
     lost = 0.5 * pace * stall_s * stall_s + pace * stall_s * (horizon_s - starts_s)
-    if short:
-        dry_s = starts_s if stall_s else (pace * left_s - tokens_per_s * starts_s) / short
-        lost += 0.5 * short * max(0.0, horizon_s - dry_s) ** 2
-    return lost
+    return lost + 0.5 * short * _above(horizon_s - dry_s) ** 2

@@ -133,7 +133,7 @@ class SchedulerSettings(Section):
     reader_reserve_s: float = setting(
         1.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
     )
-    reader_horizon_s: Positive = setting(5.0, "andes: span over which it is told what serving a reader gains")
+    reader_horizon_s: Positive = setting(10.0, "andes: span over which it is told what serving a reader gains")
     lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
     lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
     gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)

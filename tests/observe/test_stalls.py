@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,23 @@ def test_a_database_that_another_program_locks_is_told(daemon: LiveDaemon) -> No
                 time.sleep(1.0)
             told.join()
     assert "the database's writer stood still" in daemon.log
+
+
+def test_an_account_that_teaches_much_has_two_writes_with_the_writer_at_once(tmp_path: Path) -> None:
+    """Others' writes wait behind those that are queued; many that share a commit were queued together."""
+    with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), align__enabled="false") as live, live.http() as http:
+
+        def teach_pair(number: int) -> int:
+            pair = {"user": "ann", "prompt": f"question {number}", "chosen": "good", "rejected": "bad"}
+            return http.post("/v1/feedback", json=pair).status_code
+
+        commits = ("edged_writer_stall_seconds_count", frozenset({("part", "commit")}))
+        before = scrape(http)[commits]
+        with contextlib.closing(sqlite3.connect(live.data / "edged.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with ThreadPoolExecutor(12) as threads:
+                answers = [threads.submit(teach_pair, number) for number in range(12)]
+                time.sleep(1.0)
+                other.rollback()
+                assert [answer.result() for answer in answers] == [200] * 12
+        assert scrape(http)[commits] - before >= 6

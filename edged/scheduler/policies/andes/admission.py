@@ -1,12 +1,11 @@
 """Andes' admission: where memory or time is short, those are served whose readers gain most by it (Andes 2.4)."""
 
-import math
 from collections.abc import Sequence
 
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, fewest, pack
+from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
 from edged.scheduler.policies.base import Entry, Spare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission, overdue_s
@@ -15,8 +14,6 @@ from edged.settings.load import SchedulerSettings
 
 SHORT = 0.9
 """Share of the pages that are held or asked for from which on memory is short."""
-URGENT = 1e9
-"""Gain of those who must not wait any more: above all others together, whatever their pages."""
 
 
 class ReaderAdmission(PatientAdmission):
@@ -54,77 +51,52 @@ class ReaderAdmission(PatientAdmission):
     def _contest(self, draft: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
         """Return the prompts that enter, with their pages promised, and the decodes that stand still; who gives way is
         preempted in `draft`."""
-        decodes = [grant.task for grant in draft.plan.grants]
+        decodes, load = [grant.task for grant in draft.plan.grants], draft.load
         oldest = min((*decodes, *queues.started), key=by_arrival, default=None)
-        running = [task for task in decodes if task.reader and not task.preemptions and task is not oldest]
-        waiting = [task for task in draft.waiting[: 2 * LOOK_AHEAD] if task.reader]
-        ranked, served, size = self._best(draft, running, waiting, now)
-        chosen = {one.task for one in served}
+        contenders = [
+            Contender(task, task.reader, task.held_pages, 0.0)
+            for task in decodes
+            if task.reader is not None and not task.preemptions and task is not oldest
+        ]
+        running = len(contenders)
+        pages = draft.open_pages + sum([one.pages for one in contenders])
+        for task in draft.waiting[: 2 * LOOK_AHEAD]:
+            if task.reader is not None:
+                starts_s = self.cost.prompt_s(task.tokens)
+                late = (task.reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
+                contenders.append(Contender(task, task.reader, draft.pages(task, task.tokens), starts_s, late))
+        others, each = load.decodes - running, load.context / max(1, load.decodes)
+
+        def token_s(size: int) -> float:
+            decodes = others + size
+            return self.cost.priced_s(Load(decodes=decodes, context=round(each * decodes), adapters=load.adapters))
+
+        slots = draft.sequences_left + running
+        ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self._horizon_s)
         entered = self._refined(draft, ranked, chosen, now)
-        if len(served) < size:
+        if len(chosen) < size:
             return entered, set()
         # The size of the batch leaves them out, not memory.
         held_out = {one.task for one in ranked if one.task not in chosen}
         draft.waiting = [task for task in draft.waiting if task not in held_out]
         return entered, held_out - draft.preempted
 
-    def _best(
-        self, draft: BinBuilder, running: list[Task], waiting: list[Task], now: float
-    ) -> tuple[list[Contender], list[Contender], float]:
-        """Return contenders by rank, who of them is served, and their most where memory would hold more; all of the
-        batch size with the most gain."""
-        load = draft.load
-        others, each = load.decodes - len(running), load.context / max(1, load.decodes)
-        pages = draft.open_pages + sum([task.held_pages for task in running])
-        asking = [(task, task.held_pages, 0.0) for task in running]
-        asking += [(task, draft.pages(task, task.tokens), self.cost.prompt_s(task.tokens)) for task in waiting]
-
-        def token_s(size: int) -> float:
-            decodes = others + size
-            return self.cost.priced_s(Load(decodes=decodes, context=round(each * decodes), adapters=load.adapters))
-
-        paces = [task.reader.pace for task, _, _ in asking if task.reader is not None]
-        needs, slots = [need for _, need, _ in asking], draft.sequences_left + len(running)
-        sizes = batch_sizes(needs, pages, slots, token_s, 1.0 / max(paces, default=1.0))
-        best: tuple[list[Contender], list[Contender], float] = [], [], math.inf
-        most_gain = -1.0
-        for size in sizes:
-            rate = 1.0 / token_s(size)
-            contenders = [
-                Contender(task, need, self._gain(task, starts_s, rate, now), not starts_s)
-                for task, need, starts_s in asking
-            ]
-            ranked = sorted(contenders, key=lambda one: one.rank)
-            served = pack(ranked, pages, size)
-            gain = sum([one.gain for one in served])
-            if gain > most_gain:
-                most_gain, best = gain, (ranked, served, size if size < sizes[0] else math.inf)
-        return best
-
-    def _gain(self, task: Task, starts_s: float, tokens_per_s: float, now: float) -> float:
-        """Return what a reader gains by being served; `starts_s` is 0 for those that run."""
-        reader = task.reader
-        assert reader is not None
-        if starts_s and (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now:
-            return URGENT
-        return reader.gain(now, self._horizon_s, starts_s, tokens_per_s)
-
     def _refined(self, draft: BinBuilder, ranked: Sequence[Contender], chosen: set[Task], now: float) -> list[Task]:
         """Let those of the `chosen` enter who wait, each for the fewest of the lowest others, while it pays."""
         free, slots, tokens = draft.open_pages, draft.sequences_left, draft.tokens_left
-        lowest = [one for one in reversed(ranked) if one.runs and one.task not in chosen]
+        lowest = [one for one in reversed(ranked) if not one.starts_s and one.task not in chosen]
         entered: list[Task] = []
         gone: list[Contender] = []
         for one in ranked:
-            if one.runs or (one.task not in chosen and one.gain < URGENT):
+            if not one.starts_s or not (one.urgent or one.task in chosen):
                 continue
             victims = fewest(lowest, one.pages - free, max(0, 1 - slots)) if tokens > 0 else None
             if victims is None:
-                if one.gain < URGENT:
+                if not one.urgent:
                     continue
                 # Nobody overtakes it: pages that come free next are its own.
                 break
-            if victims and self.refines and one.gain < URGENT and not self._pays(draft, one, victims, now):
+            if victims and self.refines and not one.urgent and not self._pays(draft, one, victims, now):
                 break
             gone += victims
             lowest = [other for other in lowest if other not in victims]
@@ -140,10 +112,13 @@ class ReaderAdmission(PatientAdmission):
         return entered
 
     def _pays(self, draft: BinBuilder, one: Contender, victims: list[Contender], now: float) -> bool:
-        """Whether a prompt gains more than its victims, and than all who stay lose while they are computed again."""
-        tokens = [one.task.tokens, *(victim.task.context for victim in victims)]
-        overhead_s = sum([self.cost.prompt_s(count) for count in tokens])
+        """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
+        computed."""
+        again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
+        back_s = [now + self._horizon_s + seconds for seconds in again_s]
+        if any(victim.reader.dry_s < back for victim, back in zip(victims, back_s, strict=True)):
+            return False
+        overhead_s = self.cost.prompt_s(one.task.tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
-        loss = sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])
-        return one.gain > loss + sum([victim.gain for victim in victims])
+        return one.gain > sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])

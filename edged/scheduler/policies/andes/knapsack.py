@@ -1,30 +1,72 @@
 """The knapsack of readers (Andes 2.4): who is served where not all fit, and who gives way, as pure functions."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any, NamedTuple
 
+from edged.scheduler.reader import Reader, gain
 from edged.scheduler.task import Task
 
-_SIZES = 4
+URGENT = 1e9
+"""Gain of those who must not wait any more: above all others together, whatever their pages."""
+_SIZES = 3
 """Batch sizes that are tried, about: in between, gains hardly change."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A request with a reader that asks to be served: the pages that it holds or needs, and the QoE that this gains."""
+class Contender(NamedTuple):
+    """A request with a reader that asks to be served."""
 
     task: Task
+    reader: Reader
     pages: int
-    gain: float
-    runs: bool
-    """Whether it is in memory; else it waits."""
+    """Number of pages that it holds or needs."""
+    starts_s: float
+    """Seconds until its next token where it is served: 0 where it is in memory, else it waits."""
+    urgent: bool = False
+    gain: float = 0.0
+    """QoE that serving it gains."""
 
-    @property
-    def rank(self) -> tuple[float, bool, float, int]:
-        """Its place: by gain per page (Eq. 2.6), those that run before those that wait, then by arrival."""
-        return -self.gain / max(1, self.pages), not self.runs, self.task.arrival_s, self.task.task_id
+
+def contest(
+    contenders: Sequence[Contender],
+    pages: int,
+    slots: int,
+    token_s: Callable[[int], float],
+    now: float,
+    horizon_s: float,
+) -> tuple[list[Contender], set[Task], float]:
+    """Return contenders by gain per page (Eq. 2.6), whom to serve within `pages` and `slots`, and at most how many;
+    inf where no size of the batch is better than what fits.
+
+    `token_s` is how long a token takes of so many who are served. Of equals those go first who are in memory, then
+    those who run dry first.
+    """
+    import numpy as np  # late: a process is prepared before numpy starts its threads
+
+    if not contenders:
+        return [], set(), math.inf
+    rows = [(one.reader.pace, one.reader.dry_s, one.reader.ideal_s, one.starts_s) for one in contenders]
+    columns: Any = np.array(rows).T
+    pace, dry_s, ideal_s, starts_s = columns
+    needs = [one.pages for one in contenders]
+    weights, urgent = np.maximum(needs, 1), np.array([one.urgent for one in contenders])
+    left_s, expected_s = np.clip(dry_s - now, 0.0, horizon_s), np.maximum(now + horizon_s - ideal_s, 1e-9)
+    sizes = batch_sizes(needs, pages, slots, token_s, 1.0 / float(pace.max()))
+
+    def packed(size: int) -> tuple[float, int, list[int], list[int], list[float]]:
+        gains = gain(pace, left_s, expected_s, horizon_s, starts_s, 1.0 / token_s(size))
+        each = np.where(urgent, URGENT, gains)
+        order = np.lexsort((dry_s, starts_s > 0.0, -each / weights)).tolist()
+        values = each.tolist()
+        served = pack(order, values, needs, pages, size)
+        return sum([values[one] for one in served]), size, order, served, values
+
+    best = max(map(packed, sizes), key=lambda each: each[0], default=(0.0, 0, [], [], []))
+    _, size, order, served, gains = best
+    ranked = [Contender(*contenders[one][:5], gains[one]) for one in order]
+    return ranked, {contenders[one].task for one in served}, size if sizes and size < sizes[0] else math.inf
 
 
 def batch_sizes(
@@ -33,35 +75,34 @@ def batch_sizes(
     """Return the numbers of contenders of which one may be the best to serve at once, the largest first (2.4.2).
 
     None is more than fit, by the pages that each `needs`, or more than `slots`; none is less than the most of which
-    all get a token within `fastest_s`, where `token_s` of them is how long one takes.
+    all get a token within `fastest_s`.
     """
     most = min(max(0, slots), bisect_right(list(accumulate(sorted(needs))), pages))
     fast = bisect_right(range(1, most + 1), fastest_s, key=token_s)
     return range(most, max(1, fast) - 1, -max(1, (most - fast) // (_SIZES - 1)))
 
 
-def pack(ranked: Sequence[Contender], pages: int, most: int) -> list[Contender]:
-    """Return those of `ranked` contenders, at most so many, who are served within `pages`.
+def pack(order: Sequence[int], gains: Sequence[float], needs: Sequence[int], pages: int, most: int) -> list[int]:
+    """Return those of `order`, at most so many, who are served within `pages`, by what each gains and needs.
 
     Where Algorithm 1 ends, at the first who does not fit, this passes over them. If one alone gains more than all who
     were chosen so, that one goes first.
     """
-    served = _filled(ranked, pages, most)
-    fits = [one for one in ranked if one.pages <= pages]
-    best = max(fits, key=lambda one: one.gain, default=None)
-    if best is not None and best.gain > sum([one.gain for one in served]):
-        return _filled([best, *(one for one in ranked if one is not best)], pages, most)
+    served = _filled(order, needs, pages, most)
+    best = max([one for one in order if needs[one] <= pages], key=gains.__getitem__, default=None)
+    if best is not None and gains[best] > sum([gains[one] for one in served]):
+        return _filled([best, *(one for one in order if one != best)], needs, pages, most)
     return served
 
 
-def _filled(ranked: Iterable[Contender], pages: int, most: int) -> list[Contender]:
-    served: list[Contender] = []
-    for one in ranked:
-        if len(served) >= most:
-            break
-        if one.pages <= pages:
+def _filled(order: Iterable[int], needs: Sequence[int], pages: int, most: int) -> list[int]:
+    served: list[int] = []
+    for one in order:
+        if needs[one] <= pages:
+            if len(served) >= most:
+                break
             served.append(one)
-            pages -= one.pages
+            pages -= needs[one]
     return served
 
 

@@ -11,6 +11,9 @@ from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
 
+_FAST = 1e6
+"""Tokens a second that no reader takes."""
+
 
 class LeastGain(Victims):
     """Victims by what their readers gain per page, least first; of those without a reader, or preempted before, the
@@ -35,7 +38,7 @@ class LeastGain(Victims):
         if task.reader is None or task.preemptions:
             return math.inf, *latest
         starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.tokens)
-        return task.reader.gain(self._now, self._horizon_s, starts_s, math.inf) / max(1, task.held_pages), *latest
+        return task.reader.gain(self._now, self._horizon_s, starts_s, _FAST) / max(1, task.held_pages), *latest
 
 
 ANDES = replace(
