@@ -4,7 +4,7 @@
     python -m benchmarks.bystander --abuse "forget,rollback" --seconds 20
     python -m benchmarks.bystander --before ../old-checkout            the daemon of another checkout, too
 
-Every abuse has a daemon of its own with the demo model (for rollbacks a random one with a large adapter). The bystander
+All abuses meet one daemon with the demo model, but for rollbacks, which have one with a large adapter. The bystander
 asks for the status and for answers of one token, three connections with pauses of 20 ms, all the time; the abuser, a
 process of another account, has every second window. So both are measured in turns, and what else runs on the machine
 meets both. A window begins when what the one before it left is done. The bound: the abused p99.9 is at most 100 ms
@@ -27,7 +27,7 @@ import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.checkout import ROOT
-from benchmarks.support.command import finish, markdown, names, option, parse, say
+from benchmarks.support.command import finish, keep, markdown, names, option, parse, say
 from benchmarks.support.machine_limits import report_header
 from benchmarks.support.random_llama import SHAPES, write_random_llama, write_tokenizer
 from edged.client.client import Address, Client, DaemonError, Refused
@@ -67,6 +67,7 @@ class Site(TemporaryDaemon):
     def __init__(self, checkout: Path, settings: dict[str, str]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="edged-bystander-"))
         folder.chmod(0o755)
+        self.settings = settings
         self._environment = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1", **settings}
         super().__init__(folder=folder)
 
@@ -276,26 +277,25 @@ class Abuse:
     attack: Attack
     connections: int
     prepare: Callable[[Site], object] = lambda site: None
-    settings: dict[str, str] = field(default_factory=dict)
 
 
 def abuses_of(options: Namespace) -> dict[str, Abuse]:
     """Return the abuses by name, with the sizes of the command line."""
     return {
-        "sampling": Abuse(sampling, 4),
-        "invalid bodies": Abuse(invalid, 4),
-        "long pairs": Abuse(long_pairs, 4),
-        "web page": Abuse(web_page, 4),
-        "logprobs": Abuse(logprobs, 2),
-        "signals": Abuse(signals, 32),
-        "forget": Abuse(forget, 2, partial(fill, options.database_mb)),
-        "connections": Abuse(connections, 1),
         "all seats": Abuse(all_seats, 2),
+        "invalid bodies": Abuse(invalid, 4),
+        "logprobs": Abuse(logprobs, 2),
+        "connections": Abuse(connections, 1),
+        "sampling": Abuse(sampling, 4),
+        "web page": Abuse(web_page, 4),
         "special tokens": Abuse(special_tokens, 4),
-        "leave": Abuse(leave, 8),
-        "rollback": Abuse(roll_back, 1, learn_versions),
         "empty messages": Abuse(empty_messages, 4),
+        "leave": Abuse(leave, 8),
+        "signals": Abuse(signals, 32),
+        "long pairs": Abuse(long_pairs, 4),
         "import": Abuse(import_pairs, 4),
+        "forget": Abuse(forget, 2, partial(fill, options.database_mb)),
+        "rollback": Abuse(roll_back, 1, learn_versions),
     }
 
 
@@ -395,38 +395,35 @@ def account(work: Callable[..., None], *arguments: Any) -> Iterator[list[Any]]:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def measure(checkout: Path, abuse: Abuse, options: Namespace) -> dict[str, Any]:
+def measure(site: Site, abuse: Abuse, options: Namespace) -> dict[str, Any]:
     """Return the bystander's waits of one abuse, in ms, quiet and abused."""
-    site = Site(checkout, abuse.settings)
     statuses: Counter[str] = Counter()
     windows: list[tuple[float, float, str]] = []
-    try:
-        site.wait_until_ready()
-        abuse.prepare(site)
-        with account(stand_by, site.socket) as told:
-            time.sleep(1.0)
-            for _ in range(options.rounds):
-                for when in ("quiet", "abused"):
-                    began = time.monotonic()
-                    if when == "abused":
-                        with account(attack_until, site.socket, abuse) as reported:
-                            time.sleep(options.seconds)
-                        statuses.update(*reported)
-                    else:
+    abuse.prepare(site)
+    said = len(site.log)
+    with account(stand_by, site.socket) as told:
+        time.sleep(1.0)
+        for _ in range(options.rounds):
+            for when in ("quiet", "abused"):
+                began = time.monotonic()
+                if when == "abused":
+                    with account(attack_until, site.socket, abuse) as reported:
                         time.sleep(options.seconds)
-                    windows.append((began, time.monotonic(), when))
-                    site.settle()
-        samples = told[0] if told else []
-        ended = site.process.poll()
-        stalls = [line for line in site.log.splitlines() if "stood still" in line]
-    finally:
-        site.remove()
-    found: dict[str, Any] = {"statuses": dict(statuses), "stalls": stalls, "exit_code": ended}
+                    statuses.update(*reported)
+                else:
+                    time.sleep(options.seconds)
+                windows.append((began, time.monotonic(), when))
+                site.settle()
+    samples = told[0] if told else []
+    stalls = [line for line in site.log[said:].splitlines() if "stood still" in line]
+    found: dict[str, Any] = {"statuses": dict(statuses), "stalls": stalls, "exit_code": site.process.poll()}
+    by_kind = sorted(windows, key=lambda window: window[2])
     for when in ("quiet", "abused"):
+        # A request that meets an abuse counts there, whenever it began.
         within = [
             (what, seconds, answered)
             for what, at, seconds, answered in samples
-            if any(first <= at < last and kind == when for first, last, kind in windows)
+            if next((kind for first, last, kind in by_kind if at < last and at + seconds > first), "") == when
         ]
         found[when] = {
             "unanswered": sum(not answered for _, _, answered in within),
@@ -438,6 +435,27 @@ def measure(checkout: Path, abuse: Abuse, options: Namespace) -> dict[str, Any]:
     return found
 
 
+@contextlib.contextmanager
+def sites() -> Iterator[Callable[[Path, dict[str, str]], Site]]:
+    """A function that returns a checkout's running daemon, a new one where the old one ended or had other settings."""
+    running: dict[Path, Site] = {}
+
+    def site_of(where: Path, settings: dict[str, str]) -> Site:
+        site = running.get(where)
+        if site is None or site.settings != settings or site.process.poll() is not None:
+            if site is not None:
+                site.remove()
+            site = running[where] = Site(where, settings)
+            site.wait_until_ready()
+        return site
+
+    try:
+        yield site_of
+    finally:
+        for site in running.values():
+            site.remove()
+
+
 def checkout(text: str) -> Path:
     """Parse the folder of a checkout."""
     if not (Path(text) / "edged" / "daemon.py").is_file():
@@ -446,8 +464,8 @@ def checkout(text: str) -> Path:
 
 
 def percentiles(waits_ms: list[float]) -> dict[str, float]:
-    """Return the count and the percentiles of at least one wait."""
-    figures = {name: round(float(np.percentile(waits_ms, share)), 1) for name, share in PERCENTILES.items()}
+    """Return the count and the percentiles of waits, infinite ones of none."""
+    figures = {name: round(float(np.percentile(waits_ms or [np.inf], share)), 1) for name, share in PERCENTILES.items()}
     return {"count": len(waits_ms), **figures}
 
 
@@ -469,19 +487,18 @@ def main() -> None:
     sides = {**({"before": options.before} if options.before else {}), "now": ROOT}
     rows: list[dict[str, Any]] = []
     report = {**report_header("cpu"), "seconds": options.seconds, "rounds": options.rounds, "rows": rows}
-    for name in options.abuse or NAMES:
-        with contextlib.ExitStack() as stack:
-            abuse = abuses[name]
+    with sites() as site_of, contextlib.ExitStack() as stack:
+        for name in options.abuse or NAMES:
             settings = stack.enter_context(large_adapter(options.adapter_mb)) if name == "rollback" else {}
             for side, where in sides.items():
                 say(f"{name}, {side}")
-                used = Abuse(abuse.attack, abuse.connections, abuse.prepare, settings)
                 try:
-                    found = measure(where, used, options)
+                    found = measure(site_of(where, settings), abuses[name], options)
                 except DaemonError as error:
                     found = {"failed": str(error)}
                 rows.append({"abuse": name, "side": side, **found})
                 say(table(rows[-1:]).splitlines()[-1])
+                keep(options, report)
     finish(options, report, table(rows))
 
 
