@@ -11,8 +11,7 @@ from pathlib import Path
 
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal, LogEvents
-from edged.api.admission import TenantQueue, UserLimits, queue_sizes, tenant_places
-from edged.api.erasure import finish_forgetting
+from edged.api.admission import TenantQueue, UserLimits, most_of_one, queue_sizes, tenant_places
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
@@ -30,6 +29,7 @@ from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.base_models import refuse_other_base
 from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.forgetting import finish_forgetting
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
@@ -107,8 +107,9 @@ def assemble(
             places=lambda tenants: (
                 None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
             ),
+            most_of_one=lambda: most_of_one(live.now.serving),
         ),
-        runs=ApplicationRuns(lambda: live.now.fairness, engine.scheduler.late_s),
+        runs=ApplicationRuns(lambda: live.now.fairness, store, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         reading_speeds=ReadingSpeeds(live, store),

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from edged.api.access import Access, AccessError
 from edged.api.app import make_app
 from edged.api.connections import Site
 from edged.api.event_router import EventRouter
+from edged.api.metrics import STALLS
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import queue, refused
@@ -34,7 +34,7 @@ from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult
 from edged.runtime import logs
-from edged.runtime.process import allow_files
+from edged.runtime.process import allow_files, in_thread
 from edged.runtime.systemd import ServiceManager
 from edged.settings.load import ConfigError, Settings
 from edged.store import Store, StoreError
@@ -48,6 +48,9 @@ log = logging.getLogger("edged")
 _HANDLERS_END_S = 1.0
 """How long handlers may take to send their last bytes after the engine has stopped."""
 _WATCH_EVERY_S = 1.0
+_SWITCH_S = 0.0005
+"""Time after which a thread lets others run Python: each call of torch or SQLite gives the interpreter back, and waits
+so long to have it again while another thread computes. Python's own is 5 ms."""
 
 
 def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -> int:
@@ -64,6 +67,7 @@ def run_daemon(settings: Settings, load: Callable[[], Settings] | None = None) -
     if not faulthandler.is_enabled():
         faulthandler.enable()
     allow_files()
+    sys.setswitchinterval(_SWITCH_S)
     try:
         try:
             return asyncio.run(Daemon(settings, load).run())
@@ -158,8 +162,10 @@ class Daemon:
         start_succeeded(os.environ)
         self._manager.ready(_status(services))
         self._tell_ready(services)
-        engine = services.engine
-        async with _beside(self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))):
+        engine, stalls = services.engine, runner.app[STALLS]
+        services.store.on_writes = stalls.wrote
+        watchdog = self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))
+        async with _beside(watchdog), _beside(stalls.watch()):
             while not (self._stop.is_set() or engine.error or services.store.failed):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
@@ -267,15 +273,4 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 async def _in_thread(fn: Callable[[], T]) -> T:
-    """Run `fn` on a thread of its own that does not keep the process alive."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(fn())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="edged-lifecycle", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(in_thread(fn))

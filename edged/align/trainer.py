@@ -18,7 +18,7 @@ from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import PairRetired, Record, StepSkipped, TokenPair, VersionPublished, VersionTested
 from edged.align.guard import TestScore
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FineTuneStep, PairQueues, StepBatch
-from edged.align.versions import Versions
+from edged.align.versions import Read, Versions
 from edged.runtime import logs
 from edged.settings.live import Live
 from edged.settings.load import Settings
@@ -38,19 +38,20 @@ class Trainer:
         decoder: Decoder,
         release: Callable[[np.ndarray], None],
         cache_tokens: int,
+        read: Read,
         published: Callable[[AdapterState, int], None] = lambda _state, _parent: None,
         bring: Callable[[HostCopies], object] = HostCopies.on_host,
     ) -> None:
         """`cache_tokens` is the whole KV cache: a group's forwards, by adapter and base, must fit in half of it.
 
-        `published` gets a new version's state and the version that it follows; `bring` brings copies of weights to the
-        host.
+        `read` reads what takes a version's place, as `AdapterLoader.read` does. `published` gets a new version's state
+        and the version that it follows; `bring` brings copies of weights to the host.
         """
         self.adapter_cache, self._settings = adapter_cache, settings
         self.size = StepSize(settings)
         self.pair_queues = PairQueues(adapter_cache.versions, settings)
         """Queues of pairs, which come in by `submit` and leave by steps."""
-        self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring)
+        self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self._decoder, self._release = decoder, release
         self._published = published
         self._most_tokens = cache_tokens // 4
@@ -241,11 +242,14 @@ class Trainer:
             # Every version since then was trained on some of these pairs.
             guard.withdrawn |= set(range(change.since + 1, self.adapter_cache.version(queue.name) + 1))
             guard.last_good = None
-            why = "contradict what was learned before, and each other"
-            self.versions.take_back(queue.name, f"guard: {len(change.pair_ids)} pairs {why}")
-            queue.drop(change.pair_ids)
-            version, reason = self.adapter_cache.version(queue.name), f"burst: the user's own signals {why}"
-            self.records += [PairRetired(n, queue.name, "quarantined", version, 0, reason) for n in change.pair_ids]
+            why, pair_ids = "contradict what was learned before, and each other", change.pair_ids
+
+            def quarantine() -> None:
+                queue.drop(pair_ids)
+                version, reason = self.adapter_cache.version(queue.name), f"burst: the user's own signals {why}"
+                self.records += [PairRetired(n, queue.name, "quarantined", version, 0, reason) for n in pair_ids]
+
+            self.versions.take_back(queue.name, f"guard: {len(pair_ids)} pairs {why}", quarantine)
 
     def _close_burst(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""

@@ -1,13 +1,14 @@
 """The versions that adapters serve: publishing, rollback, and the judgement that takes a version back."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
-import torch
-
-from edged.align.adapters.adapter import AdapterError, AdapterState, Snapshot, UnknownAdapter
+from edged.align.adapters.adapter import AdapterError, AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.adapters.loader import Take
 from edged.align.feedback.pair import VersionPublished
 from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
 from edged.align.pair_queues import AdapterQueue, PairQueues
@@ -16,8 +17,9 @@ from edged.tensors.host_copy import HostCopies
 
 _CALM_TESTS = 32
 """Tests passed in a row after which a reduced step size is doubled."""
-Weights = Mapping[str, torch.Tensor]
-"""Weights by PEFT's names."""
+Read = Callable[[str, Callable[[], Any], Take], object]
+"""`AdapterLoader.read`."""
+log = logging.getLogger("edged.align")
 
 
 class UnknownVersion(KeyError):
@@ -33,10 +35,14 @@ class Versions:
         pair_queues: PairQueues,
         announce: Callable[[AdapterState, VersionPublished], None],
         bring: Callable[[HostCopies], object],
+        read: Read,
     ) -> None:
-        """`announce` gets every version that takes the place of another; `bring` copies a good one to the host."""
+        """`announce` gets every version that takes the place of another; `bring` copies a good one to the host.
+
+        `read` reads what takes a version's place on another thread.
+        """
         self._adapter_cache, self._pair_queues = adapter_cache, pair_queues
-        self._announce, self._bring = announce, bring
+        self._announce, self._bring, self._read = announce, bring, read
 
     def publish(self, queue: AdapterQueue, parent: int, reason: str, **figures: Any) -> None:
         """Publish the adapter's state as its current version, which follows `parent`.
@@ -50,16 +56,9 @@ class Versions:
 
     # -- weights that no step made -----------------------------------------------------------------------------------
 
-    def rollback(self, adapter: str, version: int) -> int:
-        """Publish an earlier version's weights as a new version; returns its number.
-
-        Version 0 is the untrained adapter. Raises UnknownAdapter, UnknownVersion.
-        """
+    def read(self, adapter: str, version: int) -> AdapterState:
+        """Read an earlier version to be published again, 0 the untrained one; any thread may. Raises UnknownVersion."""
         files = self._adapter_cache.files
-        if adapter not in self._adapter_cache.versions:
-            raise UnknownAdapter(adapter)
-        if version == self._adapter_cache.version(adapter):
-            return version
         try:
             weights = files.load(adapter, version).weights if version else None
         except AdapterError as error:
@@ -70,15 +69,17 @@ class Versions:
                 f'adapter "{adapter}" has no version {version}{problem}: {known}, and 0 is the untrained one; '
                 f"`edged adapters show {adapter}` tells what they are worth"
             ) from None
-        return self.import_adapter(adapter, weights, f"rollback to {version}", version)
+        return self._adapter_cache.build(adapter, weights)
 
-    def import_adapter(self, adapter: str, weights: Weights | None, reason: str, restored: int | None = None) -> int:
-        """Publish weights that this run did not learn (None: the untrained ones) as a new version; returns its number.
+    def replace(self, state: AdapterState, reason: str, restored: int | None = None) -> int:
+        """Publish a state that was built of weights which this run did not learn; returns its number.
 
-        Their quality is unknown: no earlier test is compared with theirs. The adapter has no step under way.
+        `restored` is the version that it was. Its quality is unknown: no earlier test is compared with it. The adapter
+        has no step under way.
         """
+        adapter = state.name
         queue = self._pair_queues[adapter]
-        self._restore(queue, weights, reason, version=restored)
+        self._restore(queue, state, reason, restored)
         guard = queue.guard
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
@@ -89,29 +90,12 @@ class Versions:
     def introduce(self, adapter: str) -> None:
         """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""
         if not self._adapter_cache.version(adapter):
-            self._restore(self._pair_queues[adapter], None, "introduced")
+            self._restore(self._pair_queues[adapter], self._adapter_cache.build(adapter), "introduced")
 
-    def _restore(
-        self,
-        queue: AdapterQueue,
-        weights: Weights | None,
-        reason: str,
-        moments: Weights | None = None,
-        version: int | None = None,
-    ) -> None:
-        """Publish `weights` (None: the untrained ones), which `version` had, as a new version.
-
-        `moments` are AdamW's; without them the optimizer is new.
-        """
+    def _restore(self, queue: AdapterQueue, state: AdapterState, reason: str, version: int | None = None) -> None:
+        """Publish a built state, which `version` had, as a new version."""
         parent = self._adapter_cache.version(queue.name)
-        if weights is None:
-            state = self._adapter_cache.reset(queue.name)
-            state.version = state.newest_number = max(parent, state.newest_number) + 1
-        else:
-            state = self._adapter_cache.get(queue.name)
-            state.restore(weights, max(parent, state.newest_number) + 1, moments)
-        # Until it is on disk a power cut would bring back the version that it replaces.
-        self._adapter_cache.hurry(queue.name)
+        self._adapter_cache.replace(state)
         queue.guard.tested_version = state.version
         self.publish(queue, parent, reason, restored=version)
 
@@ -169,15 +153,17 @@ class Versions:
             guard.not_finite_version, guard.tested_version, guard.test_soon = version, -1, True
         return False
 
-    def take_back(self, adapter: str, reason: str) -> None:
-        """Replace the current version, which is not served again, by the newest good version's weights.
+    def take_back(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None) -> None:
+        """Withdraw the current version: nothing begins with it, and the newest good version is read to take its place.
 
         Where none was found good, the newest on disk before it is restored, else the untrained weights. A restored
-        version is tested next.
+        version is tested next. `then` is called when it is published, unless the adapter is forgotten before.
         """
-        queue = self._pair_queues[adapter]
+        if adapter in self._adapter_cache.withdrawn:
+            return
+        queue, bad = self._pair_queues[adapter], self._adapter_cache.version(adapter)
         guard = queue.guard
-        guard.withdrawn.add(self._adapter_cache.version(adapter))
+        guard.withdrawn.add(bad)
         if queue.steps == guard.restored_at_step:
             # The current version still has the weights of the restored one.
             guard.withdrawn.add(guard.restored_version)
@@ -186,25 +172,47 @@ class Versions:
         guard.foreign_since_best = 0
         # Pairs of the versions taken back are queued again, or quarantined: they must not return by replay.
         queue.replay.clear()
-        good = guard.last_good
-        if good is not None and good.version not in guard.withdrawn:
-            found: Snapshot | None = good.snapshot()
-        else:
-            found = self._earlier(queue)
-        guard.restored_version = found.version if found is not None else 0
-        if found is None:
-            self._restore(queue, None, reason, version=0)
-            return
-        self._restore(queue, found.weights, reason, found.optimizer, found.version)
-        # It may have passed with other held-out pairs than the current ones: only one that passes all is trained on.
-        guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
+        good, withdrawn = guard.last_good, frozenset(guard.withdrawn)
 
-    def _earlier(self, queue: AdapterQueue) -> Snapshot | None:
-        """The newest version on disk before the current one that was not withdrawn and whose weights are finite."""
-        for version in reversed(self._adapter_cache.files.versions(queue.name)):
-            if version < self._adapter_cache.version(queue.name) and version not in queue.guard.withdrawn:
+        def read() -> tuple[AdapterState, int]:
+            if good is None or good.version in withdrawn:
+                return self._read_earlier(adapter, bad, withdrawn)
+            found = good.snapshot()
+            return self._adapter_cache.build(adapter, found.weights, found.optimizer), found.version
+
+        def take(done: Future[tuple[AdapterState, int]] | None) -> None:
+            if done is None:
+                return
+            if self._adapter_cache.version(adapter) == bad:
+                self._adapter_cache.withdrawn.discard(adapter)
+                # Asked for anew: what changes here may make work due.
+                queue = self._pair_queues[adapter]
+                if (error := done.exception()) is not None:
+                    log.error("version %d of %s stays, though %s: %s", bad, adapter, reason, error)
+                    guard.withdrawn.discard(bad)
+                    guard.tested_version, guard.test_soon = -1, True
+                    return
+                self._restore_good(queue, *done.result(), reason)
+            then()
+
+        self._adapter_cache.withdrawn.add(adapter)
+        self._read(adapter, read, take)
+
+    def _restore_good(self, queue: AdapterQueue, state: AdapterState, version: int, reason: str) -> None:
+        self._restore(queue, state, reason, version)
+        guard = queue.guard
+        guard.restored_version = version
+        if version:
+            # It may have passed with other held-out pairs than the current ones: only one that passes all is trained
+            # on.
+            guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
+
+    def _read_earlier(self, adapter: str, before: int, withdrawn: frozenset[int]) -> tuple[AdapterState, int]:
+        """The newest version on disk `before` one that was not withdrawn and is finite, else the untrained one (0)."""
+        for version in reversed(self._adapter_cache.files.versions(adapter)):
+            if version < before and version not in withdrawn:
                 with contextlib.suppress(AdapterError):
-                    found = self._adapter_cache.files.load(queue.name, version)
+                    found = self._adapter_cache.files.load(adapter, version)
                     if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):
-                        return found
-        return None
+                        return self._adapter_cache.build(adapter, found.weights, found.optimizer), version
+        return self._adapter_cache.build(adapter), 0

@@ -249,16 +249,21 @@ async def forget(request: web.Request) -> Forgotten:
     services, name, caller = services_of(request), _name(request), caller_of(request)
     if not caller.may("admin"):
         services.limits.erasure(caller.tenant)
-    services.runs.forget_user(name)
     # Shielded from the client's disconnect: what is half forgotten would be learned again at the next start.
-    run = partial(copy_context().run, forget_user, services, name)
-    forgetting = asyncio.get_running_loop().run_in_executor(services.eraser, run)
+    forgetting = asyncio.create_task(_erase(services, name))
     services.forgetting.add(forgetting)
     forgetting.add_done_callback(services.forgetting.discard)
     done = await asyncio.shield(forgetting)
     if done is None:
         raise _unknown(name)
     return Forgotten(adapter=name, forgotten=True, **done)
+
+
+async def _erase(services: Services, name: str) -> dict[str, Any] | None:
+    run = partial(copy_context().run, forget_user, services, name)
+    done = await asyncio.get_running_loop().run_in_executor(services.eraser, run)
+    await services.runs.forget_user(name)
+    return done
 
 
 def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,10 @@ from edged.settings.load import LimitSettings, ServingSettings
 _ENDS = 64
 """Latest ends of choices from which the rate is estimated."""
 _MOST_WAIT_S = 60.0
+_ASKS_S = 60.0
+"""Time for which a tenant who asked is expected to ask again."""
+WRITES_OF_ONE = 2
+"""Feedback of one caller that is with the database's writer at once: what others write waits behind it."""
 ERASURES_PER_MINUTE = 3
 """Users that a caller who is no admin may have forgotten in a minute: each time all tables are searched."""
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
@@ -54,6 +58,14 @@ def tenant_places(serving: ServingSettings, tenants: int) -> int:
     return serving.max_sequences + max(1, min(serving.max_sequences, serving.max_queue) // max(1, tenants))
 
 
+def most_of_one(serving: ServingSettings) -> int:
+    """Return the choices of one tenant that the engine holds at once while others ask, too.
+
+    A sixteenth of what can run, at least one, is left to the others: answers of one who has everything all end late.
+    """
+    return max(1, serving.max_sequences - -(-serving.max_sequences // 16))
+
+
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """A choice in the queue; `turn` resolves when it may enter the engine."""
@@ -77,13 +89,16 @@ class TenantQueue:
         sizes: Callable[[], tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
         places: Callable[[int], int | None] = lambda _: None,
+        most_of_one: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """`sizes` returns how many choices the engine gets at once, and how many may wait here: see `queue_sizes`.
 
         `places` returns how many the engine gets of one tenant, by the number of tenants; None while tenants take turns
-        here.
+        here. `most_of_one` returns how many it gets of one in any case, while several ask.
         """
-        self._sizes, self._clock, self._places = sizes, clock, places
+        self._sizes, self._clock, self._places, self._most_of_one = sizes, clock, places, most_of_one
+        self._asked_s: OrderedDict[str, float] = OrderedDict()
+        """The times at which tenants asked last, within `_ASKS_S`, the earliest first."""
         self._inside = 0
         self._inside_of: Counter[str] = Counter()
         self.waiting = 0
@@ -102,6 +117,11 @@ class TenantQueue:
         is refused, which may be this one. A request that has begun is never refused, and a request that is alone is
         let in even if it has more choices than there is room for.
         """
+        now = self._clock()
+        self._asked_s.pop(tenant, None)
+        self._asked_s[tenant] = now
+        while now - next(iter(self._asked_s.values())) > _ASKS_S:
+            self._asked_s.popitem(last=False)
         fits = begun or not (self._inside or self.waiting)
         if not begun:
             self.waiting += choices
@@ -157,10 +177,13 @@ class TenantQueue:
 
     def _next(self) -> str | None:
         """Return the tenant whose next choice the engine gets, if it gets one: the first in turn that has a place."""
-        places = self._places(len(self._inside_of.keys() | self._queues.keys())) if self._queues else None
-        if places is not None:
-            return next((tenant for tenant in self._queues if self._inside_of[tenant] < places), None)
-        return next(iter(self._queues), None) if self._inside < self._sizes()[0] else None
+        if not self._queues:
+            return None
+        places = self._places(len(self._inside_of.keys() | self._queues.keys()))
+        if places is None and self._inside >= self._sizes()[0]:
+            return None
+        most = min(math.inf if places is None else places, self._most_of_one() if len(self._asked_s) > 1 else math.inf)
+        return next((tenant for tenant in self._queues if self._inside_of[tenant] < most), None)
 
     def _turn_away(self) -> bool:
         """Refuse the latest request of the tenant with the most waiting choices; False where all have begun."""
@@ -201,6 +224,7 @@ class _User:
     """Token buckets by setting."""
     open_choices: int = 0
     erasures: TokenBucket = field(default_factory=lambda: TokenBucket(ERASURES_PER_MINUTE, 60.0))
+    writing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_OF_ONE))
 
     def demand(self, setting: str, now: float) -> None:
         """Raise LimitReached when a bucket is empty."""
@@ -263,6 +287,10 @@ class UserLimits:
         if wait_s := erasures.wait_s(now):
             raise LimitReached(caller, f"{ERASURES_PER_MINUTE} erasures a minute", wait_s)
         erasures.take(now)
+
+    def writing(self, caller: str) -> asyncio.Semaphore:
+        """Return the turns of a caller's feedback at the database's writer, which takes all writes in their order."""
+        return self._user(caller).writing
 
     def no_feedback(self, user: str) -> None:
         """Take back one count of `feedback`, for a signal that did not come about."""

@@ -17,6 +17,7 @@ from edged.api.routes import ROUTES
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.api.sockets import over_tcp
 from edged.observe.observer import Observer
+from edged.observe.stalls import StallMonitor
 from edged.settings.load import Settings
 
 # A request keeps its caller under a plain string key, about which aiohttp warns.
@@ -50,7 +51,7 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         return await handler(request)
 
     app = web.Application(middlewares=[request_lines, check], client_max_size=settings.api.max_body_kb * 1024)
-    app[LIFECYCLE], app[metrics.OBSERVER] = lifecycle, Observer()
+    app[LIFECYCLE], app[metrics.OBSERVER], app[metrics.STALLS] = lifecycle, Observer(), StallMonitor()
     app.on_response_prepare.append(add_request_id)
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)

@@ -41,7 +41,7 @@ async def forget(request: web.Request) -> ApplicationsForgotten:
     What was learned of its demand goes with them, once nobody's are left.
     """
     name = request.match_info["type"]
-    count = services_of(request).runs.forget(name, _sees(caller_of(request)))
+    count = await services_of(request).runs.forget(name, _sees(caller_of(request)))
     if not count:
         raise _unknown(name)
     return ApplicationsForgotten(application=name, runs=count)

@@ -15,7 +15,7 @@ from edged.api.responses import Error, ErrorDetail
 from edged.engine.request import EngineBusy, EngineStopping, FirstTokenLate, RequestRefused
 from edged.settings.load import ConfigError
 from edged.store import StoreError
-from edged.store.user_quota import StorageFull
+from edged.store.user_quota import PairQueueFull, StorageFull
 from edged.text.tokenizer import TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -85,6 +85,7 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     EngineBusy: (429, "queue_full"),
     RequestRefused: (400, "request_refused"),
     TokenizerError: (400, "bad_text"),
+    PairQueueFull: (429, "pair_queue_full"),
     StorageFull: (403, "storage_full"),
     ConfigError: (400, "bad_settings"),
     StoreError: (503, "store_failed"),

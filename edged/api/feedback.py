@@ -20,8 +20,9 @@ from edged.api.services import Services, services_of
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of
+from edged.store.user_quota import PairQueueFull
 
-_EXPORT_ROWS = 256
+_EXPORT_ROWS = 32
 """Pairs that an export reads and sends at a time."""
 _LONGEST_ID = 64
 
@@ -33,22 +34,36 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     caller.demand_user(body.user)
     if services.store.suspect:
         raise ApiError(503, services.store.suspect, code="store_suspect")
-    services.limits.feedback(body.user or caller.tenant)
+    user = body.user or caller.tenant
+    services.limits.feedback(user)
     if isinstance(body, PairRequest):
         check_tokens(services, body.prompt_ids or (), "prompt_ids")
-    written = services.store.write(lambda db: _record(db, body, caller, services))
-    written.add_done_callback(services.feedback_intake.learn_from)
     # Shielded from the client's disconnect: feedback that was sent is stored.
-    result = await asyncio.shield(asyncio.wrap_future(written))
+    try:
+        result = await asyncio.shield(_store(body, caller, services))
+    except PairQueueFull:
+        services.limits.no_feedback(user)
+        raise
     pair_ids, reason, duplicate = list(result.pair_ids), result.reason or None, result.duplicate
     return FeedbackTaken(
         id=result.feedback_id, object="feedback", pair_ids=pair_ids, reason=reason, duplicate=duplicate
     )
 
 
+async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
+    """Store feedback when it is its account's turn, and have it learned."""
+    async with services.limits.writing(caller.tenant):
+        written = services.store.write(lambda db: _record(db, body, caller, services))
+        written.add_done_callback(services.feedback_intake.learn_from)
+        return await asyncio.wrap_future(written)
+
+
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
-    """Store feedback, if the caller may report it and there is room. Raises FeedbackError or StorageFull."""
-    quota, settings = services.quota, services.settings.feedback
+    """Store feedback, if the caller may report it and there is room.
+
+    Raises FeedbackError, StorageFull or PairQueueFull.
+    """
+    quota, settings = services.quota, services.settings
     users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
     if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
         # The same error as for an unknown one, so that it does not reveal that the completion exists.

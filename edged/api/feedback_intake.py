@@ -1,7 +1,7 @@
 """The feedback intake: it tokenizes stored pairs, submits them to the engine, and resumes them after a restart."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +19,13 @@ from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
-from edged.store.feedback import PairRow, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
+from edged.store.feedback import PairRow, count_queued, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 
 _PAIRS_AT_ONCE = 32
-"""Pairs whose texts are in memory at once: each may be as long as a request."""
+"""Pairs that the engine gets at once."""
 
 
 @dataclass(eq=False)
@@ -66,14 +66,13 @@ class FeedbackIntake:
         alarm_s = self.settings.now.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
         self.engine.recall(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
-        found = self.store.read(open_pairs)
-        self.learn_soon(tuple(found))
-        return sum(state == "queued" for state in found.values())
+        self.learn_soon(self.store.read(open_pairs))
+        return self.store.read(count_queued)
 
     def learn_soon(self, pair_ids: Sequence[int]) -> None:
         """Submit stored pairs asynchronously, in the order of the calls."""
         if pair_ids:
-            self._thread.submit(self._learn, tuple(pair_ids)).add_done_callback(_report)
+            self._thread.submit(self._learn, pair_ids).add_done_callback(_report)
 
     def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:
         """Submit again the pairs that a version taken back had learned, once the store has them (`recorded`)."""
@@ -113,15 +112,19 @@ class FeedbackIntake:
 
     def _learn(self, pair_ids: Sequence[int]) -> None:
         for first in range(0, len(pair_ids), _PAIRS_AT_ONCE):
-            part = pair_ids[first : first + _PAIRS_AT_ONCE]
-            self._submit(self.store.read(partial(get_pairs, pair_ids=part, ref_model=self.ref_model)))
+            self._submit(pair_ids[first : first + _PAIRS_AT_ONCE])
 
-    def _submit(self, rows: Sequence[PairRow]) -> None:
+    def _rows(self, pair_ids: Sequence[int]) -> Iterator[PairRow]:
+        """Yield the pairs, whose texts are in memory one at a time: those of earlier releases are of any length."""
+        for pair_id in pair_ids:
+            yield from self.store.read(partial(get_pairs, pair_ids=[pair_id], ref_model=self.ref_model))
+
+    def _submit(self, pair_ids: Sequence[int]) -> None:
         if not self.settings.now.align.enabled:
-            self._withheld |= {row.id for row in rows}
+            self._withheld.update(pair_ids)
             return
         pairs: list[TokenPair] = []
-        for row in rows:
+        for row in self._rows(pair_ids):
             try:
                 pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:

@@ -25,7 +25,7 @@ from edged.runtime.pacer import LAG_S, Pacer
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
-from edged.store.user_quota import StorageFull
+from edged.store.user_quota import PairQueueFull, StorageFull
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
@@ -377,10 +377,10 @@ class Generation:
         try:
             for user in users_of_completion(db, completion.id):
                 quota.demand_room(db, user)
-        except StorageFull as error:
+        except (StorageFull, PairQueueFull) as error:
             log.info(_TEACHES_NOTHING, completion.id, error)
             return None
-        result = note_next_turn(db, completion.id, now, self.services.settings.feedback)
+        result = note_next_turn(db, completion.id, now, self.services.settings)
         if result is None or result.duplicate:
             return None
         quota.learned(db, completion.adapter or "", result.pair_ids)

@@ -18,10 +18,12 @@ from edged.api.status import report
 from edged.observe import readings
 from edged.observe.catalogue import Samples
 from edged.observe.observer import DRAIN_EVERY_S, Observer
+from edged.observe.stalls import StallMonitor
 from edged.store import StoreError
 
 log = logging.getLogger("edged.api")
 OBSERVER = web.AppKey("observer", Observer)
+STALLS = web.AppKey("stalls", StallMonitor)
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -29,9 +31,9 @@ async def metrics(request: web.Request) -> web.Response:
 
     Those of all users; while the model is loading, `edged_ready` = 0 alone.
     """
-    lifecycle, observer = request.app[LIFECYCLE], request.app[OBSERVER]
+    lifecycle, observer, stalls = request.app[LIFECYCLE], request.app[OBSERVER], request.app[STALLS]
     encode, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = await asyncio.to_thread(lambda: encode(read(lifecycle, observer)))
+    body = await asyncio.to_thread(lambda: encode(read(lifecycle, observer, stalls)))
     return web.Response(body=body, headers={"Content-Type": content_type})
 
 
@@ -51,7 +53,7 @@ async def observing(app: web.Application) -> AsyncIterator[None]:
         await task
 
 
-def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
+def read(lifecycle: Lifecycle, observer: Observer, stalls: StallMonitor) -> Samples:
     """Return the present samples of all metrics. It reads files and the database: not for the event loop."""
     values: readings.Readings = {"edged_ready": lifecycle.problem() is None}
     services = lifecycle.services
@@ -61,7 +63,7 @@ def read(lifecycle: Lifecycle, observer: Observer) -> Samples:
     quarantined = status["quarantine"]["pairs"]
     store_told = bool(store.suspect or store.problem) or quarantined is None
     values |= readings.engine_readings(status) | observer.readings(services.engine)
-    values |= services.runs.readings()
+    values |= services.runs.readings() | stalls.readings()
     values |= readings.device_readings(status["device"]) | readings.governor_readings(status["governors"])
     pairs_pending, most, unread = status["finetune"]["pairs_queued"], services.settings.metrics.adapters, False
     try:

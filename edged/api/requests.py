@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from aiohttp import web
@@ -394,7 +396,34 @@ async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) 
     data = await request.read()
     if len(data) < _THREAD_BYTES:
         return check(parse_json(data))
-    return await asyncio.to_thread(lambda: check(parse_json(data)))
+    return await asyncio.wrap_future(_large_bodies.check(data, check))
+
+
+class _LargeBodies:
+    """The thread that parses and checks large bodies, and that rests after each for as long as it took.
+
+    The parser keeps the interpreter to itself to its end: of several bodies at once nobody else would have a turn.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "edged-bodies")
+        self._rests_until_s = 0.0
+
+    def check(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> Future[T]:
+        """Return `check` of a body's object, or its error."""
+        return self._thread.submit(self._check, data, check)
+
+    def _check(self, data: bytes, check: Callable[[dict[str, Any]], T]) -> T:
+        time.sleep(max(0.0, self._rests_until_s - time.monotonic()))
+        began_s = time.monotonic()
+        try:
+            return check(parse_json(data))
+        finally:
+            ended_s = time.monotonic()
+            self._rests_until_s = ended_s + (ended_s - began_s)
+
+
+_large_bodies = _LargeBodies()
 
 
 def parse_json(data: bytes) -> dict[str, Any]:

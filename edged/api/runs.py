@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import re
-import secrets
 import statistics
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from edged.observe.observer import Histogram
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.access import USER_NAME
 from edged.settings.fairness import FairnessSettings
+from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store.application_runs import add_run, forget_runs, latest_runs, salt
 
 log = logging.getLogger("edged.api")
 APPLICATION_HEADER, RUN_HEADER = "X-Edged-Application", "X-Edged-Run"
@@ -32,6 +35,8 @@ _TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{
 """`traceparent` of W3C Trace Context."""
 _MOST_OPEN = 1024
 """Open runs of one user; calls of further ones are runs of their own."""
+_STORED = np.float16
+"""Counts of words and logarithms of sizes are small."""
 _MOST_TYPES, _MOST_ENDED = 1024, 256
 """(User, type) pairs that are kept, and the latest ended runs of each."""
 _SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
@@ -139,24 +144,34 @@ class ApplicationRun:
 
 
 class ApplicationRuns:
-    """The open and the latest ended runs of all users; used on the event loop alone."""
+    """The open and the latest ended runs of all users; used on the event loop alone.
+
+    Where demand is learned, ended runs are stored: a restart knows them again.
+    """
 
     def __init__(
         self,
         settings: Callable[[], FairnessSettings],
+        store: Store,
         late_s: Callable[[str], float] = lambda _: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`late_s` returns how much later a run of this key ended than under fair sharing."""
-        self._settings, self._late_s, self._clock = settings, late_s, clock
+        self._settings, self._store, self._late_s, self._clock = settings, store, late_s, clock
         self.open: OrderedDict[str, ApplicationRun] = OrderedDict()
         """Open runs by key, the one whose last call is longest ago first."""
         self._open_of: dict[str, int] = {}
         self._ended: OrderedDict[tuple[str, str], deque[ApplicationRun]] = OrderedDict()
-        self.demand, self._salt = DemandPredictor(), secrets.token_bytes(16)
+        self.demand, self._salt = DemandPredictor(), store.read(salt)
         self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
         self._told = False
+        for row in store.read(latest_runs):
+            self._learn(row)
+            shown = ("user", "application", "predicted", "calls", "prompt_tokens", "answer_tokens", "cost", "late_s")
+            self._keep(
+                ApplicationRun("", name=row["run"], begun_s=0.0, ended_s=row["seconds"], **{n: row[n] for n in shown})
+            )
 
     def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
         """Count a call as begun; returns its run. `call`: its text, prompt tokens, choices and `max_tokens`."""
@@ -212,17 +227,39 @@ class ApplicationRuns:
         run.late_s = self._late_s(run.key)
         if run.features is not None:
             self.demand.observe(run.application, run.features, run.cost)
+            self._write(run, run.features)
             self._histograms["edged_demand_error_ratio"].observe([abs(run.predicted / max(1.0, run.cost) - 1.0)])
             run.features = None
             if self.demand.due(run.application):
                 self._trainer.submit(self._train, run.application)
+        self._keep(run)
+        for name, value in zip(_BOUNDS, (run.ended_s - run.begun_s, run.late_s), strict=False):
+            self._histograms[name].observe([value])
+
+    def _keep(self, run: ApplicationRun) -> None:
         ended = self._ended.setdefault((run.user, run.application), deque(maxlen=_MOST_ENDED))
         self._ended.move_to_end((run.user, run.application))
         if len(self._ended) > _MOST_TYPES:
             self._ended.popitem(last=False)
         ended.append(run)
-        for name, value in zip(_BOUNDS, (run.ended_s - run.begun_s, run.late_s), strict=False):
-            self._histograms[name].observe([value])
+
+    def _write(self, run: ApplicationRun, features: np.ndarray) -> None:
+        report = run.report()
+        shown = ("user", "run", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "seconds", "late_s")
+        row = {
+            "created_at": utc_text(utc_now()),
+            "application": run.application,
+            "features": features.astype(_STORED).tobytes(),
+            **{name: report[name] for name in shown},
+        }
+        try:
+            self._store.write(partial(add_run, row=row))
+        except StoreError as error:
+            log.warning("a run of %s is not stored, and is not known after a restart: %s", run.application, error)
+
+    def _learn(self, row: Mapping[str, Any]) -> None:
+        features = np.frombuffer(row["features"], _STORED).astype(np.float32)
+        self.demand.observe(row["application"], features, row["cost"])
 
     def readings(self) -> dict[str, Any]:
         """Return the metrics of runs; any thread may ask."""
@@ -238,18 +275,35 @@ class ApplicationRuns:
         except Exception:
             log.exception("the demand of %s could not be learned: its median counts", application)
 
-    def forget(self, application: str, sees: Callable[[str], bool] = lambda _: True) -> int:
-        """Forget ended runs of a type, and what was learned of it; returns how many. `sees` says of whom."""
+    async def forget(self, application: str, sees: Callable[[str], bool] = lambda _: True) -> int:
+        """Forget ended runs of a type, and what was learned from them; returns how many. `sees` says of whom.
+
+        Raises StoreError.
+        """
         gone = [key for key in self._ended if key[1] == application and sees(key[0])]
         count = sum(len(self._ended.pop(key)) for key in gone)
-        if count and all(name != application for _, name in self._ended):
-            self.demand.forget(application)
+        users = [user for user, _ in gone]
+        await asyncio.wrap_future(self._store.write(partial(forget_runs, application=application, users=users)))
+        await self._learn_again(application)
         return count
 
-    def forget_user(self, user: str) -> None:
-        """Forget a user's ended runs, and what was learned of types that nobody else ran."""
-        for _, application in [key for key in self._ended if key[0] == user]:
-            self.forget(application, lambda name: name == user)
+    async def forget_user(self, user: str) -> None:
+        """Forget a user's ended runs, whose rows are deleted already, and what was learned from them.
+
+        Raises StoreError.
+        """
+        for run in self.open.values():
+            if run.user == user:
+                run.features = None
+        for key in [key for key in self._ended if key[0] == user]:
+            del self._ended[key]
+            await self._learn_again(key[1])
+
+    async def _learn_again(self, application: str) -> None:
+        rows = await asyncio.to_thread(self._store.read, partial(latest_runs, application=application))
+        self.demand.forget(application)
+        for row in rows:
+            self._learn(row)
 
     def types(self, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Return the types of applications that `sees` allows, by user, the latest last."""

@@ -22,10 +22,12 @@ from edged.cli.options import asks_daemon, config_option, explain_os_errors, jso
 from edged.cli.output import make_table, moment, number, percent, print_json, print_text, short, show_progress, size
 from edged.cli.settings import means_installed, served_settings, settings_of
 from edged.cli.status import NO_ADAPTER, fetch_metrics, metrics_plot, metrics_table, verdict
+from edged.cli.store import ask_or_open, data_dir_option
 from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
     from edged.rebuild.rebuild import Comparison, Rebuild
+    from edged.store import Store
 
 _LONGEST_TEST_S = 120.0
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -219,8 +221,9 @@ def _checked(source: Path) -> Path:
 @adapters.command()
 @click.argument("name")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@data_dir_option
 @asks_daemon
-def forget(client: Client, name: str, yes: bool) -> Any:
+def forget(client: Client, name: str, yes: bool, data_dir: Path | None) -> Any:
     """Delete everything learned for NAME.
 
     That is the adapter with all its versions, and the user's completions, signals and pairs. A search afterwards shows
@@ -229,7 +232,7 @@ def forget(client: Client, name: str, yes: bool) -> Any:
     """
     if not yes:
         click.confirm(f"Delete everything learned for {name}?", abort=True)
-    data = client.call("DELETE", _path(name))
+    data = ask_or_open(data_dir, lambda: client.call("DELETE", _path(name)), lambda store: _forget_stopped(store, name))
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
     found = [f"the {it['what']} in {it['table']}.{it['column']} ({it['rows']} rows)" for it in searched["found"]]
     nothing = "nothing was found" if data["vacuumed"] else "nothing was found; the database keeps the room, see the log"
@@ -245,6 +248,16 @@ def forget(client: Client, name: str, yes: bool) -> Any:
         "restore, exports",
     ]
     return data, text, 0 if data["verified"] else 1
+
+
+def _forget_stopped(store: Store, name: str) -> dict[str, Any]:
+    from edged.settings.access import USER_NAME
+    from edged.store.forgetting import forget_stopped
+
+    done = forget_stopped(store, name) if USER_NAME.fullmatch(name) else None
+    if done is None:
+        raise DaemonError(f'nothing of "{name}" is stored in {store.path.parent}')
+    return {"adapter": name, "forgotten": True, **done}
 
 
 def _path(name: str) -> str:

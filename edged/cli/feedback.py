@@ -89,7 +89,12 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
         expected = total if limit is None else min(limit, total)
         rows = islice(read_pairs(file, format_), skip, None if limit is None else skip + limit)
         with progress_bar("importing", quiet=as_json) as show:
-            result = send(client, user, rows, lambda done: show(done, expected, f"importing: {done} of {expected}"))
+
+            def advance(done: int, waits_for: str = "") -> None:
+                why = f"; waits: {short(waits_for)}" if waits_for else ""
+                show(done, expected, f"importing: {done} of {expected}{why}")
+
+            result = send(client, user, rows, advance)
     if not as_json:
         _report(result, user)
     waits = result.feedback_ids and not (how["no_wait"] or result.stopped)
@@ -110,16 +115,17 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
 
 
 def send(
-    client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[[int], None]
+    client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[..., None]
 ) -> ImportedLines:
     """Post every pair for `user`, or for the pair's own user without one; a refused pair counts as a bad line.
 
+    Calls `advance(done)` after each line, and `advance(done, reason)` while the daemon takes no more.
     A DaemonError or Ctrl-C ends it early, with the reason in `stopped`.
     """
     result = ImportedLines()
     try:
         for result.line, pair in rows:
-            if problem := _send(client, user, pair, result):
+            if problem := _send(client, user, pair, result, advance):
                 result.bad.append({"line": result.line, "error": problem})
             advance(result.done)
     except DaemonError as error:
@@ -129,10 +135,12 @@ def send(
     return result
 
 
-def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines) -> str:
+def _send(
+    client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines, advance: Callable[..., None]
+) -> str:
     """Post one line's pair and count it in `result`; returns what is wrong with the pair, or "".
 
-    Retries while the daemon is too busy (429). Raises DaemonError for errors that would meet the next pairs, too.
+    Retries while the daemon takes no more (429). Raises DaemonError for errors that would meet the next pairs, too.
     """
     if isinstance(pair, str):
         return pair
@@ -147,6 +155,7 @@ def _send(client: Client, user: str | None, pair: dict[str, Any] | str, result: 
                 raise
             if error.status != 429:
                 return str(error)
+            advance(result.done, str(error))
             time.sleep(BUSY_WAIT_S)
     if answer.get("duplicate"):
         result.waiting_already += 1

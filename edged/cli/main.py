@@ -24,7 +24,7 @@ MODULES = {
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
-    *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken"),
+    *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken", "StoreError"),
 }
 """Class names of edged's errors that are shown by their message alone; names, so that none is imported for this."""
 

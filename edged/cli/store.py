@@ -4,20 +4,50 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, shown
 from edged.cli.output import make_table, number, progress_bar, size
 from edged.cli.settings import load_settings, settings_of
-from edged.client.client import Client, NotRunning
+from edged.client.client import Client, DaemonError, NotRunning
 
 if TYPE_CHECKING:
+    from edged.settings.load import Settings
+    from edged.store import Store
     from edged.store.restore import Contents
+
+T = TypeVar("T")
+data_dir_option = click.option(
+    "--data-dir", type=click.Path(path_type=Path), help="Folder of a daemon that is stopped."
+)
+
+
+def ask_or_open(data_dir: Path | None, ask: Callable[[], T], work: Callable[[Store], T]) -> T:
+    """Return what `work` does with the database in `data_dir`, or without that folder what `ask` hears of the daemon.
+
+    Raises DaemonError, StoreError while a daemon uses the folder, and what the functions raise.
+    """
+    from edged.store import Store
+    from edged.store.data_dir import DATABASE_FILE
+
+    if data_dir is None:
+        try:
+            return ask()
+        except NotRunning as error:
+            raise NotRunning(f"{error}; of one that is stopped, name the folder: --data-dir DIR") from None
+    path = data_dir.expanduser() / DATABASE_FILE
+    if not path.is_file():
+        raise DaemonError(f'data folder "{data_dir}" has no {DATABASE_FILE}')
+    store = Store(path)
+    try:
+        return work(store)
+    finally:
+        store.close()
 
 
 @click.group()
@@ -36,15 +66,27 @@ def status(client: Client) -> Any:
 
 
 @store.command()
+@data_dir_option
+@config_option
 @asks_daemon
-def prune(client: Client) -> Any:
+def prune(client: Client, data_dir: Path | None, config: Path | None) -> Any:
     """Delete now what the settings no longer keep.
 
-    The daemon does this by itself every ten minutes.
+    The daemon does this by itself every ten minutes. In the folder of one that is stopped, --config says what is kept.
     """
-    data = client.post("/v1/store/prune", {})
+    data = ask_or_open(
+        data_dir, lambda: client.post("/v1/store/prune", {}), lambda store: _prune(store, settings_of(config))
+    )
     deleted = ", ".join(f"{number(count)} of {table}" for table, count in data["deleted"].items() if count)
     return data, f"deleted: {deleted or 'nothing'}; {size(data['store']['used_bytes'])} are in use"
+
+
+def _prune(store: Store, settings: Settings) -> dict[str, Any]:
+    from edged.settings.live import Live
+    from edged.store.maintenance import Maintenance
+
+    maintenance = Maintenance(store, Live(settings))
+    return {"deleted": maintenance.sweep(), "store": maintenance.report()}
 
 
 @store.command()
@@ -73,7 +115,7 @@ def describe(data: dict[str, Any]) -> str:
 @click.option(
     "--all-versions", is_flag=True, help="Every version on disk, to roll back to; else each adapter's newest."
 )
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Folder of a daemon that is stopped.")
+@data_dir_option
 @config_option
 @asks_daemon
 def backup(client: Client, file: Path, only_verify: bool, **source: Any) -> Any:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from edged.engine.request import EngineStopping
 
@@ -16,8 +16,6 @@ _STOPPING_WAIT_S = 0.01
 STOPPING = "the daemon is stopping"
 """The reason for refusing commands after an orderly stop."""
 T = TypeVar("T")
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
 
 
 class CommandQueue:
@@ -52,31 +50,28 @@ class CommandQueue:
 
     def ask(self, command: Callable[[], T]) -> Future[T]:
         """Have the engine thread run a command; the future has what it returns or raises. Raises EngineStopping."""
-        return self.ask_at_length(lambda: (command(), _DONE))
 
-    def ask_at_length(self, command: Callable[[], tuple[T, Future[None]]]) -> Future[T]:
-        """Have the engine thread run a command that starts slower work and returns (answer, the work's future).
+        def run() -> Future[T]:
+            done: Future[T] = Future()
+            done.set_result(command())
+            return done
 
-        The returned future gets the answer when the work has ended, or the exception of either.
+        return self.ask_at_length(run)
+
+    def ask_at_length(self, command: Callable[[], Future[T]]) -> Future[T]:
+        """Have the engine thread run a command that starts slower work and returns its future.
+
+        The returned future gets what that one gets, or the exception of the command.
         """
         answer: Future[T] = Future()
 
-        def end(value: Any, error: BaseException | None) -> None:
-            if not answer.set_running_or_notify_cancel():
-                # The caller cancelled the future.
-                return
-            if error is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(error)
-
         def run() -> None:
             try:
-                value, begun = command()
+                begun = command()
             except Exception as error:
-                end(None, error)
-            else:
-                begun.add_done_callback(lambda _: end(value, begun.exception()))
+                begun = Future()
+                begun.set_exception(error)
+            begun.add_done_callback(lambda _: pass_on(begun, answer))
 
         self.post(run)
         return answer
@@ -114,3 +109,13 @@ class CommandQueue:
         """Refuse later commands with this reason."""
         with self._wake:
             self._closed = reason
+
+
+def pass_on(done: Future[T], answer: Future[T]) -> None:
+    """Give `answer` the result or exception of a future that is done, unless its caller cancelled it."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    if (error := done.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(done.result())

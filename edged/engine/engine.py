@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,8 @@ from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.finetuning import FinetuneJobs
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
+from edged.engine.model.base_files import base_fingerprint, files_digest
+from edged.engine.model.loading import drop_cached
 from edged.engine.model.memory_model import STATE_BYTES, adapter_weights, bounded
 from edged.engine.model.served_model import ServedModel
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
@@ -32,6 +35,7 @@ from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.engine.stats.iterations import Iteration
 from edged.governors.limits import EngineLimits
+from edged.runtime.process import in_thread
 from edged.scheduler.scheduler import Scheduler
 from edged.settings.live import Live
 from edged.settings.load import Settings
@@ -55,6 +59,7 @@ class Engine:
         data_dir: Path | None = None,
     ) -> None:
         """Load the model and make all parts, as `build` does, with the calling thread's own share of the cores."""
+        hashed = in_thread(partial(files_digest, model_dir, data_dir)) if data_dir else None
         model = self.model = ServedModel.load(model_dir, settings.model)
         settings = bounded(settings, model)
         self._live, self._path = Live(settings), str(model_dir)
@@ -65,7 +70,10 @@ class Engine:
         self.max_context_tokens = runner.max_context_tokens
         name = settings.model.name or Path(model_dir).name
         shapes = {linear: (wrapped.in_features, wrapped.out_features) for linear, wrapped in model.lora.linears.items()}
-        spec = lora_spec(shapes, name, model.fingerprint, settings.align)
+        base = base_fingerprint(model.fingerprint, hashed.result(), folder) if hashed else model.fingerprint
+        # Hashing may have read them after they were dropped.
+        drop_cached(Path(model_dir).glob("*.safetensors"))
+        spec = lora_spec(shapes, name, base, settings.align)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""
@@ -91,6 +99,7 @@ class Engine:
             runner.decoder,
             lambda pages: runner.pages.pool.release(pages.tolist()),
             (runner.pages.pool.pages - 1) * runner.pages.page_size,
+            loader.read,
             sequences.on_publish,
             writer.bring,
         )
@@ -199,13 +208,12 @@ class Engine:
 
         The future raises UnknownAdapter, UnknownVersion, or StoreError if the new version is served but not on disk.
         """
-        publish = self.trainer.versions.rollback
-        return self.commands.ask_at_length(lambda: self.finetuning.replace_version(publish, adapter, version))
+        return self.commands.ask_at_length(lambda: self.finetuning.rollback(adapter, version))
 
     def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
         """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        publish = self.trainer.versions.import_adapter
-        return self.commands.ask_at_length(lambda: self.finetuning.replace_version(publish, adapter, weights, reason))
+        build = partial(self.trainer.adapter_cache.build, adapter, weights)
+        return self.commands.ask_at_length(lambda: self.finetuning.replace_version(adapter, build, reason))
 
     def introduce(self, adapter: str) -> Future[None]:
         """Apply an untrained adapter as if it were trained, so that the cost of its answers does not change later."""
@@ -218,9 +226,9 @@ class Engine:
         thread does not wait for the disk; a later adapter of this name starts anew.
         """
 
-        def run() -> tuple[None, Future[None]]:
+        def run() -> Future[None]:
             self.sequences.forget(adapter)
-            return None, self.finetuning.forget(adapter, pair_ids)
+            return self.finetuning.forget(adapter, pair_ids)
 
         return self.commands.ask_at_length(run)
 

@@ -6,8 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+from edged.align.adapters.adapter import AdapterState, UnknownAdapter
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
@@ -15,6 +17,7 @@ from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
+from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import free_bytes, graph_bytes, open_steps, unused_bytes
 from edged.engine.model_runner import FineTuneJob, ModelRunner
@@ -132,11 +135,41 @@ class FinetuneJobs:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def replace_version(self, publish: Callable[..., int], adapter: str, *which: Any) -> tuple[int, Future[None]]:
-        """Publish a version that no step made; returns its number, and a future that ends when it is on disk."""
-        self.abandon(adapter)
-        version = publish(adapter, *which)
-        return version, self._writer.saved(adapter, version)
+    def rollback(self, adapter: str, version: int) -> Future[int]:
+        """Publish an earlier version's weights as a new one, once they are read; see `replace_version`.
+
+        Version 0 is the untrained adapter. Raises UnknownAdapter; the future also raises UnknownVersion.
+        """
+        if adapter not in self._trainer.adapter_cache.versions:
+            raise UnknownAdapter(adapter)
+        if version == self._trainer.adapter_cache.version(adapter):
+            return self._writer.saved(adapter, version)
+        read = partial(self._trainer.versions.read, adapter, version)
+        return self.replace_version(adapter, read, f"rollback to {version}", version)
+
+    def replace_version(
+        self, adapter: str, read: Callable[[], AdapterState], reason: str, restored: int | None = None
+    ) -> Future[int]:
+        """Publish a state that no step made, and that the loader's thread reads; the version it had is `restored`.
+
+        The future has the new version's number when it is on disk, or raises what `read` and `AdapterWriter.saved` do.
+        """
+        answer: Future[int] = Future()
+
+        def take(done: Future[AdapterState] | None) -> None:
+            try:
+                if done is None:
+                    raise UnknownAdapter(adapter)
+                state = done.result()
+                self.abandon(adapter)
+                saved = self._writer.saved(adapter, self._trainer.versions.replace(state, reason, restored))
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                saved.add_done_callback(lambda _: pass_on(saved, answer))
+
+        self._loader.read(adapter, read, take)
+        return answer
 
     def release(self, busy: Collection[str]) -> bool:
         """Remove adapters that answer no request (not `busy`) from memory, saving them first. True if any was removed.
@@ -195,8 +228,8 @@ class FinetuneJobs:
         """Abandon steps, save every unsaved version."""
         try:
             self.abandon_all()
-            self.flush(float("inf"))
             self._loader.close()
+            self.flush(float("inf"))
         finally:
             self._writer.close()
 

@@ -50,6 +50,10 @@ class Runner(Protocol):
     def begin_iteration(self, now: float) -> None:
         """Adapt to what other programs leave of the device, before a plan is made."""
 
+    @property
+    def last_sign_s(self) -> float:
+        """Time of the latest sign of life within a plan (monotonic clock)."""
+
     def check_device(self) -> None:
         """Raise the error of a device that does nothing more."""
 
@@ -190,8 +194,8 @@ class EngineLoop:
 
     @property
     def last_sign_s(self) -> float:
-        """Time of the thread's latest iteration (monotonic clock), or now while it waits for work: a sign of life."""
-        return time.monotonic() if self._waiting else self._sign_s
+        """Time of the thread's latest layer or iteration (monotonic clock), or now while it waits for work."""
+        return time.monotonic() if self._waiting else max(self._sign_s, self._runner.last_sign_s)
 
     @property
     def degraded(self) -> list[str]:

@@ -108,7 +108,14 @@ class ModelRunner:
         self.decoder = PagedDecoder(model, kv)
         self._lora = model.lora
         self._tap = LayerTap(model)
+        self._unit_ended_s = 0.0
         self.overlaps = model.device.type == "cuda"
+
+    @property
+    def last_sign_s(self) -> float:
+        """The time at which a layer last began or a unit ended (monotonic clock): an iteration may take longer than a
+        watchdog waits."""
+        return max(self._tap.reached_s, self._unit_ended_s)
 
     def report(self, sequences: list[Sequence]) -> dict[str, Any]:
         """Return the status' parts on pages, on pruning of `sequences`, and on the kernels in use and why."""
@@ -286,6 +293,7 @@ class ModelRunner:
             # A device that had all units queued could not be interrupted.
             self._wait()
             ended = time.perf_counter()
+            self._unit_ended_s = time.monotonic()
             work.units.append((unit, ended - started))
             ran, started = ran + 1, ended
         work.units_run[job.task.task_id] = ran

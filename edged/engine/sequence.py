@@ -25,7 +25,7 @@ class SequenceStatus(Enum):
 
     ARRIVED = auto()
     WAITING_ADAPTER = auto()
-    """The sequence's adapter is being read from disk."""
+    """The sequence's adapter, or what takes the place of its version, is being read from disk."""
     WAITING_PREFIX = auto()
     """Another sequence is computing the beginning of its prompt."""
     WAITING = auto()
@@ -44,13 +44,14 @@ class SequenceStatus(Enum):
 
 
 _TO_SCHEDULE = {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING}
+_TO_BEGIN = {SequenceStatus.WAITING_ADAPTER, SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL}
 _NEXT = {
     SequenceStatus.ARRIVED: _TO_SCHEDULE,
     SequenceStatus.WAITING_ADAPTER: _TO_SCHEDULE,
     SequenceStatus.WAITING_PREFIX: {SequenceStatus.WAITING_PREFIX, SequenceStatus.WAITING},
-    SequenceStatus.WAITING: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL},
+    SequenceStatus.WAITING: _TO_BEGIN,
     SequenceStatus.WAITING_SLOT: {SequenceStatus.SLOT_OFFERED},
-    SequenceStatus.SLOT_OFFERED: {SequenceStatus.WAITING_SLOT, SequenceStatus.PREFILL},
+    SequenceStatus.SLOT_OFFERED: _TO_BEGIN,
     SequenceStatus.PREFILL: {SequenceStatus.DECODE, SequenceStatus.WAITING},
     SequenceStatus.DECODE: {SequenceStatus.WAITING},
 }

@@ -165,7 +165,7 @@ class SequenceTable:
             if sequence.request.adapter != adapter:
                 continue
             if error:
-                self._end(sequence, "error", now, error, retire=False)
+                self._end(sequence, "error", now, error)
             else:
                 self._enter(sequence)
 
@@ -198,7 +198,7 @@ class SequenceTable:
     def prepare(self, now: float) -> None:
         """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
         if self._by_status[SequenceStatus.WAITING_SLOT]:
-            self._offer_slots()
+            self._offer_slots(now)
         if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
             return
         for sequence in self._pruner.due(self.by_task.values()):
@@ -212,33 +212,40 @@ class SequenceTable:
         totals = self.stats.totals
         totals.prunings, totals.pruned_pages = self._pruner.prunings, self._pruner.pages_returned
 
-    def _offer_slots(self) -> None:
-        """Give sequences that may find a slot now back to the scheduler, in the order of the policy."""
-        slots, idle = self._slots, self._slots.idle
-        without = self._by_status[SequenceStatus.WAITING_SLOT].values()
-        for sequence in sorted(without, key=lambda sequence: self._scheduler.order(sequence.task)):
-            adapter, task = sequence.request.adapter or "", sequence.task
+    def _offer_slots(self, now: float) -> None:
+        """Give sequences that may find a slot now back to the scheduler, in the order of the policy at `now`."""
+        slots, idle, yields = self._slots, self._slots.idle, False
+        without = self._by_status[SequenceStatus.WAITING_SLOT]
+        for task in self._scheduler.rank([sequence.task for sequence in without.values()], now):
+            sequence = without[task.task_id]
+            adapter = sequence.request.adapter or ""
             version = self.adapter_cache.version(adapter)
             takes = bool(version) and not slots.held(adapter, version)
-            if takes and not idle:
+            if yields or (takes and not idle):
+                yields |= _waits_long(task, now)
                 continue
             idle -= takes
             self.move(sequence, SequenceStatus.SLOT_OFFERED)
             self._scheduler.add(task, task.arrival_s)
 
     def _yields(self, newcomer: Sequence, now: float) -> bool:
-        """Whether a newcomer must not share a slot, because an earlier sequence has waited twice its target for one to
-        become idle."""
+        """Whether a newcomer must not share a slot, because a sequence that goes before it has waited long for one."""
         without = self._by_status[SequenceStatus.WAITING_SLOT]
         if not without or self._slots.idle:
             return False
-        order, own = self._scheduler.order, newcomer.task
-        waiting = (sequence.task for sequence in without.values())
-        return any(now > 2 * task.deadline_s - task.arrival_s and order(task) < order(own) for task in waiting)
+        waiting = [sequence.task for sequence in without.values() if _waits_long(sequence.task, now)]
+        return bool(waiting) and self._scheduler.rank([*waiting, newcomer.task], now)[0] is not newcomer.task
 
     def _admit(self, sequence: Sequence, reserve: int, now: float) -> bool:
         adapter, task = sequence.request.adapter, sequence.task
         if adapter is not None and not sequence.pinned and self.adapter_cache.version(adapter):
+            if not self.adapter_cache.resident(adapter):
+                # Its version was withdrawn, and the one that takes its place is being read.
+                self._prefix_wait.leave(sequence)
+                self._scheduler.park(task)
+                self.move(sequence, SequenceStatus.WAITING_ADAPTER)
+                self._fetch(adapter)
+                return False
             state = self.adapter_cache.get(adapter)
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
             if slot is None:
@@ -381,11 +388,17 @@ class SequenceTable:
 
     def on_publish(self, state: Any, previous: int) -> None:
         """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
-        slot = self._slots.update(state, previous, not self._pins)
-        if not self._pins:
-            for sequence in self.by_task.values():
-                if sequence.admitted and sequence.request.adapter == state.name:
-                    self._move_slot(sequence, state, slot)
+        try:
+            slot = self._slots.update(state, previous, not self._pins)
+            if not self._pins:
+                for sequence in self.by_task.values():
+                    if sequence.admitted and sequence.request.adapter == state.name:
+                        self._move_slot(sequence, state, slot)
+        except Exception:
+            # Slots are loaded wholly or not at all: running answers go on with the weights that they have.
+            log.exception(
+                "version %d of %s is not in a slot yet: its next answer tries again", state.version, state.name
+            )
         if previous:
             self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
@@ -426,3 +439,8 @@ class SequenceTable:
         """Return and remove the events since the last call."""
         events, self._events = self._events, []
         return events
+
+
+def _waits_long(task: Task, now: float) -> bool:
+    """Whether a prompt has waited twice its TTFT target."""
+    return now > 2 * task.deadline_s - task.arrival_s

@@ -46,6 +46,8 @@ CATALOGUE = (
     _histogram("edged_iteration_seconds", "Iterations from taking pages to tokens, by what was in them", "mix"),
     _histogram("edged_decision_seconds", "What the scheduler took to plan an iteration"),
     _counter("edged_iterations_over_budget_total", "Iterations that took longer than the slack of those they served"),
+    _histogram("edged_event_loop_stall_seconds", "How late the event loop wakes a task, 20 times a second"),
+    _histogram("edged_writer_stall_seconds", "Writes of the database: waited for a turn, ran, their commit", "part"),
     _gauge("edged_iteration_slack_seconds", "Budget minus measured time, mean of the latest iterations"),
     # Work
     _counter("edged_requests_total", "Requests that ended, by how; refused: the queue was full", "outcome"),

@@ -17,6 +17,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, S
 from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import PairTokenizer, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
+from edged.engine.model.base_files import base_fingerprint, files_digest
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
@@ -67,7 +68,7 @@ class Rebuild:
         if self._base.device.type == "cpu":
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
-        self.spec = self._spec(name)
+        self.spec = self._spec(name, model_dir)
         most, base = settings.align.max_pair_tokens, self.spec.fingerprint
         self.learned, self.held_out = _stored_pairs(data_dir, adapter, Tokenizer.load(model_dir), most, base)
         root = data_dir / ADAPTERS_FOLDER / self.spec.fingerprint
@@ -79,12 +80,13 @@ class Rebuild:
             raise RebuildError(f'"{adapter}" has no whole version on disk: {"; ".join(problems) or root}')
         self._model: Any = None
 
-    def _spec(self, name: str) -> LoraSpec:
+    def _spec(self, name: str, model_dir: Path) -> LoraSpec:
         align = self._settings.align
         self._targets = target_linears(self._base, align.target_modules)
         linears = {target: self._base.get_submodule(target) for target in self._targets}
         shapes = {target: (linear.in_features, linear.out_features) for target, linear in linears.items()}
-        return lora_spec(shapes, name, fingerprint(self._base), align)
+        base = base_fingerprint(fingerprint(self._base), files_digest(model_dir, self._data_dir), self._data_dir)
+        return lora_spec(shapes, name, base, align)
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
         """Train a new adapter and compare it with the online version. Calls `progress(step, steps, loss)` after each
@@ -162,7 +164,8 @@ def _stored_pairs(
             connection.execute("PRAGMA query_only = ON")
             db = Database(connection, execute_plugins=False)
             check_known(db)
-            base, rows = served_base(db), get_pairs(db, pair_ids_of(db, adapter))
+            base, pair_ids = served_base(db), pair_ids_of(db, adapter)
+            by_state = _tokenized(db, pair_ids, tokenizer, max_tokens) if base == fingerprint else {}
     except UnknownMigration as error:
         raise RebuildError(f'database "{path}" {error}') from None
     except sqlite3.Error as error:
@@ -170,16 +173,24 @@ def _stored_pairs(
     if base != fingerprint:
         named = f"the settings name {fingerprint}: give the --config and --model that the daemon has"
         raise RebuildError(f'data folder "{data_dir}" speaks of the base model {base}, {named}')
-    by_state: dict[str, list[TokenPair]] = {}
-    for row in rows:
-        try:
-            pair, _ = tokenize_pair(tokenizer, row, max_tokens)
-        except (TokenizerError, UnusablePrompt) as error:
-            log.warning("pair %d is left out: %s", row.id, error)
-        else:
-            by_state.setdefault(row.state, []).append(pair)
     learned = sorted(by_state.get("trained", []) + by_state.get("learnt", []), key=lambda pair: pair.pair_id)
     if not learned:
-        counts = f"{len(rows)} are stored, {len(by_state.get('queued', []))} wait"
+        counts = f"{len(pair_ids)} are stored, {len(by_state.get('queued', []))} wait"
         raise RebuildError(f'no pair of "{adapter}" was learned yet ({counts})')
     return learned, by_state.get("held_out", [])
+
+
+def _tokenized(
+    db: Database, pair_ids: Sequence[int], tokenizer: PairTokenizer, max_tokens: int
+) -> dict[str, list[TokenPair]]:
+    """Return the pairs in tokens by state; their texts are in memory one at a time."""
+    by_state: dict[str, list[TokenPair]] = {}
+    for pair_id in pair_ids:
+        for row in get_pairs(db, [pair_id]):
+            try:
+                pair, _ = tokenize_pair(tokenizer, row, max_tokens)
+            except (TokenizerError, UnusablePrompt) as error:
+                log.warning("pair %d is left out: %s", row.id, error)
+            else:
+                by_state.setdefault(row.state, []).append(pair)
+    return by_state

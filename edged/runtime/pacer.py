@@ -14,7 +14,8 @@ _MARKS = (
 )
 """What belongs to the character before it."""
 _FLAG = "[\U0001f1e6-\U0001f1ff]{2}"
-_PIECE = re.compile(rf"\s*(?:{_FLAG}|[{_UNSPACED}][{_MARKS}]*(?:\u200d.[{_MARKS}]*)*|[^\s{_UNSPACED}]+)")
+_PIECE = re.compile(rf"{_FLAG}|(?!\s)[{_UNSPACED}][{_MARKS}]*(?:\u200d.[{_MARKS}]*)*|[^\s{_UNSPACED}]+")
+"""A piece without the white space before it: a pattern that began with that would take the square of its length."""
 
 
 def count_words(text: str) -> int:
@@ -43,10 +44,11 @@ class Pacer:
         """Take text that was made by `now`."""
         if not self._pieces:
             self._open_s = now
-        text = (self._pieces.pop() if self._pieces else "") + self._rest + text
-        end = 0
-        for piece in _PIECE.finditer(text):
-            self._pieces.append(piece.group())
+        end, searched = 0, len(self._rest)
+        # A piece with nothing after it may go on.
+        text = (self._rest or (self._pieces.pop() if self._pieces else "")) + text
+        for piece in _PIECE.finditer(text, searched):
+            self._pieces.append(text[end : piece.end()])
             end = piece.end()
         self._rest = text[end:]
 

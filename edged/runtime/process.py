@@ -9,9 +9,14 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_FROM_HEAP = 32 << 20
@@ -137,3 +142,18 @@ def _glibc() -> ctypes.CDLL | None:
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") else None
+
+
+def in_thread(fn: Callable[[], T]) -> Future[T]:
+    """Run `fn` on a thread of its own that does not keep the process alive."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(fn())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="edged-once", daemon=True).start()
+    return done

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.fairness.justitia import JustitiaOrder
-from edged.scheduler.fairness.turns import TurnOrder, fair_order
+from edged.scheduler.fairness.order import FairOrder
+from edged.scheduler.fairness.turns import fair_order
 from edged.scheduler.lookahead import LookaheadPlan, advanced
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
@@ -78,7 +79,7 @@ class Scheduler:
     def fairness_report(self) -> dict[str, Any]:
         """Return whose turn it is, as the status shows it; any thread may ask."""
         order = self.policy.flow_order
-        if isinstance(order, TurnOrder | JustitiaOrder):
+        if isinstance(order, FairOrder):
             return order.report()
         return {"policy": "off", "virtual_time": 0.0, "open": 0, "runs": [], "users": {}}
 
@@ -175,6 +176,10 @@ class Scheduler:
     def order(self, task: Task) -> tuple[float, ...]:
         """Return a prompt's place among all at this moment; the least goes first."""
         return self._ask(lambda policy: policy.flow_order.place(task))
+
+    def rank(self, prompts: list[Task], now: float) -> list[Task]:
+        """Return prompts, also parked ones, in the order in which they would enter at `now`."""
+        return self._ask(lambda policy: policy.flow_order.rank(prompts, now)[0])
 
     def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
         """Return the adapters, of those that are ready, whose steps are next, at most so many."""

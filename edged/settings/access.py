@@ -134,6 +134,7 @@ class LimitSettings(Section):
     tokens_per_minute: Limit = setting(0, "tokens of a user's prompts and answers; 0: no limit")
     concurrent_requests: Limit = setting(0, "a user's answers at once, n choices count n; 0: no limit")
     feedback_per_minute: Limit = setting(0, "signals and pairs of a user; 0: no limit")
+    queued_pairs: Limit = setting(5000, "a user's pairs that may wait to be learned, if align.enabled; 0: no limit")
     stored_mb: Limit = setting(0, "what is kept of a user / 2^20; 0: no limit")
     header_s: float = setting(10.0, "how long a request's header may take to come", gt=0.0)
     body_s: float = setting(30.0, "how long its body may take", gt=0.0)

@@ -191,7 +191,9 @@ class AlignSettings(Section):
     window_tokens: Count = setting(256, "tokens of one backward unit")
     keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
-    max_pair_tokens: int = setting(1024, "longer pairs keep the prompt's end", ge=16)
+    max_pair_tokens: int = setting(
+        1024, "longer pairs keep the prompt's end; texts of over 32 characters a token are refused", ge=16
+    )
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
 

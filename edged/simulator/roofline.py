@@ -5,7 +5,7 @@ Waterman and Patterson 2009); parts follow one another. On a GPU the CPU launche
 the device's time and the launches'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -74,6 +74,9 @@ class Device:
     """Time of one fine-tune unit."""
     noise: Noise
     """Scatter of times around the ones above."""
+    overlap: Callable[[Pass, Pass, Sequence[Unit]], float] = lambda *_work: 1.0
+    """Time of a forward with a fine-tune forward and units beside it, over that of all one after the other; 1 where
+    only their times are known."""
 
     @property
     def cuda(self) -> bool:
@@ -97,6 +100,7 @@ def roofline_device(file: DeviceFile, model: ModelSizes, settings: Settings) -> 
         forward_s=times.forward_s,
         unit_s=times.unit_s,
         noise=file.noise,
+        overlap=times.overlap,
     )
 
 
@@ -120,16 +124,43 @@ class _Roofline:
         self._matrices = 2 * len(shape.targets)
         self._captures = file.cuda and settings.model.graph_memory_mb > 0
 
+    def overlap(self, forward: Pass, finetune: Pass, units: Sequence[Unit]) -> float:
+        """Return the time of two streams at once over that of one after the other.
+
+        Bytes and operations of both add up on the device, each at its rate; neither ends sooner than it would alone.
+        """
+        alone_s = self.forward_s(forward), self.forward_s(finetune) + sum(map(self.unit_s, units))
+        passes = (self._forward_parts(load) for load in (forward, finetune) if load.tokens)
+        parts = [part for work in (*passes, *map(self._unit_parts, units)) for part in work]
+        moved, flops = map(sum, zip(*parts, strict=True))
+        return max(*alone_s, self._part_s(moved, flops)) / sum(alone_s)
+
     def forward_s(self, load: Pass) -> float:
         """Return the seconds of one packed forward with sampling; 0 when it is empty."""
-        tokens = load.tokens
-        if not tokens:
+        if not load.tokens:
             return 0.0
-        chunks = load.prefill_tokens + load.finetune_tokens
+        device_s = sum(self._part_s(*part) for part in self._forward_parts(load))
+        kernels = self._layers * LAYER_KERNELS["forward"]
+        launched = 0 if self._captures and not load.prefill_tokens + load.finetune_tokens else kernels
+        return max(device_s + kernels * self._gap_s, launched * self._launch_s)
+
+    def unit_s(self, unit: Unit) -> float:
+        """Return the seconds of one fine-tune unit."""
+        if unit.kind in _HEAD_PASSES:
+            kernels = _HEAD_KERNELS
+        elif unit.kind == "step":
+            kernels = _STEP_KERNELS_PER_MATRIX * self._matrices
+        else:
+            kernels = LAYER_KERNELS.get(unit.kind, LAYER_KERNELS["layer"])
+        device_s = sum(self._part_s(*part) for part in self._unit_parts(unit))
+        return max(device_s + kernels * self._gap_s, kernels * self._launch_s)
+
+    def _forward_parts(self, load: Pass) -> list[tuple[float, float]]:
+        """Return (bytes, operations) of a forward's parts, which follow one another."""
+        tokens, chunks = load.tokens, load.prefill_tokens + load.finetune_tokens
         unpacked = self._unpacked_bytes if tokens > 1 else 0
         pairs = load.pairs + load.tuned_pairs
-        # (bytes, operations) of the parts, which follow one another.
-        parts = [
+        parts: list[tuple[float, float]] = [
             (self._weight_bytes + unpacked, 2.0 * self._weights * tokens),
             (self._kv_bytes * load.context, self._pair_flops * load.context),
             (self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * pairs),
@@ -139,21 +170,17 @@ class _Roofline:
         if load.sampled:
             logits = 4 * self._vocab * load.sampled
             parts.append((self._item * self._head_weights + 4 * logits, 2.0 * self._head_weights * load.sampled))
-        device_s = sum(self._part_s(*part) for part in parts)
-        kernels = self._layers * LAYER_KERNELS["forward"]
-        launched = 0 if self._captures and not chunks else kernels
-        return max(device_s + kernels * self._gap_s, launched * self._launch_s)
+        return parts
 
-    def unit_s(self, unit: Unit) -> float:
-        """Return the seconds of one fine-tune unit."""
+    def _unit_parts(self, unit: Unit) -> list[tuple[float, float]]:
+        """Return (bytes, operations) of a fine-tune unit's parts, which follow one another."""
         n = unit.tokens
         if unit.kind in _HEAD_PASSES:
             passes = _HEAD_PASSES[unit.kind]
             moved = passes * (self._item * self._head_weights + _LOGIT_PASSES * 4 * self._vocab * n)
-            return self._launched_s(self._part_s(moved, 2.0 * passes * self._head_weights * n), _HEAD_KERNELS)
+            return [(moved, 2.0 * passes * self._head_weights * n)]
         if unit.kind == "step":
-            kernels = _STEP_KERNELS_PER_MATRIX * self._matrices
-            return self._launched_s(self._part_s(_STEP_BYTES * self._lora_weights * n, 0.0), kernels)
+            return [(_STEP_BYTES * self._lora_weights * n, 0.0)]
         forwards, backwards = {"graph": (1, 0), "grad": (0, 1)}.get(unit.kind, (1, 1))
         passes = forwards + backwards
         weights, lora = self._weights / self._layers, self._lora_weights / self._layers
@@ -161,11 +188,7 @@ class _Roofline:
         # A low-rank update takes two products, its derivative four.
         flops = 2.0 * n * (passes * weights + (forwards + 2 * backwards) * lora)
         pairs = 0.5 * n * n * (forwards + _ATTENTION_BACKWARD * backwards)
-        device_s = self._part_s(read, flops) + self._part_s(0.0, self._pair_flops / self._layers * pairs)
-        return self._launched_s(device_s, LAYER_KERNELS.get(unit.kind, LAYER_KERNELS["layer"]))
+        return [(read, flops), (0.0, self._pair_flops / self._layers * pairs)]
 
     def _part_s(self, moved_bytes: float, flops: float) -> float:
         return max(moved_bytes / self._bytes_per_s, flops / self._flops_per_s)
-
-    def _launched_s(self, device_s: float, kernels: int) -> float:
-        return max(device_s + kernels * self._gap_s, kernels * self._launch_s)

@@ -128,6 +128,7 @@ class SimulatedRunner:
     """Runs plans on a simulated device: the clock advances by the device's times. See `ModelRunner`."""
 
     overlaps = False
+    last_sign_s = 0.0
     end_ids: frozenset[int] = frozenset()
 
     def __init__(
@@ -138,8 +139,10 @@ class SimulatedRunner:
         pruner: SimulatedPruner | None,
         max_context_tokens: int,
         seed: int,
+        two_streams: bool = False,
     ) -> None:
-        self._device, self._clock, self._pruner = device, clock, pruner
+        """With `two_streams` fine-tuning runs beside the forward, not in and after it."""
+        self._device, self._clock, self._pruner, self._two_streams = device, clock, pruner, two_streams
         self.pages, self.max_context_tokens = pages, max_context_tokens
         self.pruner: Pruner | None = pruner
         self.at_rest = True
@@ -172,6 +175,7 @@ class SimulatedRunner:
     ) -> RunnerOutput:
         """Advance the clock by the time of the plan's forward and units."""
         work, load = RunnerOutput(), Pass()
+        tuned = Pass() if self._two_streams else load
         for grant in plan.grants:
             if not grant.tokens:
                 continue
@@ -180,12 +184,22 @@ class SimulatedRunner:
                 if task_id in sequences:
                     self._serve(sequences[task_id], grant.tokens, work, load)
                 else:
-                    work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, load)
+                    work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, tuned)
             except OutOfPages:
                 # As in ModelRunner: the task waits an iteration.
                 continue
         load.sampled = len(work.sampled)
-        work.forward_s = self._forward_s(load)
+        pace = 1.0
+        if tuned is not load and load.tokens:
+            units = [
+                unit for grant in plan.grants if grant.units for unit in jobs[grant.task.task_id].next(grant.units)
+            ]
+            pace = self._device.overlap(load, tuned, units)
+            # All of it has begun already.
+            interrupted = _never
+        work.forward_s = pace * self._forward_s(load)
+        if tuned is not load:
+            work.forward_s += pace * self._forward_s(tuned)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
         # Each request has its own token, so that no other prompt shares its answer as a prefix.
@@ -199,7 +213,7 @@ class SimulatedRunner:
                 if (work.finetuned or work.units) and interrupted():
                     break
                 job = jobs[grant.task.task_id]
-                work.units_run[grant.task.task_id] = self.run_units(job, grant, interrupted, work)
+                work.units_run[grant.task.task_id] = self.run_units(job, grant, interrupted, work, pace)
         return work
 
     def _forward_s(self, load: Pass) -> float:
@@ -249,8 +263,13 @@ class SimulatedRunner:
             stream.pages = max(stream.pages, -(-stream.done // size))
         return tokens - left
 
-    def run_units(self, job: SimulatedJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput) -> int:
-        """Run the granted units of a step whose forward is done, one by one until interrupted; return how many ran."""
+    def run_units(
+        self, job: SimulatedJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput, pace: float = 1.0
+    ) -> int:
+        """Run the granted units of a step whose forward is done, one by one until interrupted; return how many ran.
+
+        Each takes `pace` times what it takes alone.
+        """
         ran = 0
         while ran < grant.units and not job.step.finished and not job.step.tokens_left:
             streams = job.step.streams
@@ -259,12 +278,16 @@ class SimulatedRunner:
             if job.step.streams is not streams or job.step.group_ended:
                 self.pages.pool.release(job.pages)
                 job.pages = []
-            seconds = self._jittered(self._device.unit_s(unit))
+            seconds = pace * self._jittered(self._device.unit_s(unit))
             self._clock.now += seconds
             work.units.append((unit, seconds))
             if interrupted():
                 break
         return ran
+
+
+def _never() -> bool:
+    return False
 
 
 class _OneSlot:
@@ -322,7 +345,9 @@ class SimulatedEngine:
         self.trie = kv_pages.trie
         prunes = cache.pruning != "off" and policy.prunes
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
-        self.runner = SimulatedRunner(self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens, seed)
+        self.runner = SimulatedRunner(
+            self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens, seed, policy.two_streams
+        )
         self.learning = SimulatedFinetuning(
             ADAPTER,
             settings.align,
@@ -411,7 +436,11 @@ class SimulatedEngine:
             coming = self.commands.coming
             if drained and not coming and not self._sequences.by_task:
                 return
-            if not self._loop.step():
+            idle = not self._loop.step()
+            if self.scheduler.degraded:
+                # As any error of a simulation: its figures would be another policy's.
+                raise RuntimeError(self.scheduler.degraded)
+            if idle:
                 self.runner.at_rest = True
                 next_s = coming[0].at_s if coming else until_s
                 self.clock.now = min(until_s, next_s, max(self._loop.resumes_s, self.now + _SHORTEST_REST_S))

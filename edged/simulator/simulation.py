@@ -52,7 +52,9 @@ class Simulation(LoadRun):
 
     def __init__(self, plan: SimulationPlan, hardware: SimulatedHardware, progress: Progress) -> None:
         engine = SimulatedEngine(plan.settings, hardware, plan.seed)
-        super().__init__(plan, engine, engine.recorder, _pairs(plan), range(hardware.model.shape.vocab_size), progress)
+        super().__init__(
+            plan, engine, engine.recorder, pairs_of(plan), range(hardware.model.shape.vocab_size), progress
+        )
         self._hardware = hardware
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
@@ -104,7 +106,7 @@ def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
     return total_s
 
 
-def _pairs(plan: SimulationPlan) -> Iterator[TokenPair]:
+def pairs_of(plan: SimulationPlan) -> Iterator[TokenPair]:
     """Yield pairs that have lengths but no contents, in order of arrival."""
     lengths = plan.pair_lengths if plan.pair_lengths is not None else _lengths(plan.pair_tokens, plan.seed)
     for number, sizes in enumerate(lengths):

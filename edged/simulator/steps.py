@@ -71,6 +71,10 @@ class SimulatedJob:
     task: Task
     pages: list[int]
 
+    def next(self, units: int) -> list[Unit]:
+        """Return the step's next units, as many as that; none before its forward has ended."""
+        return [] if self.step.tokens_left else [Unit(*work) for work in self.step.units[:units]]
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedVersion:
@@ -194,7 +198,6 @@ class SimulatedFinetuning:
         for task_id, job in list(self.jobs.items()):
             if job.step.finished:
                 del self.jobs[task_id]
-                self.trained_tokens += sum(pair.tokens for pair in job.step.pairs)
                 self._close(now)
             else:
                 self._sync(job)
@@ -203,6 +206,7 @@ class SimulatedFinetuning:
     def _close(self, now: float) -> None:
         pairs = self._queue.taken
         self._queue.end()
+        self.trained_tokens += sum(pair.tokens for pair in pairs)
         for pair in pairs:
             known = replace(pair, epochs_done=pair.epochs_done + 1, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
             sent = self.pairs[pair.pair_id]

@@ -88,6 +88,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",
+        "application_runs": "user = :adapter",
     }
     named = {"adapter": adapter}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)

@@ -43,9 +43,9 @@ def refuse_other_base(db: Database, data_dir: Path, fingerprint: str, name: str)
     raise OtherBase(
         f'data folder "{data_dir}" was taught on another base model ({called}weights {before}) than "{name}" (weights '
         f"{fingerprint}), which the settings name. To go on, serve that one again (`edged serve --model {path}` or "
-        "model.path; model.dtype and model.quantize as they were), or take another --data-dir. To change the model, "
-        "start once with `--new-base shelve` (a service with EDGED_STORE__NEW_BASE=shelve): what was learned waits "
-        f'until its own model is served again; `--new-base learn` also trains "{name}" on the stored pairs'
+        "model.path; its files, model.dtype and model.quantize as they were), or take another --data-dir. To change the"
+        " model, start once with `--new-base shelve` (a service with EDGED_STORE__NEW_BASE=shelve): what was learned "
+        f'waits until its own model is served again; `--new-base learn` also trains "{name}" on the stored pairs'
     )
 
 

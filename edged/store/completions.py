@@ -80,6 +80,15 @@ def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_id
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
+def content_text(message: Message) -> str:
+    """The text of a message; a list of content parts gives its text parts, joined by newlines."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
+
+
 def insert_completion(db: Database, completion: Completion) -> None:
     """Add a completion with its choices."""
     row = field_values(completion) | {"prompt_key": completion.prompt_key}

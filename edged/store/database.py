@@ -8,9 +8,10 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +51,16 @@ class _Write:
     future: Future[Any]
     alone: bool
     """Whether `fn` runs outside of any transaction."""
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTimes:
+    """The name of a write's function, the time until it had its turn, and the time that it ran."""
+
+    job: str
+    waited_s: float
+    ran_s: float
 
 
 class Store:
@@ -81,6 +92,10 @@ class Store:
         except StoreError:
             self._lock.release()
             raise
+        self.on_writes: Callable[[Sequence[WriteTimes], float], object] = lambda times, commit_s: None
+        """Called on the writer thread after each group of writes, with the seconds that its commit took beside them."""
+        self._times: list[WriteTimes] = []
+        """Those of the present group."""
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._gate = threading.Condition()
         self._closed, self._reads = False, 0
@@ -101,7 +116,7 @@ class Store:
         future: Future[T] = Future()
         with self._gate:
             self._refuse_if_closed()
-            self._writes.put(_Write(fn, future, alone))
+            self._writes.put(_Write(fn, future, alone, time.monotonic()))
         return future
 
     def read(self, fn: Callable[[Database], T]) -> T:
@@ -222,23 +237,47 @@ class Store:
             while (last := group[-1]) and not last.alone and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
             writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
-            if together := [write for write in writes if not write.alone]:
-                self._commit(together)
-            for write in writes:
-                if write.alone:
-                    self._run_alone(write)
+            began_s = time.monotonic()
+            try:
+                if together := [write for write in writes if not write.alone]:
+                    self._commit(together)
+                for write in writes:
+                    if write.alone:
+                        self._run_alone(write)
+                if times := self._times:
+                    self._times = []
+                    self.on_writes(times, time.monotonic() - began_s - sum(each.ran_s for each in times))
+            except BaseException as error:
+                self._give_up(writes, error)
             if group[-1] is None:
                 return
+
+    def _give_up(self, writes: list[_Write], error: BaseException) -> None:
+        """Answer what waits, and all that follows, with the reason why nothing is written: the daemon ends by it."""
+        log.critical("the writer of %s failed", self.path, exc_info=error)
+        self.failed = f'database "{self.path}": its writer failed ({error!r}); edged ends, and starts anew'
+        for write in writes:
+            if not write.future.done():
+                with contextlib.suppress(BaseException):
+                    write.future.set_exception(StoreError(self.failed))
 
     def _run_alone(self, write: _Write) -> None:
         try:
             self._refuse_if_failed()
             with self._writer.ensure_autocommit_on():
-                result = write.fn(self._writer)
+                result = self._run(write)
         except BaseException as error:
             write.future.set_exception(self._explained(error))
         else:
             write.future.set_result(result)
+
+    def _run(self, write: _Write) -> Any:
+        began_s = time.monotonic()
+        try:
+            return write.fn(self._writer)
+        finally:
+            ended_s = time.monotonic()
+            self._times.append(WriteTimes(_name_of(write.fn), began_s - write.queued_s, ended_s - began_s))
 
     def _commit(self, writes: list[_Write]) -> None:
         """Run `writes` in one transaction and answer their futures."""
@@ -251,7 +290,7 @@ class Store:
             for write in writes:
                 try:
                     with self._writer.atomic():
-                        result = write.fn(self._writer)
+                        result = self._run(write)
                 except BaseException as error:
                     # A full disk or a failing one ends the whole transaction: then nobody's write stands.
                     if not connection.in_transaction:
@@ -308,6 +347,13 @@ class Store:
             self._mark.write_text(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
             sync(self._mark)
             sync(self._mark.parent)
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """The module and name of a function, also of one that a `partial` calls."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', type(fn).__name__)}"
 
 
 def frees_pages(db: Database) -> bool:

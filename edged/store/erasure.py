@@ -27,7 +27,7 @@ _OTHERS = {
 """SQL's conditions, by table, on rows of other users, who may have said the same words by themselves."""
 _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
-    *("shelved_metrics", "shelved_versions", "shelved_steps"),
+    *("shelved_metrics", "shelved_versions", "shelved_steps", "application_runs"),
 )
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),

@@ -1,6 +1,7 @@
 """The tables `signals` and `pairs`: users' signals, and the preference pairs that follow from them."""
 
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from edged.store.completions import Message
 from edged.store.quarantine import TRUSTED
 from edged.store.rows import column_value, field_values, first_column, first_value, insert_row, record_of, update_rows
 
-_COLUMNS = f"*, id IN ({TRUSTED}) AS trusted"
+_COLUMNS = "*, EXISTS (SELECT 1 FROM quarantine WHERE pair_id = pairs.id AND decision = 'released') AS trusted"
 _LEARNED_AFTER = "adapter = :adapter AND trained_version > :version AND state IN ('queued', 'trained', 'learnt')"
 """SQL's condition on a row of `pairs`: a version of the adapter newer than `version` learned it last."""
 
@@ -180,7 +181,7 @@ def pair_ids_of(
     """Ids of all pairs (of one adapter) from the moment `since` on, of adapters that may be `shown`, oldest first."""
     sql = """SELECT id, adapter FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND created_at >= :since
              ORDER BY id"""
-    rows = db.execute(sql, {"adapter": adapter, "since": since}).fetchall()
+    rows = db.execute(sql, {"adapter": adapter, "since": since})
     return [pair_id for pair_id, learner in rows if shown(learner)]
 
 
@@ -199,19 +200,26 @@ def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
     return first_value(db, found, sides) is not None
 
 
-def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> dict[int, str]:
-    """States by id, oldest first, of the pairs that learning resumes with after a restart.
+def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
+    """Ids, oldest first, of the pairs that learning resumes with after a restart: eight bytes for each.
 
     These are the queued and held-out pairs, and the latest `replay` trained ones of each adapter. Call `requeue_lost`
     for every adapter before.
     """
-    sql = """SELECT id, state FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+    sql = """SELECT id FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
                  SELECT id FROM (
                      SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
                      FROM pairs WHERE state IN ('trained', 'learnt'))
                  WHERE age <= :replay)
              ORDER BY id"""
-    return dict(db.execute(sql, {"replay": replay}).fetchall())
+    return array("q", (pair_id for (pair_id,) in db.execute(sql, {"replay": replay})))
+
+
+def count_queued(db: Database, adapter: str | None = None, most: int = -1) -> int:
+    """Return the number of pairs (of one adapter) that wait to be learned, counted up to `most` unless that is -1."""
+    of_it = "" if adapter is None else "AND adapter = :adapter"
+    sql = f"SELECT count(*) FROM (SELECT 1 FROM pairs WHERE state = 'queued' {of_it} LIMIT :most)"
+    return int(first_value(db, sql, {"adapter": adapter, "most": most}))
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:

@@ -22,6 +22,7 @@ from sqlite_utils import Database
 
 from edged.settings.live import Live
 from edged.settings.load import Settings, StoreSettings
+from edged.store.application_runs import MOST_RUNS
 from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
@@ -51,6 +52,7 @@ LOG_WAIT_MS = 500
 _TABLES = (
     *("completions", "choices", "signals", "pairs", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("iteration_samples", "shelved_metrics", "shelved_progress", "shelved_versions", "shelved_steps"),
+    "application_runs",
 )
 
 
@@ -272,6 +274,12 @@ RULES = (
     Rule("shelved_versions", "on_disk = 0 AND created_at < :cutoff"),
     Rule("skipped_steps", "created_at < :cutoff"),
     Rule("shelved_steps", "created_at < :cutoff"),
+    Rule(
+        "application_runs",
+        f"""created_at < :cutoff OR id <= (
+               SELECT id FROM application_runs AS newer WHERE newer.application = application_runs.application
+               ORDER BY id DESC LIMIT 1 OFFSET {MOST_RUNS})""",
+    ),
     # In this order: scores refer to pairs, and pairs to signals.
     Rule("alignment_metrics", f"pair_id IN (SELECT id FROM pairs WHERE {_DONE})"),
     Rule("pairs", f"{_DONE} AND NOT EXISTS (SELECT 1 FROM alignment_metrics WHERE pair_id = pairs.id)"),

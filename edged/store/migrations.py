@@ -51,7 +51,29 @@ def m010_language(db: Database) -> None:
     db.execute("ALTER TABLE pairs ADD COLUMN direct INTEGER NOT NULL DEFAULT 0")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language)
+def m011_application_runs(db: Database) -> None:
+    """Ended runs of applications, from which the demand of others is learned, and a salt for the words of calls."""
+    db.execute("CREATE TABLE application_salt AS SELECT randomblob(16) AS salt")
+    db.execute("""
+        CREATE TABLE application_runs (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            user TEXT NOT NULL,
+            application TEXT NOT NULL,
+            run TEXT NOT NULL,
+            features BLOB NOT NULL,
+            predicted REAL NOT NULL,
+            cost REAL NOT NULL,
+            calls INTEGER NOT NULL,
+            prompt_tokens INTEGER NOT NULL,
+            answer_tokens INTEGER NOT NULL,
+            seconds REAL NOT NULL,
+            late_s REAL NOT NULL
+        )""")
+    db.execute("CREATE INDEX application_runs_by_type ON application_runs (application, id)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs)
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> list[str]:

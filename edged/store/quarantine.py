@@ -16,6 +16,8 @@ HELD = "SELECT pair_id FROM quarantine WHERE decision IS NULL OR decision = 'dro
 """Ids of the pairs that nothing may be learned from."""
 TRUSTED = "SELECT pair_id FROM quarantine WHERE decision = 'released'"
 """Ids of the pairs that a person released."""
+SHOWN_CHARS = 4096
+"""Most characters of each text that a list of such pairs shows."""
 LATEST = 64
 """Losses and gradient norms of each adapter that a restart remembers."""
 
@@ -34,10 +36,12 @@ def quarantined(db: Database, adapter: str | None = None, limit: int = 500) -> l
     """The `limit` newest pairs that wait for a decision (of one adapter), newest first.
 
     Keys: pair_id, adapter, reason, quarantined_at, created_at, source, weight, chosen, rejected, prompt (the text, or
-    the last message's content; null for bare tokens), loss and reward_margin (null where it was not scored).
+    the last message's content; null for bare tokens), loss and reward_margin (null where it was not scored). Texts end
+    after SHOWN_CHARS.
     """
-    sql = """SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
-                    coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')) AS prompt, p.chosen, p.rejected,
+    sql = f"""SELECT q.pair_id, q.adapter, q.reason, q.created_at AS quarantined_at, p.created_at, p.source, p.weight,
+                    substr(coalesce(p.prompt, json_extract(p.messages, '$[#-1].content')), 1, {SHOWN_CHARS}) AS prompt,
+                    substr(p.chosen, 1, {SHOWN_CHARS}) AS chosen, substr(p.rejected, 1, {SHOWN_CHARS}) AS rejected,
                     m.loss, m.reward_margin
              FROM quarantine AS q JOIN pairs AS p ON p.id = q.pair_id
              LEFT JOIN alignment_metrics AS m ON m.pair_id = q.pair_id AND m.split = 'prequential'

@@ -167,6 +167,10 @@ def _relocate(draft: Path, data_dir: Path) -> None:
                     f"UPDATE {table} SET path = ?, on_disk = ? WHERE rowid = ?",
                     [str(data_dir / place) if there else None, int(there), rowid],
                 )
+        served = "SELECT fingerprint FROM served_base UNION SELECT base FROM shelved_progress"
+        for (fingerprint,) in connection.execute(served):
+            # A base without a version there is known by its folder as well.
+            (draft / ADAPTERS_FOLDER / Path(fingerprint).name).mkdir(parents=True, exist_ok=True)
 
 
 def _settle(draft: Path, before: Path | None) -> None:

@@ -10,6 +10,7 @@ from sqlite_utils import Database
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store.completions import UNUSED
+from edged.store.feedback import count_queued
 from edged.store.rows import first_value
 
 _RECOUNT_S = 10.0
@@ -29,6 +30,12 @@ class StorageFull(ValueError):
     """The user's quota is used up; the message says how much and the way out."""
 
 
+class PairQueueFull(ValueError):
+    """So many of the user's pairs wait to be learned that no more are taken; the message says the way out."""
+
+    retry_after_s = 10.0
+
+
 class UserQuota:
     """Stored bytes by user, counted once and updated from there. To be used inside `Store.write` alone."""
 
@@ -43,7 +50,16 @@ class UserQuota:
         return self._settings.now.limits.stored_mb * 2**20
 
     def demand_room(self, db: Database, user: str) -> None:
-        """Raises StorageFull when no more may be kept of a user."""
+        """Raises StorageFull when no more may be kept of a user, and PairQueueFull when none may wait to be learned.
+
+        Where nothing is learned pairs wait for an export, in any number.
+        """
+        most = self._settings.now.limits.queued_pairs if self._settings.now.align.enabled else 0
+        if most and count_queued(db, user, most) == most:
+            way_out = "send more when some were learned (`edged status` says what fine-tuning waits for), or raise that"
+            raise PairQueueFull(
+                f'{most} pairs of user "{user}" wait to be learned, and limits.queued_pairs = {most}: {way_out}'
+            )
         if self._most and self._over(db, user):
             kept = f'{self._known[user][0] / 2**20:.1f} MiB of user "{user}" are kept'
             way_out = f"forget the user (`edged adapters forget {user}`), or raise the limit"

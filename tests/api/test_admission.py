@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from edged.api.admission import QueueFull, TenantQueue, queue_sizes, tenant_places
+from edged.api.admission import QueueFull, TenantQueue, most_of_one, queue_sizes, tenant_places
 from edged.settings.load import ServingSettings
 
 
@@ -51,6 +51,23 @@ async def test_alone_a_tenant_gets_everything() -> None:
         await scene.ask("ann")
     assert scene.order == ["ann"] * 3
     assert scene.admission.waiting == 2
+
+
+async def test_while_others_ask_a_tenant_leaves_them_a_seat() -> None:
+    scene = Scene(8, 100)
+    serving = ServingSettings(max_sequences=4)
+    scene.admission = TenantQueue(lambda: (8, 100), lambda: scene.now, most_of_one=lambda: most_of_one(serving))
+    await scene.ask("bob")
+    await scene.end("bob")
+    for _ in range(8):
+        await scene.ask("ann")
+    await scene.ask("bob")
+    assert scene.order == ["bob", "ann", "ann", "ann", "bob"]
+    # An hour later nobody else is expected.
+    scene.now = 3600.0
+    await scene.ask("ann")
+    assert scene.order.count("ann") == 7
+    assert [most_of_one(ServingSettings(max_sequences=most)) for most in (1, 2, 64)] == [1, 1, 60]
 
 
 async def test_when_too_many_wait_the_flood_is_turned_away_and_the_others_stay() -> None:

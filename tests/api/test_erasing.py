@@ -16,10 +16,10 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairScored, StepSkipped, VersionPublished
 from edged.align.feedback.signals import record_pair
-from edged.api.erasure import finish_forgetting
 from edged.store import Store, utc_now, utc_text
 from edged.store.adapters import insert_metric, insert_version
 from edged.store.erasure import begin_forgetting, search, search_files
+from edged.store.forgetting import finish_forgetting
 from edged.store.quarantine import insert_quarantined
 from edged.store.rows import insert_row
 from tests.api.live import LiveDaemon, running

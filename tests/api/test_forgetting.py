@@ -98,7 +98,7 @@ class Scene:
             forgetting_stages={},
             limits=UserLimits(LimitSettings()),
             maintenance=self.maintenance,
-            runs=ApplicationRuns(FairnessSettings),
+            runs=ApplicationRuns(FairnessSettings, self.store),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 

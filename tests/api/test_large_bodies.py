@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import sys
-from collections.abc import Callable
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from aiohttp import web
 
+from edged.api.completions import _record
 from edged.api.errors import ApiError
-from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, parse_feedback, parse_json
+from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, parse_feedback, parse_json, read_body
+from edged.api.services import Services
+from edged.text.tokenizer import Tokenizer
+from tests.models import byte_tokenizer
 
 MANY = 100_000
 MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
@@ -72,3 +82,43 @@ def test_the_first_fault_is_told_and_the_others_are_not_looked_for(what: str) ->
     assert len(refused.value.message) < 300
     # Each error that pydantic makes costs calls; a hundred thousand were as many.
     assert calls < MANY / 10
+
+
+async def test_large_bodies_are_parsed_one_after_the_other() -> None:
+    running, most = 0, 0
+
+    class Sent(web.Request):
+        def __init__(self) -> None:
+            """A request whose body has come."""
+
+        async def read(self) -> bytes:
+            return json.dumps({"prompt": "x" * MANY}).encode()
+
+    def check(body: dict[str, Any]) -> int:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.05)
+        running -= 1
+        return len(body["prompt"])
+
+    assert await asyncio.gather(*(read_body(Sent(), check) for _ in range(4))) == [MANY] * 4
+    assert most == 1
+
+
+def test_many_empty_messages_are_rendered_beside_the_event_loop() -> None:
+    """They have no characters, and the chat template writes each of them all the same."""
+    threads: list[threading.Thread] = []
+
+    class Watched(Tokenizer):
+        def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            threads.append(threading.current_thread())
+            return super().render_chat(messages)
+
+    services = cast(Services, SimpleNamespace(tokenizer=Watched(byte_tokenizer(), "watched")))
+    for many in (3, 1_000):
+        body = ChatRequest.checked({"messages": [{"role": "user", "content": ""}] * many})
+        completion = asyncio.run(_record(services, body, "watched", None))
+        assert len(completion.prompt_ids) > 5 * many
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()

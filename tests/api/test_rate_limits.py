@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.api.live import LiveDaemon, running
+from tests.api.test_quarantine import until
 from tests.models import save_tiny
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -92,6 +93,33 @@ def test_feedback_beyond_the_limit_is_refused(limited: LiveDaemon) -> None:
         assert 1 <= refused(http.post("/v1/feedback", json=pair), "feedback_per_minute") <= 30
 
 
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    """One that learns a pair of each user an hour, and lets three wait."""
+    root = tmp_path_factory.mktemp("slow")
+    save_tiny(root / "tiny", max_position_embeddings=512)
+    limits = {"limits__queued_pairs": 3, "feedback__pairs_per_hour": 1, "guard__held_out_share": 0}
+    with running(root / "run", root / "tiny", **limits, limits__feedback_per_minute=60) as live:
+        yield live
+
+
+def test_no_more_pairs_are_taken_of_a_user_of_whom_so_many_wait_and_others_are_heard(slow: LiveDaemon) -> None:
+    with slow.http() as http:
+        pairs = [{"user": "kim", "prompt": f"q{i}", "chosen": "good", "rejected": "bad"} for i in range(5)]
+        first = http.post("/v1/feedback", json=pairs[0]).json()["id"]
+        until(lambda: http.get(f"/v1/feedback/{first}").json()["settled"])
+        assert [http.post("/v1/feedback", json=pair).status_code for pair in pairs[1:4]] == [200, 200, 200]
+        last = http.post("/v1/feedback", json=pairs[4])
+        assert (last.status_code, last.json()["error"]["code"]) == (429, "pair_queue_full")
+        assert (
+            '3 pairs of user "kim" wait to be learned, and limits.queued_pairs = 3' in last.json()["error"]["message"]
+        )
+        assert int(last.headers["Retry-After"]) >= 1
+        assert http.post("/v1/feedback", json={**pairs[4], "user": "lea"}).status_code == 200
+        # Answers go on, and what their next turns say is not learned.
+        assert signals_about(slow, *[next_turn(http, user, 1) for user in ("kim", "lea")]) == [0, 1]
+
+
 def next_turn(http: httpx2.Client, user: str, number: int, **fields: Any) -> str:
     """Ask, take the answer back with the next message, and return the answer's id."""
     talk = [{"role": "user", "content": f"Name city {number}, please"}]
@@ -116,7 +144,8 @@ def sparing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     root = tmp_path_factory.mktemp("sparing")
     save_tiny(root / "tiny", max_position_embeddings=512)
     limits = {"limits__feedback_per_minute": 2, "limits__stored_mb": 1, "api__max_body_kb": 4096}
-    with running(root / "run", root / "tiny", **limits, align__enabled="false") as live:
+    learning = {"align__enabled": "false", "align__max_pair_tokens": 40_000}
+    with running(root / "run", root / "tiny", **limits, **learning) as live:
         yield live
 
 

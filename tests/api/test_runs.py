@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -14,7 +15,12 @@ from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun, ApplicationRuns, RunNames, names_of
 from edged.scheduler.fairness.virtual_time import call_cost
-from edged.settings.load import FairnessSettings
+from edged.settings.live import Live
+from edged.settings.load import FairnessSettings, Settings
+from edged.store import Store
+from edged.store.adapters import forget_adapter
+from edged.store.application_runs import MOST_RUNS, latest_runs
+from edged.store.maintenance import Maintenance
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 
@@ -96,17 +102,24 @@ class Clock:
         return self.now
 
 
-def runs_of(policy: str = "justitia") -> tuple[ApplicationRuns, Clock]:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def runs_of(store: Store, policy: str = "justitia") -> tuple[ApplicationRuns, Clock]:
     clock, settings = Clock(), FairnessSettings.model_validate({"policy": policy, "idle_s": 10.0})
-    return ApplicationRuns(lambda: settings, lambda _: 1.5, clock), clock
+    return ApplicationRuns(lambda: settings, store, lambda _: 1.5, clock), clock
 
 
 def call(runs: ApplicationRuns, user: str, name: str, request: str = "req", choices: int = 1) -> ApplicationRun:
     return runs.begin(user, RunNames("mail", name), request, ("sort my mail", 100, choices, 200))
 
 
-def test_calls_of_one_run_are_one_until_nothing_came_for_a_while() -> None:
-    runs, clock = runs_of()
+def test_calls_of_one_run_are_one_until_nothing_came_for_a_while(store: Store) -> None:
+    runs, clock = runs_of(store)
     first = call(runs, "ann", "r")
     runs.end(first, 100, [20])
     clock.now = 9.0
@@ -121,20 +134,20 @@ def test_calls_of_one_run_are_one_until_nothing_came_for_a_while() -> None:
     assert (first.calls, first.late_s) == (3, 1.5)
 
 
-def test_a_run_with_an_open_call_stays_open_however_long_it_takes() -> None:
-    runs, clock = runs_of()
+def test_a_run_with_an_open_call_stays_open_however_long_it_takes(store: Store) -> None:
+    runs, clock = runs_of(store)
     first = call(runs, "ann", "r")
     clock.now = 1000.0
     assert call(runs, "ann", "r") is first
 
 
-def test_nobody_joins_anothers_run() -> None:
-    runs, _ = runs_of()
+def test_nobody_joins_anothers_run(store: Store) -> None:
+    runs, _ = runs_of(store)
     assert call(runs, "ann", "r").key != call(runs, "bob", "r").key
 
 
-def test_a_call_without_a_run_stands_for_itself_with_all_its_choices() -> None:
-    runs, clock = runs_of()
+def test_a_call_without_a_run_stands_for_itself_with_all_its_choices(store: Store) -> None:
+    runs, clock = runs_of(store)
     alone = call(runs, "ann", "")
     assert alone.key == ""
     runs.end(alone, 100, [5])
@@ -146,8 +159,8 @@ def test_a_call_without_a_run_stands_for_itself_with_all_its_choices() -> None:
     assert (told["runs"], told["open"]) == (2, 0)
 
 
-def test_beyond_1024_open_runs_calls_stand_for_themselves(caplog: pytest.LogCaptureFixture) -> None:
-    runs, _ = runs_of()
+def test_beyond_1024_open_runs_calls_stand_for_themselves(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    runs, _ = runs_of(store)
     for number in range(1024):
         call(runs, "ann", f"r-{number}")
     assert [call(runs, "ann", f"s-{number}").key for number in range(3)] == ["", "", ""]
@@ -156,16 +169,16 @@ def test_beyond_1024_open_runs_calls_stand_for_themselves(caplog: pytest.LogCapt
     assert sum("more than 1024 open runs" in record.message for record in caplog.records) == 1
 
 
-def test_demand_is_what_runs_of_the_type_have_cost() -> None:
-    runs, _ = runs_of()
+def test_demand_is_what_runs_of_the_type_have_cost(store: Store) -> None:
+    runs, _ = runs_of(store)
     for _ in range(5):
         runs.end(call(runs, "ann", ""), 100, [40])
     assert call(runs, "ann", "").predicted == call_cost(100, 40)
-    assert runs_of("vtc")[0].begin("ann", RunNames("mail", ""), "r", ("a", 1, 1, 1)).predicted == 0.0
+    assert runs_of(store, "vtc")[0].begin("ann", RunNames("mail", ""), "r", ("a", 1, 1, 1)).predicted == 0.0
 
 
-def test_a_predictor_that_fails_leaves_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, _ = runs_of()
+def test_a_predictor_that_fails_leaves_the_median(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, _ = runs_of(store)
 
     def fail(_: str) -> None:
         raise FloatingPointError("no gradient")
@@ -176,18 +189,69 @@ def test_a_predictor_that_fails_leaves_the_median(monkeypatch: pytest.MonkeyPatc
     assert call(runs, "ann", "").predicted == call_cost(100, 40)
 
 
-def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone() -> None:
-    runs, clock = runs_of()
+async def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone(store: Store) -> None:
+    runs, clock = runs_of(store)
     for user in ("ann", "bob"):
         runs.end(call(runs, user, "r"), 100, [40])
     clock.now = 11.0
     assert [told["user"] for told in runs.types(lambda user: user == "ann")] == ["ann"]
     assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann", "bob"]
-    runs.forget_user("bob")
+    store.write(lambda db: forget_adapter(db, "bob")).result()
+    await runs.forget_user("bob")
     assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann"]
-    assert runs.forget("mail", lambda user: user == "bob") == 0
-    assert runs.forget("mail") == 1
+    assert await runs.forget("mail", lambda user: user == "bob") == 0
+    assert await runs.forget("mail") == 1
     assert runs.types(lambda _: True) == []
+    assert runs_of(store)[0].types(lambda _: True) == []
+
+
+def test_a_restart_knows_ended_runs_and_what_they_cost(store: Store) -> None:
+    runs, _ = runs_of(store)
+    for answer in (10, 20, 30, 40, 50):
+        runs.end(call(runs, "ann", ""), 100, [answer])
+    store.write(lambda _: None).result()
+    again, _ = runs_of(store)
+    assert again.runs("mail", lambda _: True) == runs.runs("mail", lambda _: True)
+    assert call(again, "ann", "").predicted == call(runs, "ann", "").predicted == call_cost(100, 30)
+
+
+def test_a_call_has_the_same_features_after_a_restart(store: Store) -> None:
+    features = [call(runs_of(store)[0], "ann", "r").features for _ in range(2)]
+    assert features[0] is not None
+    assert (features[0] == features[1]).all()
+
+
+def test_nothing_is_stored_where_demand_is_not_learned(store: Store) -> None:
+    runs, _ = runs_of(store, "off")
+    runs.end(call(runs, "ann", ""), 100, [40])
+    assert store.write(latest_runs).result() == []
+
+
+async def test_of_who_is_forgotten_open_runs_leave_nothing_and_demand_is_that_of_the_others(store: Store) -> None:
+    runs, clock = runs_of(store)
+    for user, answer in (("ann", 1000), ("ann", 1000), *(("bob", 40),) * 3):
+        runs.end(call(runs, user, ""), 100, [answer])
+    still_open = call(runs, "ann", "r")
+    assert call(runs, "bob", "").predicted == call_cost(100, 40)
+    store.write(lambda db: forget_adapter(db, "ann")).result()
+    await runs.forget_user("ann")
+    runs.end(still_open, 100, [1000])
+    clock.now = 20.0
+    runs.sweep()
+    assert {row["user"] for row in store.write(latest_runs).result()} == {"bob"}
+    for _ in range(2):
+        runs.end(call(runs, "bob", ""), 100, [50])
+    assert call(runs, "bob", "").predicted == call_cost(100, 40)
+
+
+def test_of_a_type_the_latest_runs_are_kept(store: Store) -> None:
+    runs, _ = runs_of(store)
+    for number in range(MOST_RUNS + 5):
+        runs.end(call(runs, "ann", "", f"req-{number}"), 100, [1])
+    store.write(lambda _: None).result()
+    assert Maintenance(store, Live(Settings())).sweep() == {"application_runs": 5}
+    rows = store.read(latest_runs)
+    assert (len(rows), rows[0]["run"]) == (MOST_RUNS, "req-5")
 
 
 @pytest.fixture(scope="module")

@@ -303,7 +303,9 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
     head = "\n\nHuman: hi\n\nAssistant:"
     lines = [json.dumps({"chosen": f"{head} good day {n}", "rejected": f"{head} yo {n}"}) for n in range(20)]
     pairs.write_text("\n".join(lines) + "\n")
-    report = report_of("support.simulation", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json")
+    report = report_of(
+        "simulated.agreement", "poisson", str(pairs), "--model", str(model), report=tmp_path / "out.json"
+    )
     for sides in report.values():
         assert len(sides["measured"]) == 3
         for measured, simulated in zip(sides["measured"], sides["simulated"], strict=True):
@@ -316,7 +318,7 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
 
 def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_optimum(tmp_path: Path) -> None:
     arguments = ["poisson", "--policies", "fcfs,periodic-async", "--rate", "1", "--seconds", "60"]
-    report = report_of("frontier", *arguments, report=tmp_path / "out.json")
+    report = report_of("simulated.frontier", *arguments, report=tmp_path / "out.json")
     rows = [(row["policy"], row["knob"], row["value"]) for row in report["rows"]]
     intervals = (5.0, 15.0, 30.0, 60.0)
     assert rows == [("fcfs", "", None), *(("periodic-async", "scheduler.retrain_every_s", each) for each in intervals)]
@@ -324,3 +326,14 @@ def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_op
     assert trained[0] == 0 < trained[1]
     (offline,) = report["offline"]
     assert 0.0 < offline["reachable_share"] <= offline["at_most_share"] <= 1.0
+
+
+def test_the_frontier_has_bursts_on_a_device_whose_times_vary_at_the_defaults(tmp_path: Path) -> None:
+    arguments = ["lognormal:500:26", "--policies", "mace", "--rate", "0.5", "--seconds", "60", "--seeds", "1"]
+    bursts = [*arguments, "--defaults", "--arrivals", "gamma:3"]
+    calm, noisy = (
+        report_of("simulated.frontier", *bursts, *more, report=tmp_path / "out.json") for more in ([], ["--noisy"])
+    )
+    assert [len(report["rows"]) for report in (calm, noisy)] == [1, 1]
+    assert calm["offline"] == noisy["offline"]
+    assert calm["rows"][0]["tbt_ms.mean"] != noisy["rows"][0]["tbt_ms.mean"]

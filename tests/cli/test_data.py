@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -143,3 +144,53 @@ def test_the_store_is_shown_pruned_and_rewritten(daemon: Daemon, ida: str) -> No
     assert "deleted: nothing" in daemon.run("store", "prune").stdout
     assert json.loads(daemon.run("store", "vacuum", "--json").stdout)["bytes_after"] > 0
     assert "database" in daemon.run("status").stdout
+
+
+def test_a_user_is_forgotten_in_the_folder_of_a_stopped_daemon(daemon: Daemon, ida: str, tmp_path: Path) -> None:
+    file, folder = tmp_path / "all.tar", tmp_path / "stopped"
+    with daemon.client() as client:
+        wait_for(lambda: any(item["on_disk"] for item in client.get(f"/v1/adapters/{ida}")["versions"]))
+    daemon.run("backup", str(file))
+    edged("restore", str(file), "--data-dir", str(folder))
+    forget, nowhere = ("adapters", "forget", "--yes", ida), {"EDGED_SOCKET": str(tmp_path / "none.sock")}
+    asked = edged(*forget, **nowhere)
+    assert asked.returncode == 1
+    assert "no daemon answers" in asked.stderr
+    assert "of one that is stopped, name the folder: --data-dir DIR" in asked.stderr
+    done = edged(*forget, "--data-dir", str(folder), **nowhere)
+    assert done.returncode == 0, done.stderr
+    assert f"{ida} is forgotten" in done.stdout
+    assert "nothing was found" in done.stdout
+    assert ida.encode() not in b"".join(path.read_bytes() for path in folder.glob("edged.db*"))
+    assert not list((folder / "adapters").glob(f"*/{ida}"))
+    for name in (ida, "*", ".."):
+        again = edged(*forget[:-1], name, "--data-dir", str(folder), **nowhere)
+        assert again.returncode == 1
+        assert f'nothing of "{name}" is stored in {folder}' in again.stderr
+    assert list((folder / "adapters").glob("*")), "the others' are there"
+
+
+def test_a_stopped_daemons_database_is_pruned(daemon: Daemon, ida: str, tmp_path: Path) -> None:
+    file, folder, kept = tmp_path / "all.tar", tmp_path / "stopped", tmp_path / "kept.toml"
+    daemon.run("backup", str(file))
+    edged("restore", str(file), "--data-dir", str(folder))
+    kept.write_text("[store]\nkeep_samples = 1\n")
+    with sqlite3.connect(folder / "edged.db") as db:
+        columns = "created_at, prefill_tokens, decode_tokens, finetune_tokens, finetune_units, latency_ms"
+        many = (
+            f"INSERT INTO iteration_samples ({columns}, predicted_ms, free_pages) VALUES ('2020', 0, 0, 0, 0, 0, 0, 0)"
+        )
+        for _ in range(1100):
+            db.execute(many)
+    data = json.loads(edged("store", "prune", "--json", "--data-dir", str(folder), "--config", str(kept)).stdout)
+    assert data["deleted"]["iteration_samples"] >= 1099
+    empty = edged("store", "prune", "--data-dir", str(tmp_path))
+    assert (empty.returncode, "has no edged.db" in empty.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("adapters", "forget", "--yes", "ida"), ("store", "prune")])
+def test_a_folder_in_use_is_not_changed_behind_the_daemons_back(daemon: Daemon, command: tuple[str, ...]) -> None:
+    result = edged(*command, "--data-dir", str(daemon.socket.parent / "data"))
+    assert result.returncode == 1
+    assert "in use by another edged" in result.stderr
+    assert "Traceback" not in result.stderr

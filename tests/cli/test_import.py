@@ -111,7 +111,7 @@ def test_an_interrupted_import_counts_what_it_did() -> None:
     def rows() -> Iterator[tuple[int, dict[str, Any]]]:
         yield from ((i + 1, {**PAIR, "prompt": f"{i}:"}) for i in range(5))
 
-    result = send(cast(Client, Interrupted()), "ada", rows(), lambda done: None)
+    result = send(cast(Client, Interrupted()), "ada", rows(), lambda *progress: None)
     assert (len(result.feedback_ids), result.done, result.line, result.stopped) == (2, 2, 3, "interrupted")
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from peft import PeftModel
 
 from edged.align.adapters.adapter import UnknownAdapter
+from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import PairRetired, PairScored, VersionPublished, VersionSaved
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.request import EngineBusy, RequestRefused
@@ -412,3 +414,33 @@ def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: P
         else "the package triton is not installed: pip install triton",
         "graphs": "there are no graphs on cpu",
     }
+
+
+def test_long_iterations_give_signs_of_life_at_each_layer_and_unit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A watchdog waits for a long prompt or many units on a slow board, and only for a device that hangs no longer."""
+    seen: list[tuple[float, float]] = []
+    run_unit = DpoStep.run_unit
+
+    def note(*_: object) -> None:
+        seen.append((engine.loop.last_sign_s, time.monotonic()))
+
+    def noted(step: DpoStep, most: int = 0) -> tuple[str, int]:
+        note()
+        return run_unit(step, most)
+
+    with running_engine(tmp_path, scheduler__idle_quantum_ms=1000.0, guard__held_out_share=0.0) as (engine, client):
+        hooks = [layer.register_forward_pre_hook(note) for layer in engine.model.layers]
+        engine.submit(request("long", random_ids(300, 1), tokens=1))
+        client.wait(lambda: "long" in client.finished)
+        for hook in hooks:
+            hook.remove()
+        at_layers = len(seen)
+        monkeypatch.setattr(DpoStep, "run_unit", noted)
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+    assert at_layers == 3
+    assert len(seen) > at_layers + 4
+    for (_, before), (sign, _) in pairwise(seen):
+        assert sign > before, "each layer and unit is a sign that was not there at the one before"

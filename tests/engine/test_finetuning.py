@@ -432,6 +432,7 @@ def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_
         guard.best, guard.last_good, guard.foreign_since_best = score(1, 9, 10), good if kept else None, 1
         wanted = good.snapshot() if kept else engine.adapter_files.load("ann", 3)
         engine.built.commands.ask(lambda: versions.judge(queue, score(4, 1, 10), SETTINGS)).result(20)
+        client.wait(lambda: client.of(VersionPublished)[-1].reason.startswith("guard"))
         restored = engine.built.commands.ask(lambda: adapter_cache.get("ann").copied()).result(20).snapshot()
         for found, expected in ((restored.weights, wanted.weights), (restored.optimizer, wanted.optimizer)):
             for name, tensor in found.items():

@@ -201,7 +201,14 @@ def test_a_user_who_is_forgotten_in_the_middle_of_a_shared_step_leaves_the_other
 def test_a_user_who_is_rolled_back_in_the_middle_of_a_shared_step_learns_with_the_others_again(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "back", **MIDDLE) as (engine, client, watch):
-        hit = in_the_middle(engine, lambda: engine.rollback("bob", 0))
+
+        def roll_back() -> None:
+            engine.rollback("bob", 0)
+            engine.built.commands.run_pending()
+            # What was read is posted before the loader's thread does anything else.
+            engine.built.finetuning._loader._thread.submit(lambda: None).result()
+
+        hit = in_the_middle(engine, roll_back)
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 3)
     assert len(hit) == 1

@@ -199,7 +199,10 @@ def test_a_version_that_comes_meanwhile_frees_the_followers_from_the_old_one(on_
 
         def publish(sequence: Any) -> None:
             # The first version once more, while the leader is in the middle of its prompt.
-            engine.built.commands._commands.appendleft(lambda: engine.built.trainer.versions.rollback("ann", 1))
+            versions = engine.built.trainer.versions
+            engine.built.commands._commands.appendleft(
+                lambda: versions.replace(versions.read("ann", 1), "rollback to 1")
+            )
 
         at_a_chunk(engine, "r0", 8 * PAGE, publish)
         with held_still(engine):

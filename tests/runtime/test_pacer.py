@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edged.runtime.pacer import LAG_S, Pacer
+from edged.runtime.pacer import LAG_S, Pacer, count_words
 
 TEXTS = st.lists(st.tuples(st.floats(0.0, 1.0), st.text(alphabet="ab \n,.漢字かกำ👩🏽‍🚒🇩🇪é", max_size=30)), max_size=20)
 
@@ -59,9 +59,18 @@ def test_speech_is_never_faster_than_it_is_heard() -> None:
     assert [moment for moment, _ in left] == pytest.approx([number / 4.0 for number in range(len(left))])
 
 
+def test_white_space_without_end_is_read_in_a_moment() -> None:
+    # In the square of its length these would take an hour.
+    pacer = Pacer(4.0)
+    left = played(pacer, [(float(number), "\n") for number in range(5000)], 5000.0)
+    assert (left, pacer.finish()) == ([], "\n" * 5000)
+    assert count_words("a" + "\n" * 1_000_000 + "b" + "\n" * 1_000_000) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "pieces"),
     [
+        ("漢\u3000字\u3000", ["漢", "\u3000字"]),
         ("It's so, isn't it?\n\n- yes", ["It's", " so,", " isn't", " it?", "\n\n-", " yes"]),
         ("漢字とかな", ["漢", "字", "と", "か", "な"]),
         ("か\u3099 가나", ["か\u3099", " 가", "나"]),

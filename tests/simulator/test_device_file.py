@@ -168,3 +168,22 @@ def test_computing_a_layer_again_costs_what_its_forward_and_its_backward_cost(tm
     forward_s, backward_s = device.unit_s(Unit("graph", 2048)), device.unit_s(Unit("grad", 2048))
     assert device.unit_s(Unit("layer", 2048)) == pytest.approx(forward_s + backward_s)
     assert backward_s > forward_s
+
+
+def test_two_streams_add_up_the_bytes_and_the_operations_of_both(tmp_path: Path) -> None:
+    device, _ = on(tmp_path)
+    decode = Pass(decodes=1, context=100, sampled=1)
+    small, large = [Unit("layer", 1)] * 8, [Unit("layer", 512)] * 8
+
+    def both_s(forward: Pass, finetune: Pass, units: list[Unit]) -> float:
+        parts_s = (device.forward_s(forward), device.forward_s(finetune), *map(device.unit_s, units))
+        return device.overlap(forward, finetune, units) * sum(parts_s)
+
+    decode_s, large_s = device.forward_s(decode), sum(map(device.unit_s, large))
+    # Reading is all that a decode and units of one row do: none of it is saved.
+    assert device.overlap(decode, Pass(), small) == pytest.approx(1.0, rel=0.01)
+    # Units of many rows read little while they compute: the decode hides behind them, and they behind a long one.
+    assert max(decode_s, large_s) <= both_s(decode, Pass(), large) < 0.8 * (decode_s + large_s)
+    tuned = Pass()
+    tuned.add_chunk(200, 0, finetune=True)
+    assert both_s(decode, tuned, []) > both_s(decode, Pass(), small[:1])

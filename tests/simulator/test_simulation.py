@@ -184,7 +184,7 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
         return ran
 
     engine.device.unit_s = timed  # type: ignore[method-assign]
-    engine.runner.run_units = watched  # type: ignore[method-assign]
+    engine.runner.run_units = watched  # type: ignore[method-assign, assignment]
     simulation.play(read_trace(what.trace, what.seed))
     assert any(cut)
     assert not all(cut)
@@ -399,6 +399,38 @@ def test_trained_tokens_are_those_of_the_pairs_each_time_that_they_are_trained_o
     _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
     assert report["finetune"]["pairs_trained"] == 4
     assert report["finetune"]["trained_tokens_per_s"] == pytest.approx(4 * 3 * 100 / 60.0)
+
+
+def test_beside_a_step_of_its_own_stream_answers_are_slower_than_alone_and_faster_than_before_it() -> None:
+    load: dict[str, Any] = {"retrain_rate": 1.0, "rate_per_s": 0.2, "seconds": 60.0}
+    alone, _ = played(plan(policy="fcfs", **load))
+    what = plan(policy="spatial", settings={"align": {"epochs": 1000}}, **load)
+    beside, report = played(what)
+    hardware = SimulatedHardware.of(what)
+    hardware.device.overlap = lambda *_work: 1.0
+    after = Simulation(what, hardware, lambda _line: None)
+    after.play(read_trace(what.trace, what.seed))
+    assert report["finetune"]["trained_tokens_per_s"] > 0
+    assert np.mean(gaps(alone)) < np.mean(gaps(beside)) < np.mean(gaps(after))
+
+
+def test_a_policy_that_fails_ends_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bin of no tasks")
+
+    simulation = Simulation(what := plan(seconds=5.0), SimulatedHardware.of(what), lambda _line: None)
+    monkeypatch.setattr(simulation.engine.scheduler.policy.fill, "plan", fail)
+    with pytest.raises(RuntimeError, match="the policy mace failed"):
+        simulation.play(read_trace(what.trace, what.seed))
+
+
+def test_trained_tokens_are_those_of_all_groups_of_a_step() -> None:
+    # A group holds two windows: a step has two, and as many pairs in each.
+    settings = {"align": {"replay_share": 0.0, "micro_batch_pairs": 4, "window_tokens": 100, "keep_graph": False}}
+    lengths = [(50, 20, 30)] * 4
+    _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
+    assert report["finetune"]["pairs_trained"] == 4
+    assert report["finetune"]["trained_tokens_per_s"] == pytest.approx(4 * 100 / 60.0)
 
 
 def noisy(what: SimulationPlan, **noise: float) -> tuple[Simulation, dict[str, Any]]:

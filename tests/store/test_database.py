@@ -402,3 +402,25 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is a symbolic link"):
         Store(tmp_path / "data" / "edged.db")
     assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit("ended")])
+def test_a_callback_that_raises_does_not_end_the_writer_silently(store, error):
+    def fails(_):
+        raise error
+
+    release = hold(store)
+    first, second = store.write(note("first")), store.write(note("beside it"))
+    first.add_done_callback(fails)
+    release.set()
+    if isinstance(error, Exception):
+        second.result(20)
+        store.write(note("later")).result(20)
+        assert not store.failed
+        return
+    with pytest.raises(StoreError, match=r"its writer failed \(SystemExit\('ended'\)\); edged ends"):
+        second.result(20)
+    with pytest.raises(StoreError, match="its writer failed"):
+        store.write(note("later")).result(20)
+    assert "its writer failed" in store.failed, "the daemon looks at this, and ends"
+    assert "first" in store.read(notes)

@@ -17,6 +17,9 @@ from edged.store.migrations import FOLDED, MIGRATIONS, check_known, migrate
 from tests.store import schemas
 from tests.store.schemas import VERSIONS
 
+FROM_BEFORE = (9, 10)
+"""Schemas from before the first release."""
+
 
 def schema(path: Path) -> list[tuple[str, ...]]:
     """Tables and indexes as SQLite was told to make them, but for spaces and quotes."""
@@ -80,7 +83,7 @@ def test_backups_and_rebuilds_take_a_database_of_an_earlier_schema_as_it_is(vers
     assert applied(tmp_path / "edged.db") == before
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", FROM_BEFORE)
 def test_a_database_from_before_the_first_release_keeps_its_time_of_migration(version, tmp_path):
     path = tmp_path / "edged.db"
     schemas.load(version, path)
@@ -123,7 +126,8 @@ def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(version, tmp_pat
             break
         cuts += 1
         check(path, version, tmp_path)
-    assert cuts > 3 * (len(MIGRATIONS) if version is None else len(MIGRATIONS) - VERSIONS.index(version))
+    missing = len(MIGRATIONS) if version is None else len(MIGRATIONS) - 1 - VERSIONS.index(version)
+    assert cuts > 3 * (missing + (version in FROM_BEFORE))
 
 
 def migrate_and_die(path: Path, statements: int) -> int:

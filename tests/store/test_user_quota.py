@@ -10,11 +10,12 @@ import pytest
 
 from edged.align.feedback.signals import Feedback, record_pair, record_signal
 from edged.settings.live import Live
-from edged.settings.load import LimitSettings, Settings
+from edged.settings.load import AlignSettings, LimitSettings, Settings
 from edged.store import Store, utc_now, utc_text
 from edged.store.adapters import forget_adapter
 from edged.store.completions import Choice, Completion, insert_completion
-from edged.store.user_quota import StorageFull, UserQuota, stored_bytes
+from edged.store.feedback import set_pair_state
+from edged.store.user_quota import PairQueueFull, StorageFull, UserQuota, stored_bytes
 
 
 @pytest.fixture
@@ -107,3 +108,21 @@ def test_without_a_limit_nothing_goes(store: Store) -> None:
     for i in range(20):
         answer(store, footprint, f"a{i}", size=10_000)
     assert len(names(store)) == 20
+
+
+@pytest.mark.parametrize(("enabled", "most"), [(True, 2), (True, 0), (False, 2)])
+def test_so_many_pairs_of_a_user_wait_to_be_learned_and_any_number_where_none_is(
+    store: Store, enabled: bool, most: int
+) -> None:
+    settings = Settings(align=AlignSettings(enabled=enabled), limits=LimitSettings(queued_pairs=most))
+    quota = UserQuota(Live(settings))
+    for number in range(2):
+        teach(store, quota, "good", f"q{number}")
+    if not (enabled and most):
+        teach(store, quota, "good", "one more")
+        return
+    with pytest.raises(PairQueueFull, match=r'2 pairs of user "ann" wait to be learned, and limits.queued_pairs = 2'):
+        teach(store, quota, "good", "one more")
+    store.write(lambda db: quota.demand_room(db, "bob")).result()
+    store.write(lambda db: set_pair_state(db, 1, "trained", 1, 1, "")).result()
+    teach(store, quota, "good", "one more")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from edged.settings.live import Live
@@ -334,9 +334,12 @@ class AdapterFiles:
             raise AdapterError(f"{folder}: learned with {what}: {way_out}")
 
     def load(self, adapter: str, version: int) -> Snapshot:
-        """Check a version and read it. Raises AdapterError."""
-        self.check(adapter, version)
-        return self.read(adapter, version)
+        """Check a version and read it. Raises AdapterError, also where it is removed meanwhile."""
+        folder = self.check(adapter, version)
+        try:
+            return self.read(adapter, version)
+        except (OSError, SafetensorError) as error:
+            raise AdapterError(f"{folder}: could not be read ({error})") from None
 
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""

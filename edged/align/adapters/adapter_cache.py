@@ -1,13 +1,13 @@
 """The LRU cache of adapter states in memory, and which of their versions are due to be written to disk.
 
-Only the engine thread may use it, except for `load`, which any thread may call: reading an adapter must not stall an
-iteration.
+Only the engine thread may use it, except for `load` and `build`, which any thread may call: reading an adapter must not
+stall an iteration.
 """
 
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,6 +38,9 @@ class AdapterCache:
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self.versions: dict[str, int] = {}
         """Current version by adapter; 0 for an adapter that has not learned yet."""
+        self.withdrawn: set[str] = set()
+        """Adapters whose current version is bad, while another one is read to take its place: nothing begins with it,
+        as if the adapter were not in memory."""
         self._problems: set[str] = set()
         """Problems with files that are in the log already. The loader's thread adds to it, too: at worst one is logged
         twice."""
@@ -61,7 +64,7 @@ class AdapterCache:
 
     def resident(self, adapter: str) -> bool:
         """Whether the adapter's state is in memory, so that `get` reads no files."""
-        return adapter in self._places
+        return adapter in self._places and adapter not in self.withdrawn
 
     @property
     def crowded(self) -> bool:
@@ -84,18 +87,33 @@ class AdapterCache:
 
     def peek(self, adapter: str) -> AdapterState | None:
         """The adapter's state if it is resident; does not count as a use."""
-        place = self._places.get(adapter)
-        return place.state if place is not None else None
+        return self._places[adapter].state if self.resident(adapter) else None
 
-    def load(self, adapter: str) -> AdapterState:
-        """The newest undamaged version from disk, or the untrained adapter; problems of newer versions are logged."""
+    def build(
+        self,
+        adapter: str,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        moments: Mapping[str, torch.Tensor] | None = None,
+    ) -> AdapterState:
+        """A state of the adapter with these weights, by PEFT's names, and AdamW's moments (None: untrained, new).
+
+        Any thread may call it. Its version is 0, unless `replace` gives it a number. Raises AdapterError on a mismatch.
+        """
         state = AdapterState(adapter, self.spec, self._settings, self._device)
         # A damaged version on disk keeps its number: no new version overwrites it.
         state.newest_number = max(self.files.versions(adapter), default=0)
+        if weights is not None:
+            state.restore(weights, 0, moments)
+        return state
+
+    def load(self, adapter: str) -> AdapterState:
+        """The newest undamaged version from disk, or the untrained adapter; problems of newer versions are logged."""
         version = self._newest(adapter)
-        if version:
-            snapshot = self.files.read(adapter, version)
-            state.restore(snapshot.weights, version, snapshot.optimizer)
+        if not version:
+            return self.build(adapter)
+        snapshot = self.files.read(adapter, version)
+        state = self.build(adapter, snapshot.weights, snapshot.optimizer)
+        state.version = version
         return state
 
     def adopt(self, state: AdapterState) -> None:
@@ -104,16 +122,22 @@ class AdapterCache:
             self.versions[state.name] = state.version
             self._places[state.name] = _Place(state, state.version, state.version)
 
-    def reset(self, adapter: str) -> AdapterState:
-        """Replace the adapter's state by an untrained one; returns the new state."""
-        number = self.get(adapter).newest_number
-        state = self._places[adapter].state = AdapterState(adapter, self.spec, self._settings, self._device)
-        state.newest_number = number
-        return state
+    def replace(self, state: AdapterState) -> None:
+        """Make a built state the adapter's, under the next version number, which is due to be written now.
+
+        Until it is on disk a power cut would bring back the version that it replaces.
+        """
+        before, place = self.version(state.name), self._places.get(state.name)
+        if place is None:
+            place = self._places[state.name] = _Place(state, before, before)
+        state.version = state.newest_number = max(before, state.newest_number, place.state.newest_number) + 1
+        place.state, place.saved_at_s = state, -math.inf
+        self.withdrawn.discard(state.name)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter; its files are hidden until `files.forget` removes them."""
         self._places.pop(adapter, None)
+        self.withdrawn.discard(adapter)
         self._kept = [copied for copied in self._kept if copied.adapter != adapter]
         self.versions.pop(adapter, None)
         self.files.hide(adapter)

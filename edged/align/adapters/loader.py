@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
@@ -11,8 +13,12 @@ from edged.tensors.cpu_threads import one_beside
 log = logging.getLogger("edged.align")
 
 
+Take = Callable[[Future[Any] | None], None]
+"""What the engine thread does with a finished read; None: the adapter was forgotten meanwhile."""
+
+
 class AdapterLoader:
-    """A reader of adapter states that are not resident in a cache; used by the engine thread alone."""
+    """A reader of adapter states for a cache; used by the engine thread alone."""
 
     def __init__(
         self,
@@ -30,7 +36,9 @@ class AdapterLoader:
         self._post = post
         self._thread = one_beside("edged-loader")
         self._reading: dict[str, Future[AdapterState]] = {}
-        """Reads under way by adapter; `forget` removes an adapter's."""
+        """Reads of states that are not resident, by adapter; `forget` removes an adapter's."""
+        self._replacing: dict[Future[Any], tuple[str, Take]] = {}
+        """Reads of what takes a version's place: adapters, and what is done with the results."""
 
     @property
     def count(self) -> int:
@@ -39,17 +47,42 @@ class AdapterLoader:
 
     def fetch(self, adapter: str) -> None:
         """Start reading an adapter's state, unless a read is under way; the engine thread takes the result in."""
-        if adapter not in self._reading:
+        if adapter not in self._reading and adapter not in self._adapter_cache.withdrawn:
             self._reading[adapter] = future = self._thread.submit(self._adapter_cache.load, adapter)
             future.add_done_callback(lambda read: self._post(lambda: self._take(adapter, read)))
 
+    def read(self, adapter: str, work: Callable[[], Any], take: Take) -> None:
+        """Do `work`, which reads what takes the place of an adapter's version, after all reads before it.
+
+        The engine thread then has its future for `take`, and requests that waited for the adapter go on.
+        """
+        read = self._thread.submit(work)
+        self._replacing[read] = adapter, take
+        read.add_done_callback(lambda _: self._post(partial(self._replace, read)))
+
     def forget(self, adapter: str) -> None:
-        """Discard the result of a read that is under way for an adapter."""
+        """Discard the results of reads that are under way for an adapter."""
         self._reading.pop(adapter, None)
+        for read, (name, take) in list(self._replacing.items()):
+            if name == adapter:
+                self._replacing[read] = adapter, lambda _: None
+                take(None)
 
     def close(self) -> None:
-        """Cancel the reads that have not started, and accept no more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Accept no more reads; those of what takes a version's place are finished: somebody waits, or it must go."""
+        for fetch in self._reading.values():
+            fetch.cancel()
+        self._thread.shutdown(wait=bool(self._replacing))
+        for read in list(self._replacing):
+            self._replace(read)
+
+    def _replace(self, read: Future[Any]) -> None:
+        """Take in, on the engine thread, what takes a version's place, unless the adapter was forgotten meanwhile."""
+        found = self._replacing.pop(read, None)
+        if found is not None:
+            adapter, take = found
+            take(read)
+            self._on_ended(adapter, "")
 
     def _take(self, adapter: str, read: Future[AdapterState]) -> None:
         """Take in a finished read, on the engine thread; requests for an unreadable adapter end with the reason."""

@@ -38,7 +38,7 @@ class AdapterWriter:
         self._thread = one_beside("edged-saver")
         self._writing = False
         """Whether a version is being written: one at a time, as its copy takes memory and delays an iteration."""
-        self._awaited: list[tuple[str, int, Future[None]]] = []
+        self._awaited: list[tuple[str, int, Future[int]]] = []
 
     def save_due(self, now: float) -> None:
         """Start writing a version that is due, unless one is being written; records journalled so far go first."""
@@ -59,14 +59,14 @@ class AdapterWriter:
         """Time (seconds) at which the next version is due; None when all are on disk or one is being written."""
         return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
 
-    def saved(self, adapter: str, version: int) -> Future[None]:
-        """A future that resolves when this version or a later one is on disk, and the journal has recorded it there.
+    def saved(self, adapter: str, version: int) -> Future[int]:
+        """A future that has the version when it or a later one is on disk, and the journal has recorded it there.
 
         It raises StoreError where the version could not be written, and UnknownAdapter when the adapter is forgotten.
         """
-        future: Future[None] = Future()
+        future: Future[int] = Future()
         if version <= self._adapter_cache.written(adapter):
-            future.set_result(None)
+            future.set_result(version)
         else:
             self._adapter_cache.hurry(adapter)
             self._awaited.append((adapter, version, future))
@@ -78,7 +78,7 @@ class AdapterWriter:
         self._awaited = [item for item in self._awaited if item not in waiting]
         for _, version, future in waiting:
             if written:
-                future.set_result(None)
+                future.set_result(version)
             elif written is None:
                 future.set_exception(UnknownAdapter(adapter))
             else:

@@ -6,6 +6,8 @@ from typing import Any, Protocol, cast
 from edged.align.feedback.pair import PairState, TokenPair
 from edged.store.feedback import TAKEN_BACK, PairRow, Side
 
+_IDS: dict[int, int] = {}
+"""Each token id as one object: a backlog of pairs would else hold an integer for every token."""
 _MIN_PROMPT_SHARE = 4
 """Divisor: an over-long pair's prompt keeps at least a quarter of its tokens, for answers need something to answer."""
 
@@ -38,7 +40,7 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
     Raises UnusablePrompt, and what `tokenizer.render_chat` raises when the chat template refuses the messages.
     """
-    stored = [_stored_ids(tokenizer, side) for side in (row.chosen, row.rejected)]
+    stored = [_stored_ids(tokenizer, side, max_tokens) for side in (row.chosen, row.rejected)]
     chosen, rejected = (
         ids if ids is not None else _fresh(tokenizer, row, side.text)
         for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
@@ -51,8 +53,8 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     least = min(len(prompt), max(1, max_tokens // _MIN_PROMPT_SHARE))
     room = max(2, max_tokens - least - 2)
     kept = _share(room, len(chosen), len(rejected))
-    if (cut := len(chosen) + len(rejected) - sum(kept)) > 0:
-        notes.append(f"the answers lost {cut} tokens at their ends (max {max_tokens})")
+    if len(chosen) + len(rejected) > sum(kept):
+        notes.append(f"the answers lost their ends: {sum(kept)} tokens are learned (max {max_tokens})")
     # An answer that was cut has no end to learn.
     chosen, rejected = (
         [*ids, tokenizer.eos_id] if keep == len(ids) else ids[:keep]
@@ -61,13 +63,13 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
         cut = min(cut, len(prompt) - 1)
         prompt = prompt[cut:]
-        notes.append(f"the prompt lost {cut} tokens at its start (max {max_tokens})")
+        notes.append(f"the prompt lost its start: {len(prompt)} tokens are learned (max {max_tokens})")
     pair = TokenPair(
         pair_id=row.id,
         adapter=row.adapter,
-        prompt=tuple(prompt),
-        chosen=tuple(chosen),
-        rejected=tuple(rejected),
+        prompt=_same(prompt),
+        chosen=_same(chosen),
+        rejected=_same(rejected),
         weight=row.weight,
         ref_chosen_logp=row.ref_chosen_logp,
         ref_rejected_logp=row.ref_rejected_logp,
@@ -80,15 +82,25 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     return pair, "; ".join(notes)
 
 
-def _stored_ids(tokenizer: PairTokenizer, side: Side) -> list[int] | None:
-    """The generated tokens without the EOS that ended them; None where none are stored that decode to the text."""
+def _same(ids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(_IDS.setdefault(token, token) for token in ids)
+
+
+def _stored_ids(tokenizer: PairTokenizer, side: Side, max_tokens: int) -> list[int] | None:
+    """The generated tokens without the EOS that ended them; None where none are stored that decode to the text.
+
+    Of more than can be learned the first `max_tokens` are returned: the store may have no more.
+    """
     if side.token_ids is None or any(not 0 <= token < tokenizer.vocab_size for token in side.token_ids):
         return None
-    ids = list(side.token_ids)
+    ids = list(side.token_ids[:max_tokens])
     while ids and ids[-1] in tokenizer.eos_ids:
         ids.pop()
     # Tokenizers that mark words by a leading space decode the first one with or without it, by context.
-    return ids if tokenizer.decode(ids).lstrip() == side.text.lstrip() else None
+    decoded, text = tokenizer.decode(ids).lstrip(), side.text.lstrip()
+    # Those of a longer answer may end within a character.
+    same = text.startswith(decoded.rstrip("\ufffd")) if len(ids) == max_tokens else decoded == text
+    return ids if same else None
 
 
 def _fresh(tokenizer: PairTokenizer, row: PairRow, text: str) -> list[int]:

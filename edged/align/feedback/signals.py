@@ -26,25 +26,34 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
 from sqlite_utils import Database
 
-from edged.settings.load import FeedbackSettings
+from edged.align.feedback.pair_bounds import Asked, cut_asked, cut_side, too_long
+from edged.settings.load import FeedbackSettings, Settings
 from edged.store import feedback, utc_text
-from edged.store.completions import Choice, Completion, Message, completions_of_prompt, get_completion, prompt_key
+from edged.store.completions import (
+    Choice,
+    Completion,
+    Message,
+    completions_of_prompt,
+    content_text,
+    get_completion,
+    prompt_key,
+)
 from edged.store.feedback import PairRow, Side, Signal
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
 """Signals that an application may report."""
-_DEFAULTS = FeedbackSettings()
+_DEFAULTS = Settings()
 _MOST_SIGNALS = 64
 """Most signals on one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
-Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None]
-"""A prompt: a chat, a text or bare tokens."""
-ErrorKind = Literal["unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "wrong_user"]
+ErrorKind = Literal[
+    "unknown_completion", "bad_choice", "bad_signal", "equal_sides", "empty_side", "too_long", "wrong_user"
+]
 
 
 class FeedbackError(ValueError):
@@ -81,9 +90,7 @@ class FeedbackResult:
     duplicate: bool = False
 
 
-def record_signal(
-    db: Database, report: Feedback, now: datetime, settings: FeedbackSettings = _DEFAULTS
-) -> FeedbackResult:
+def record_signal(db: Database, report: Feedback, now: datetime, settings: Settings = _DEFAULTS) -> FeedbackResult:
     """Store a signal and the pairs that follow from it; a repeated report changes nothing. Raises FeedbackError."""
     completion = get_completion(db, report.completion_id)
     if completion is None:
@@ -114,7 +121,7 @@ def record_pair(
     prompt: str | None = None,
     prompt_ids: Sequence[int] | None = None,
     weight: float = 1.0,
-    settings: FeedbackSettings = _DEFAULTS,
+    settings: Settings = _DEFAULTS,
     account: str | None = None,
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. A pair that waits already is not queued twice.
@@ -126,27 +133,29 @@ def record_pair(
     if not messages and not prompt and not prompt_ids:
         raise FeedbackError("the pair has no prompt: give `messages`, `prompt` or `prompt_ids`", "empty_side")
     _check_sides(chosen, rejected)
+    about = {"messages": messages, "prompt": prompt, "prompt_ids": prompt_ids}
+    _check_lengths(settings, chosen=chosen, rejected=rejected, **about)
     key = prompt_key(messages, prompt, prompt_ids or ())
     waiting = feedback.waiting_pair(db, key, user, chosen, rejected)
     if waiting is not None:
         pair_id, signal_id = waiting
         return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
     signal = Signal(_new_id(), utc_text(now), user, "pair")
-    if not settings.weight_pair:
+    if not settings.feedback.weight_pair:
         reason = "feedback.weight_pair is 0: explicit pairs are not learned from"
         feedback.insert_signal(db, replace(signal, reason=reason))
         return FeedbackResult(signal.id, reason=reason)
     feedback.insert_signal(db, signal)
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
-    weight *= settings.weight_pair
+    weight *= settings.feedback.weight_pair
     pair_id = _insert(db, signal, account, asked, (Side(chosen), Side(rejected)), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
 
 def note_next_turn(
-    db: Database, completion_id: str, now: datetime, settings: FeedbackSettings = _DEFAULTS
+    db: Database, completion_id: str, now: datetime, settings: Settings = _DEFAULTS
 ) -> FeedbackResult | None:
     """Store the signal of a newly stored chat completion on the answer before it; None where it gives none.
 
@@ -161,7 +170,8 @@ def note_next_turn(
     asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
     learner = before.completion.adapter or ""
     if is_correction(asks) or is_rephrase(asked, asks):
-        return _record(db, before, _new_signal(learner, before, "rephrase", asks, None, now))
+        said = cut_side(Side(asks), settings.align.max_pair_tokens).text
+        return _record(db, before, _new_signal(learner, before, "rephrase", said, None, now))
     others = rated_others(db, before)
     if before.rating is None and any(other.rating and other.rating.signal == "regenerate" for other in others):
         return _record(db, before, _new_signal(learner, before, "accepted", None, None, now))
@@ -201,7 +211,7 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
 
 def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
     """Insert the pairs that the signal alone makes (an edit, a choice between candidates); returns their ids."""
-    weight = weight_of(answer.settings, signal.signal)
+    weight = weight_of(answer.settings.feedback, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
         return [_insert(db, signal, account, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
@@ -267,7 +277,7 @@ def _insert(
 
 
 def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
-    if not weight_of(answer.settings, signal.signal):
+    if not weight_of(answer.settings.feedback, signal.signal):
         return f'"{signal.signal}" weighs 0 here (section [feedback] of the settings): it is not learned from'
     if signal.signal == "dwell" and not answer.weight(signal):
         return f"{signal.seconds:g} s over {len(answer.choice.text.split())} words say nothing either way"
@@ -309,6 +319,7 @@ def _validate(answer: RatedAnswer, signal: Signal) -> None:
         raise FeedbackError('signal "dwell" needs `seconds`', "bad_signal")
     if signal.signal == "edit" and signal.text is None:
         raise FeedbackError('signal "edit" needs the edited answer as `text`', "bad_signal")
+    _check_lengths(answer.settings, text=signal.text)
     if signal.signal == "edit":
         _check_sides(signal.text or "", answer.choice.text)
     if signal.signal == "chosen" and not answer.choice.text.strip():
@@ -322,6 +333,13 @@ def _check_sides(chosen: str, rejected: str) -> None:
     if chosen.strip() == rejected.strip():
         message = "the chosen and the rejected answer are equal: nothing can be learned from them"
         raise FeedbackError(message, "equal_sides")
+
+
+def _check_lengths(settings: Settings, **fields: Any) -> None:
+    """Raise FeedbackError for the first field that is longer than a pair can use; None is a field that is not given."""
+    for name, value in fields.items():
+        if value is not None and (problem := too_long(name, value, settings.align.max_pair_tokens)):
+            raise FeedbackError(problem, "too_long")
 
 
 def _differ(one: Side, other: Side) -> bool:
@@ -356,17 +374,19 @@ class RatedAnswer:
     completion: Completion
     choice: Choice
     signals: tuple[Signal, ...]
-    settings: FeedbackSettings
+    settings: Settings
 
     @property
     def side(self) -> Side:
         """The answer as one side of a pair."""
-        return Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
+        side = Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
+        return cut_side(side, self.settings.align.max_pair_tokens)
 
     @property
     def asked(self) -> Asked:
         """The prompt that it answers."""
-        return self.completion.messages, self.completion.prompt, self.completion.prompt_ids
+        asked = (self.completion.messages, self.completion.prompt, self.completion.prompt_ids)
+        return cut_asked(asked, self.settings.align.max_pair_tokens)
 
     @property
     def rating(self) -> Signal | None:
@@ -381,7 +401,7 @@ class RatedAnswer:
             good, bad = seconds >= _READ * reading_s, seconds < _GLANCED * reading_s
         if not (good or bad):
             return 0.0
-        return weight_of(self.settings, signal.signal) * (-1 if bad else 1)
+        return weight_of(self.settings.feedback, signal.signal) * (-1 if bad else 1)
 
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
@@ -389,7 +409,7 @@ def weight_of(settings: FeedbackSettings, signal: str) -> float:
     return float(getattr(settings, f"weight_{_WEIGHED_AS.get(signal, signal)}"))
 
 
-def answer_of(db: Database, completion: Completion, choice: Choice, settings: FeedbackSettings) -> RatedAnswer:
+def answer_of(db: Database, completion: Completion, choice: Choice, settings: Settings) -> RatedAnswer:
     """An answer with its signals, oldest first."""
     return _with_signals(db, [(completion, choice)], settings)[0]
 
@@ -403,7 +423,7 @@ def rated_others(db: Database, answer: RatedAnswer) -> list[RatedAnswer]:
     return [other for other in answers if other.rating is not None and other.side != answer.side]
 
 
-def answer_before(db: Database, completion: Completion, settings: FeedbackSettings) -> RatedAnswer | None:
+def answer_before(db: Database, completion: Completion, settings: Settings) -> RatedAnswer | None:
     """The stored answer that a chat's last user message replies to, as the same user got it, or None."""
     messages = completion.messages
     if completion.adapter is None or messages is None or len(messages) < 3:
@@ -418,9 +438,7 @@ def answer_before(db: Database, completion: Completion, settings: FeedbackSettin
     return None
 
 
-def _with_signals(
-    db: Database, choices: Sequence[tuple[Completion, Choice]], settings: FeedbackSettings
-) -> list[RatedAnswer]:
+def _with_signals(db: Database, choices: Sequence[tuple[Completion, Choice]], settings: Settings) -> list[RatedAnswer]:
     signals: dict[tuple[str | None, int | None], list[Signal]] = {}
     for signal in feedback.signals_of(db, sorted({completion.id for completion, _ in choices})):
         signals.setdefault((signal.completion_id, signal.choice), []).append(signal)
@@ -470,15 +488,6 @@ def is_rephrase(asked: str, asks: str) -> bool:
     if min(len(before), len(after)) < _MIN_WORDS:
         return asked.strip().lower() == asks.strip().lower() != ""
     return len(before & after) / len(before | after) >= _SAME_SHARE
-
-
-def content_text(message: Message) -> str:
-    """The text of a message; a list of content parts gives its text parts, joined by newlines."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
 def _content_words(text: str) -> set[str]:

@@ -157,12 +157,16 @@ class LoraSlots:
 
     @torch.no_grad()
     def load(self, slot: int, weights: LoraLeaves, scaling: float) -> None:
-        """Put an adapter's weights into `slot`, transposed, with the scaling folded into B."""
+        """Put an adapter's weights into `slot` wholly, transposed, the scaling folded into B, or change nothing."""
+        aside = []
         for side, names, slots in self._banks:
             own = torch.stack([weights[name][side] for name in names])
             if side == 1:
                 own.mul_(scaling)
-            slots[:, slot].copy_(own.transpose(1, 2))
+            aside.append(torch.empty_like(slots[:, slot]).copy_(own.transpose(1, 2)))
+        # Sequences may be running on the slot: nothing that can fail for want of memory comes between two banks.
+        for (_, _, slots), own in zip(self._banks, aside, strict=True):
+            slots[:, slot].copy_(own)
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:

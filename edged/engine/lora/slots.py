@@ -74,9 +74,8 @@ class SlotTable:
         return slot
 
     def _put(self, slot: int, state: AdapterState) -> None:
-        # First, so that if loading fails the slot belongs to no adapter.
-        self._where = {key: own for key, own in self._where.items() if own != slot}
         self._lora.load(slot, state.weights, state.spec.scaling)
+        self._where = {key: own for key, own in self._where.items() if own != slot}
         self._where[state.name, state.version] = slot
 
     def forget(self, adapter: str) -> None:

@@ -1,5 +1,6 @@
 """Access of fine-tune units to the served model: single layers, K/V by page, and the head."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,8 @@ class LayerTap:
         self._checks = False
         self.broken: torch.Tensor | None = None
         """Whether each row of the latest forward is not finite, [tokens]; None if it was not checked."""
+        self.reached_s = 0.0
+        """When a forward last began a layer (monotonic clock)."""
         self._handles = [
             layer.register_forward_pre_hook(partial(self._keep_call, index), with_kwargs=True)
             for index, layer in enumerate(model.layers)
@@ -98,6 +101,7 @@ class LayerTap:
         self._takes, self._checks = [], False
 
     def _keep_call(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.reached_s = time.monotonic()
         for take in self._takes:
             if take.inputs is not None and take.kept_rows is not None:
                 hidden = args[0] if args else kwargs["hidden_states"]

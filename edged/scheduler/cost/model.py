@@ -46,7 +46,7 @@ class Prices:
 
     `forward` is in the order of FORWARD_PRICES, as far as it goes: files of older versions lack the last ones, which
     are then 0. `units` has (seconds, seconds per token) by `Unit.kind`; one of fewer tokens than `unit_knee` takes as
-    long as one of as many.
+    long as one of as many, but the optimizer's, whose tokens are adapters.
     """
 
     forward: tuple[float, ...]
@@ -59,9 +59,12 @@ class Prices:
         object.__setattr__(self, "forward", (*self.forward, *(0.0,) * lacking))
 
 
-def unit_features(tokens: int, knee: int) -> tuple[float, float]:
-    """Return the amounts of a unit's features: once, and its tokens, of which there are at least `knee`."""
-    return 1.0, float(max(tokens, knee))
+def unit_features(kind: str, tokens: int, knee: int) -> tuple[float, float]:
+    """Return the amounts of a unit's features: once, and its tokens, of which there are at least `knee`.
+
+    Those of the optimizer's unit are adapters, which know no knee.
+    """
+    return 1.0, float(tokens if kind == "step" else max(tokens, knee))
 
 
 @dataclass(slots=True)
@@ -152,7 +155,7 @@ class CostModel:
         cost._unit_knee = prices.unit_knee
         for kind, known in prices.units.items():
             seen = [unit for unit in profile.units if unit.kind == kind]
-            rows = [unit_features(unit.tokens, prices.unit_knee) for unit in seen]
+            rows = [unit_features(kind, unit.tokens, prices.unit_knee) for unit in seen]
             guessed = guess.units.get(kind, guess.units["layer"])
             cost._units[kind] = OnlineRegression.known(known, rows, [unit.seconds for unit in seen], guessed)
         cost.source = source
@@ -266,13 +269,14 @@ class CostModel:
         """
         if not self._unit_knee:
             self._unit_knee = self._knee
-            for kind in CUTTABLE_UNITS & self._units.keys():
+            for kind in self._units.keys() - {"step"}:
                 once, row = self._units[kind].prices
                 self._units[kind] = OnlineRegression((max(0.1 * once, once - row * self._knee), row))
 
     def _unit_price_s(self, unit: Unit) -> float:
         once, token = self._units[unit.kind].prices
-        return once + token * max(unit.tokens, self._unit_knee)
+        amount, tokens = unit_features(unit.kind, unit.tokens, self._unit_knee)
+        return once * amount + token * tokens
 
     def observe(self, result: IterationResult) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -296,7 +300,7 @@ class CostModel:
             if seconds > 0.0:
                 finetune_s += seconds
                 units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
-                features = unit_features(unit.tokens, self._unit_knee)
+                features = unit_features(unit.kind, unit.tokens, self._unit_knee)
                 learned.append((self._units[unit.kind], features, self._unit_price_s(unit), seconds))
         if units_measured_s:
             parts["units"] = units_s, units_measured_s

@@ -184,7 +184,7 @@ def _fit_units(units: Sequence[UnitTime], knee: int) -> tuple[float, int, dict[s
     off, kinds = 0.0, {}
     for kind in sorted({unit.kind for unit in units}):
         seen = [unit for unit in units if unit.kind == kind]
-        rows = [unit_features(unit.tokens, knee) for unit in seen]
+        rows = [unit_features(kind, unit.tokens, knee) for unit in seen]
         once, token = least_squares(rows, [unit.seconds for unit in seen])
         kinds[kind] = once, token
         off += sum(abs(_dot((once, token), row) / unit.seconds - 1.0) for row, unit in zip(rows, seen, strict=True))
@@ -220,7 +220,7 @@ def held_out_error(forwards: Sequence[ForwardTime], units: Sequence[UnitTime]) -
         off.setdefault(forward.kind, []).append(abs(predicted_s / forward.seconds - 1.0))
     for unit in in_turn[::_HELD_OUT_EVERY]:
         if unit.kind in prices.units:
-            predicted_s = _dot(prices.units[unit.kind], unit_features(unit.tokens, prices.unit_knee))
+            predicted_s = _dot(prices.units[unit.kind], unit_features(unit.kind, unit.tokens, prices.unit_knee))
             off.setdefault(unit.kind, []).append(abs(predicted_s / unit.seconds - 1.0))
     return {kind: 100.0 * sum(values) / len(values) for kind, values in off.items()}
 

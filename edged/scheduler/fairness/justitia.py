@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import islice
 from typing import Any
 
+from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.fairness.virtual_time import VirtualTime
@@ -17,8 +18,6 @@ from edged.settings.load import FairnessSettings
 
 _MOST_ENDED = 4096
 """Ended runs whose lateness is kept."""
-MOST_SHOWN = 32
-"""Runs or users that a report names."""
 
 
 def run_of(task: Task) -> str:
@@ -26,30 +25,25 @@ def run_of(task: Task) -> str:
     return task.run or f"#{task.task_id}"
 
 
-class JustitiaOrder(Order):
+class JustitiaOrder(FairOrder):
     """The run with the least tag enters next. Calls that are in memory are not preempted for it.
 
     A run is open from its first call until `fairness.idle_s` after its last one. It is charged as its tokens are made,
     by the K/V rows that it holds then.
     """
 
-    strict = True
+    state_is_of = ("by",)
 
     def __init__(self, fairness: FairnessSettings, row_order: Order) -> None:
-        self.fairness = fairness
-        self.key = row_order.key
+        super().__init__(fairness, row_order)
         self.clock = VirtualTime()
-        self.training = TrainingTurns(VirtualCounters(lambda name: self.fairness.weight(name)))
+        self.training = TrainingTurns(VirtualCounters(self.weight))
         self._calls: dict[str, int] = {}
         """Live calls of open runs."""
         self._idle: OrderedDict[str, float] = OrderedDict()
         """When runs without a live call are closed, the next one first."""
         self.late_s: OrderedDict[str, float] = OrderedDict()
         """Seconds by which runs' last calls ended later than under fair sharing; 0 where they did not."""
-
-    def follows(self, settings: FairnessSettings) -> bool:
-        """Whether these settings want this order, with its state."""
-        return (self.fairness.policy, self.fairness.by) == (settings.policy, settings.by)
 
     def flow(self, task: Task) -> str:
         """Return the run."""
@@ -70,10 +64,6 @@ class JustitiaOrder(Order):
                     break
         return chosen
 
-    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
-        """Return the ready adapters that were trained least."""
-        return self.training.next_steps(adapters, most)
-
     def arrived(self, task: Task, now: float) -> None:
         """Open the call's run, or take it up again with its old tag."""
         if task.kind is Kind.FINETUNE:
@@ -81,7 +71,7 @@ class JustitiaOrder(Order):
         run = run_of(task)
         if run not in self.clock.applications:
             sharer = task.tenant if self.fairness.by == "user" else run
-            self.clock.open(run, sharer, self.fairness.weight(task.tenant), task.run_cost or task.tokens)
+            self.clock.open(run, sharer, self.weight(task.tenant), task.run_cost or task.tokens)
         self._idle.pop(run, None)
         self._calls[run] = self._calls.get(run, 0) + 1
 

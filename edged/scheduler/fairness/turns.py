@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from edged.scheduler.fairness.justitia import MOST_SHOWN, JustitiaOrder
+from edged.scheduler.fairness.justitia import JustitiaOrder
+from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
@@ -19,39 +20,31 @@ def fair_order(settings: FairnessSettings, row_order: Order, present: Order) -> 
     """Return the order by these settings over that of a policy's row: `present`, with its state, where it is that."""
     if settings.policy == "off":
         return row_order
-    if isinstance(present, TurnOrder | JustitiaOrder) and present.follows(settings):
+    if isinstance(present, FairOrder) and present.follows(settings):
         present.fairness = settings
         return present
     return TurnOrder(settings, row_order) if settings.policy == "vtc" else JustitiaOrder(settings, row_order)
 
 
-class TurnOrder(Order):
+class TurnOrder(FairOrder):
     """The user with the least counter enters next, with the first of the user's prompts in the order of the row.
 
     A prompt is charged as it enters, of which the cache gives back what it had; an answer's tokens as they come. A
     prompt that is computed again after a preemption is not charged again.
     """
 
-    strict = entry_only = True
+    entry_only = True
+    state_is_of = ("finetune_counter",)
 
     def __init__(self, fairness: FairnessSettings, row_order: Order) -> None:
-        self.fairness = fairness
-        self.key = row_order.key
-        self.counters = VirtualCounters(self._weight)
+        super().__init__(fairness, row_order)
+        self.counters = VirtualCounters(self.weight)
         shared = fairness.finetune_counter == "shared"
-        self.training = TrainingTurns(self.counters if shared else VirtualCounters(self._weight))
+        self.training = TrainingTurns(self.counters if shared else VirtualCounters(self.weight))
         self._waiting: set[int] = set()
         """Ids of prompts that never entered."""
         self._entered: dict[int, int] = {}
         """Tokens that were charged, by the id of a prompt that entered and of which nothing is computed yet."""
-
-    def follows(self, settings: FairnessSettings) -> bool:
-        """Whether these settings want this order, with its state."""
-        now = self.fairness
-        return (now.policy, now.finetune_counter) == (settings.policy, settings.finetune_counter)
-
-    def _weight(self, user: str) -> float:
-        return self.fairness.weight(user)
 
     def flow(self, task: Task) -> str:
         """Return the user."""
@@ -77,13 +70,9 @@ class TurnOrder(Order):
                 heapq.heappop(places)
                 continue
             if task.task_id in self._waiting:
-                counted += price * task.tokens / self._weight(str(user))
+                counted += price * task.tokens / self.weight(str(user))
             heapq.heapreplace(places, (counted, key(tasks[index + 1]), user, index + 1))
         return chosen
-
-    def next_steps(self, adapters: Collection[str], most: int) -> list[str]:
-        """Return the ready adapters with the least counters."""
-        return self.training.next_steps(adapters, most)
 
     def arrived(self, task: Task, now: float) -> None:
         """Count a prompt that waits."""
@@ -130,7 +119,7 @@ class TurnOrder(Order):
         """Return the counters of users, and how many of their prompts wait."""
         counters = self.counters
         users = {
-            user: {"counter": counter, "waiting": counters.backlog(user), "weight": self._weight(user)}
+            user: {"counter": counter, "waiting": counters.backlog(user), "weight": self.weight(user)}
             for user, counter in counters.latest(MOST_SHOWN)
         }
         return {"policy": "vtc", "virtual_time": 0.0, "open": 0, "runs": [], "users": users}

@@ -77,7 +77,7 @@ class VirtualTime:
         self._ranked.append(opened)
         self._file(sharer)
 
-    def close(self, key: str) -> Application:
+    def close(self, key: str) -> None:
         """Take out an application that has ended; what it really needed counts."""
         ended = self.applications.pop(key)
         self._ranked.remove(ended)
@@ -86,7 +86,6 @@ class VirtualTime:
         if ended.sharer != key:
             sharer.ended = max(sharer.ended, ended.begun) + ended.served / ended.weight
         self._file(ended.sharer)
-        return ended
 
     def serve(self, work: dict[str, float], now_s: float) -> None:
         """Count work that applications got, and move the clock; who has had more than expected is expected twice as

@@ -92,13 +92,16 @@ class CoServing(Fill):
                 draft.enter(step)
                 asks = 0
             if not asks:
-                served = draft.load.decodes or draft.load.prefill_tokens
-                at_least = 0 if served else SMALLEST_CHUNK
-                units = policy.spare.most_units
-                grant_finetune(draft, step, cost, plan.budget_s, at_least, units, policy.cuts_windows)
+                limit_s, at_least = self.room(draft, cost)
+                grant_finetune(draft, step, cost, limit_s, at_least, policy.spare.most_units, policy.cuts_windows)
         draft.rescue()
         plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
+
+    def room(self, draft: BinBuilder, cost: CostModel) -> tuple[float, int]:
+        """Return the seconds that the iteration may take with its step, and the tokens that the step gets anyway."""
+        served = draft.load.decodes or draft.load.prefill_tokens
+        return draft.plan.budget_s, 0 if served else SMALLEST_CHUNK
 
     def _add_prompts(self, draft: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
         """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""

@@ -1,7 +1,5 @@
 """Hybrid iterations: serving and fine-tuning share each within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
-import math
-
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
@@ -68,8 +66,11 @@ class Hybrid(Fill):
             # A pace for many iterations: at prices, not at the slowness of the moment.
             priced_s = cost.priced_s(load)
             needed = max(SMALLEST_CHUNK, slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, needed))
-        place = {task: index for index, task in enumerate(draft.prompts)}
-        for task in sorted(entry.runnable, key=lambda task: (place.get(task, math.inf), policy.order(task))):
+        runnable = set(entry.runnable)
+        ranked = [task for task in draft.prompts if task in runnable]
+        if len(ranked) < len(runnable):
+            ranked += sorted(runnable.difference(ranked), key=policy.order)
+        for task in ranked:
             most = draft.room(task)
             if most <= 0:
                 continue

@@ -9,11 +9,12 @@ from edged.scheduler.policies.mace.ablations import MACE_BIN, MACE_PREFIX, MACE_
 from edged.scheduler.policies.mace.policy import MACE, MACE_PAPER
 from edged.scheduler.policies.periodic_async import PERIODIC_ASYNC
 from edged.scheduler.policies.phased import FCFS
+from edged.scheduler.policies.spatial import SPATIAL
 from edged.scheduler.policies.sync import SYNC
 from edged.scheduler.policies.temporal import TEMPORAL, TEMPORAL_DYNAMIC
 
 _ALL = (
-    *(MACE, MACE_PAPER, ANDES, FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC, TEMPORAL, TEMPORAL_DYNAMIC),
+    *(MACE, MACE_PAPER, ANDES, FCFS, FLEXLLM, EKYA, ADAINF, PERIODIC_ASYNC, SYNC, TEMPORAL, TEMPORAL_DYNAMIC, SPATIAL),
     *(MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY, FLEXLLM_STATIC, FLEXLLM_WHOLE),
     *(ANDES_PLAIN,),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from edged.align.feedback.signals import Feedback, note_next_turn, record_pair, record_signal
-from edged.settings.load import FeedbackSettings
+from edged.settings.load import AlignSettings, FeedbackSettings, Settings
 from edged.store import Store
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, signals_of
@@ -25,12 +25,17 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.settings = FeedbackSettings()
+        self.most_tokens = 1024
         self.moment = NOW
+
+    @property
+    def all(self):
+        return Settings(feedback=self.settings, align=AlignSettings(max_pair_tokens=self.most_tokens))
 
     def answer(self, name, *texts, **more):
         row = completion(name, *texts, **more)
         self.store.write(lambda db: insert_completion(db, row)).result()
-        return self.store.write(lambda db: note_next_turn(db, name, self.tick(), self.settings)).result()
+        return self.store.write(lambda db: note_next_turn(db, name, self.tick(), self.all)).result()
 
     def tick(self):
         self.moment += timedelta(seconds=1)
@@ -38,12 +43,10 @@ class Desk:
 
     def report(self, name, signal, choice=None, text=None, seconds=None, user="ada", account=None):
         feedback = Feedback(user, name, signal, choice, text, seconds, account)
-        return self.store.write(lambda db: record_signal(db, feedback, self.tick(), self.settings)).result()
+        return self.store.write(lambda db: record_signal(db, feedback, self.tick(), self.all)).result()
 
     def pair(self, *args, **more):
-        return self.store.write(
-            lambda db: record_pair(db, *args, now=self.tick(), settings=self.settings, **more)
-        ).result()
+        return self.store.write(lambda db: record_pair(db, *args, now=self.tick(), settings=self.all, **more)).result()
 
     def pairs(self, result=None):
         """(chosen, rejected, source, weight) of the result's pairs, or of all."""

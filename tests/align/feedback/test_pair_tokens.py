@@ -117,7 +117,7 @@ def test_an_over_long_prompt_loses_its_start_and_the_note_says_so():
     pair, note = tokenize_pair(CODEC, stored, 40)
     assert pair.prompt == whole[-33:]
     assert (pair.chosen, pair.rejected) == ((*ids("yes"), EOS), (*ids("no"), EOS))
-    assert note == f"the prompt lost {len(whole) - 33} tokens at its start (max 40)"
+    assert note == "the prompt lost its start: 33 tokens are learned (max 40)"
 
 
 def test_over_long_answers_lose_their_ends_after_the_prompt_shrank_to_a_quarter():
@@ -125,7 +125,7 @@ def test_over_long_answers_lose_their_ends_after_the_prompt_shrank_to_a_quarter(
     assert len(pair.prompt) == 11
     assert pair.chosen == tuple(ids("c" * 18)), "an answer that was cut does not end"
     assert pair.rejected == (*ids("r" * 10), EOS)
-    assert "the answers lost 82 tokens at their ends (max 40); the prompt lost" in note
+    assert "the answers lost their ends: 28 tokens are learned (max 40); the prompt lost" in note
     both, _ = tokenize_pair(CODEC, row("c" * 100, "r" * 100, prompt="p" * 100), 40)
     assert (len(both.prompt), len(both.chosen), len(both.rejected)) == (12, 14, 14)
 

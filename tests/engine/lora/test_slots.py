@@ -44,8 +44,9 @@ def test_a_long_prompt_without_a_slot_leaves_the_iteration_to_others(tmp_path: P
         assert client.finished["cid"].version > 0
 
 
-def test_those_who_share_a_slot_do_not_keep_another_waiting_for_ever(tmp_path: Path) -> None:
-    settings = {"scheduler__ttft_floor_ms": 20.0, "scheduler__policy": "mace-paper"}
+@pytest.mark.parametrize("policy", ["mace", "mace-paper"])
+def test_those_who_share_a_slot_do_not_keep_another_waiting_for_ever(tmp_path: Path, policy: str) -> None:
+    settings = {"scheduler__ttft_floor_ms": 20.0, "scheduler__policy": policy}
     with running_engine(tmp_path, **TWO_SLOTS, **settings) as (engine, client):
         teach(engine, client, "ann", "ben", "cid")
         asked = 0
@@ -131,3 +132,34 @@ def test_pairs_are_learnt_while_requests_want_more_slots_than_there_are(
                 ask()
             assert asked < 400, "no step was opened"
         client.wait(lambda: len(client.finished) == asked)
+
+
+def test_answers_go_on_with_the_weights_that_they_have_where_a_new_version_does_not_get_into_their_slot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, settings = random_ids(20, 1), {"align__learning_rate": 0.05, "guard__held_out_share": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        teach(engine, client, "ann")
+        engine.submit(request("before", prompt, 400, adapter="ann"))
+        client.wait(lambda: "before" in client.finished)
+        trainer, banks = engine.built.trainer, engine.model.lora._banks
+        weights = {name: 3.0 * tensor for name, tensor in engine.weights("ann").result(20)[1].items()}
+
+        def publish() -> bool:
+            # The weights of the last linears cannot be loaded, after those of all others could.
+            banks.append((1, ["there is none"], banks[-1][2]))
+            trainer.versions.replace(trainer.adapter_cache.build("ann", weights), "imported")
+            banks.pop()
+            return "during" in client.finished
+
+        engine.submit(request("during", prompt, 400, adapter="ann"))
+        client.wait(lambda: "during" in client.tokens)
+        assert not engine.commands.ask(publish).result(20)
+        client.wait(lambda: "during" in client.finished)
+        assert client.ids("during") == client.ids("before")
+        assert {event.version for event in client.tokens["during"]} == {1}
+        engine.submit(request("after", prompt, 400, adapter="ann"))
+        client.wait(lambda: "after" in client.finished)
+        assert client.finished["after"].version == 2
+        assert client.ids("after") != client.ids("before")
+    assert "version 2 of ann is not in a slot yet" in caplog.text

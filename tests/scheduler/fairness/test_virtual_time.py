@@ -186,7 +186,8 @@ def test_with_wrong_demand_every_tag_stays_within_twice_what_was_served(seed: in
         left[key] -= part
         clock.serve({key: part}, 0.0)
         if left[key] <= 0:
-            ended, app = clock.close(key), apps[int(key)]
+            ended, app = clock.applications[key], apps[int(key)]
+            clock.close(key)
             assert ended.tag - ended.begun <= max(2.0 * ended.served, app.cost * app.error, 1.0) + 1e-6
             del left[key]
 

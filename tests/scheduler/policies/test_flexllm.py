@@ -121,6 +121,18 @@ def test_one_step_at_a_time_is_begun() -> None:
     assert set(granted(scheduler.plan(0.1, resources()))) == {8}
 
 
+def test_a_step_that_was_never_measured_ends_beside_answers_as_soon_as_a_forward_leaves_room_for_it() -> None:
+    # A box that computes 160 rows while it reads its weights: the optimizer's unit counts adapters, not rows.
+    cost = CostModel(roofline(parameters=3_000_000_000, flops_per_s=2.4e13, bytes_per_s=1.5e11, layers=26))
+    scheduler = Scheduler(SchedulerSettings(policy="flexllm"), cost)
+    add_decode(scheduler, 1)
+    lesson = add_lesson(scheduler, 9)
+    lesson.units = (Unit("layer", 64), Unit("step", 1))
+    plan = scheduler.plan(0.0, resources())
+    assert granted(plan)[9] == (0, 2)
+    assert plan.predicted_units_s < plan.predicted_forward_s
+
+
 class TestCutWindows:
     """The backward's windows are as long as what is left of the iteration."""
 
@@ -200,3 +212,33 @@ class TestAblations:
             lesson = add_lesson(scheduler, 9)
             lesson.units = (Unit("layer", 256),)
             assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
+
+
+class TestSpatialSharing:
+    """A step in a stream of its own, beside a forward that is planned as if it were alone."""
+
+    def test_a_step_is_as_long_as_the_forward_beside_it(self) -> None:
+        scheduler = scheduler_of(policy="spatial", slo_ms=1.0)
+        add_decode(scheduler, 1)
+        add_lesson(scheduler, 9).units = (Unit("layer", 16),) * 100
+        plan = scheduler.plan(0.0, resources())
+        units = granted(plan)[9][1]
+        assert units > 1
+        one_s = plan.predicted_units_s / units
+        assert plan.predicted_forward_s - one_s < plan.predicted_units_s <= plan.predicted_forward_s
+
+    def test_a_step_goes_on_beside_a_forward_that_is_shorter_than_its_next_unit(self) -> None:
+        scheduler = scheduler_of(policy="spatial", slo_ms=1.0)
+        add_decode(scheduler, 1)
+        add_lesson(scheduler, 9).units = (Unit("layer", 100_000), Unit("step", 1))
+        assert granted(scheduler.plan(0.0, resources()))[9] == (0, 1)
+
+    def test_prompts_get_what_flexllm_gives_them(self) -> None:
+        chunks = []
+        for policy in ("flexllm", "spatial"):
+            scheduler = scheduler_of(policy=policy, slo_ms=100.0)
+            add_decode(scheduler, 1)
+            add_prompt(scheduler, 2, 2000)
+            add_lesson(scheduler, 9)
+            chunks.append(granted(scheduler.plan(0.0, resources()))[2])
+        assert chunks[0] == chunks[1]

@@ -73,12 +73,14 @@ class Triage(Order):
         late: list[Task] = []
         answered, token_s = self._answered, self.cost.token_s
         for task in prompts:
-            if task in answered or overdue_s(task) <= now:
+            if task in answered:
                 first_ones.append(task)
-            elif now + task.tokens * token_s > task.deadline_s:
-                late.append(task)
-            else:
+            elif now + task.tokens * token_s <= task.deadline_s:
                 hopeful.append(task)
+            elif overdue_s(task) <= now:
+                first_ones.append(task)
+            else:
+                late.append(task)
         hopeful.sort(key=by_deadline)
         ends_s = accumulate((task.tokens * token_s for task in hopeful), initial=now)
         next(ends_s)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.support.offline import Job, at_most, exact, feasible, reachable
+from benchmarks.simulated.offline import Job, at_most, exact, feasible, reachable
 
 
 def jobs(most: int, releases: st.SearchStrategy[float]) -> st.SearchStrategy[list[Job]]:

@@ -1,6 +1,6 @@
 """Completion times of whole applications under Justitia and its rivals, in virtual time.
 
-    python -m benchmarks.applications [--device rtx-6000-ada] [--model llama-3-8b] [--memory-mb 4096]
+    python -m benchmarks.simulated.applications [--device rtx-6000-ada] [--model llama-3-8b] [--memory-mb 4096]
                                       [--applications 300]
                                       [--minutes 6,9,18] [--policies ...] [--error 1] [--elephants] [--json]
 

@@ -1,16 +1,19 @@
 """FlexLLM's Figures 10 and 11 on a simulated device: requests in time and tokens trained, by strategy and load.
 
-    python -m benchmarks.flexllm DEVICE MODEL --trace FILE --rates 1,2,3 --slo-ms 50 --output FILE.json
+    python -m benchmarks.simulated.flexllm DEVICE MODEL --trace FILE --rates 1,2,3 --slo-ms 50 --output FILE.json
 
-Every request brings a pair, and pairs are trained again without end: there is always something to learn.
+All there is to learn, PAIRS pairs, is there from the first second on and is trained again without end. `separate-3:1`
+is four boxes of which three only serve (`fcfs`, at 4/3 of the rate) and one only learns; its figures are those of all
+four, by four. Called again with the same file, the command runs what is missing in it.
 """
 
 from __future__ import annotations
 
 import json
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,14 +21,22 @@ from typing import Any
 import click
 
 from edged.bench.arrivals import Arrivals
+from edged.bench.traces import read_trace
 from edged.settings.load import Settings
-from edged.simulator.simulation import SimulationPlan, simulate
+from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.runner import START_S, SimulatedEngine
+from edged.simulator.simulation import Simulation, SimulationPlan, pairs_of
 
 TEMPORAL = {"temporal-64": 64, "temporal-128": 128, "temporal-512": 512}
+SEPARATE = {"separate-3:1": 3, "separate-2:2": 2, "separate-1:3": 1}
+"""Boxes of four that only serve; the others only learn."""
 STRATEGIES = (
-    *("fcfs", "flexllm", "flexllm-static", "flexllm-whole", *TEMPORAL),
-    *("temporal-dynamic", "mace", "mace-paper"),
+    *("fcfs", "flexllm", "flexllm-static", "flexllm-whole", *SEPARATE, *TEMPORAL),
+    *("temporal-dynamic", "spatial", "mace", "mace-paper"),
 )
+IDLE_POLICY = "sync"
+"""Policy of a box that only learns: each step to its end."""
+PAIRS = 32
 TTFT_MS = 5000.0
 """The paper's: a request is in time whose mean time per token and time to the first token are."""
 FIGURES = {
@@ -46,7 +57,8 @@ class Run:
 
 def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_ms: float, seconds: float) -> Any:
     """Return the run with its figures."""
-    policy = "temporal" if run.strategy in TEMPORAL else run.strategy
+    serving = SEPARATE.get(run.strategy)
+    policy = "fcfs" if serving else "temporal" if run.strategy in TEMPORAL else run.strategy
     scheduler = {
         "policy": policy,
         "slo_ms": slo_ms,
@@ -56,13 +68,34 @@ def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_
         "temporal_every": TEMPORAL.get(run.strategy, 128),
     }
     settings = Settings.model_validate({"align": {"epochs": 100_000}, "scheduler": scheduler})
-    load = {"rate_per_s": run.rate_per_s, "retrain_rate": 1.0, "seconds": seconds, "seed": run.seed}
+    rate_per_s = run.rate_per_s * 4 / serving if serving else run.rate_per_s
+    load = {"rate_per_s": rate_per_s, "retrain_rate": 0.0, "seconds": seconds, "seed": run.seed}
     process = Arrivals.parse(arrivals)
-    report = simulate(
-        SimulationPlan(device=device, model=model, trace=trace, arrivals=process, settings=settings, **load)  # type: ignore[arg-type]
-    )
+    plan = SimulationPlan(device=device, model=model, trace=trace, arrivals=process, settings=settings, **load)  # type: ignore[arg-type]
+    simulation = Simulation(plan, SimulatedHardware.of(plan), lambda _line: None)
+    teach(simulation.engine, plan)
+    report = simulation.play(read_trace(trace, run.seed))
     figures = {name: report[part][key] for name, (part, key) in FIGURES.items()}
+    if serving:
+        figures["output_tokens_per_s"] *= serving / 4
+        figures["trained_tokens_per_s"] = (4 - serving) / 4 * learning_tokens_per_s(plan)
     return asdict(run) | figures | {"tpot_target_ms": report["slo"]["tpot_target_ms"]}
+
+
+def learning_tokens_per_s(plan: SimulationPlan) -> float:
+    """Return the tokens a second that a box learns which answers nobody."""
+    scheduler = plan.settings.scheduler.model_copy(update={"policy": IDLE_POLICY})
+    settings = plan.settings.model_copy(update={"scheduler": scheduler})
+    engine = SimulatedEngine(settings, SimulatedHardware.of(replace(plan, settings=settings)), plan.seed)
+    teach(engine, plan)
+    engine.run(START_S + plan.seconds)
+    return engine.learning.trained_tokens / plan.seconds
+
+
+def teach(engine: SimulatedEngine, plan: SimulationPlan) -> None:
+    """Give an engine its pairs."""
+    for pair in islice(pairs_of(plan), PAIRS):
+        engine.learning.submit(pair, engine.now)
 
 
 def table(rows: list[dict[str, Any]], rates: list[float], name: str, scale: float, digits: int) -> str:
@@ -92,12 +125,18 @@ def table(rows: list[dict[str, Any]], rates: list[float], name: str, scale: floa
 def main(device: str, model: str, rates: str, seeds: str, jobs: int, output: Path, **load: Any) -> None:
     """Simulate every strategy at every rate and seed; print tables, and write the figures to a file."""
     points = [float(rate) for rate in rates.split(",")]
+    report = {"device": device, "model": model, **load, "trace": Path(load["trace"]).name}
+    known = json.loads(output.read_text()) if output.exists() else report | {"runs": []}
+    rows = known.pop("runs")
+    if known != report:
+        raise click.ClickException(f'"{output}" has runs of another load: give another file')
     runs = [Run(name, rate, int(seed)) for seed in seeds.split(",") for rate in points for name in STRATEGIES]
+    there = {(row["strategy"], row["rate_per_s"], row["seed"]) for row in rows}
+    missing = [run for run in runs if (run.strategy, run.rate_per_s, run.seed) not in there]
     with ProcessPoolExecutor(jobs) as pool:
-        rows = list(pool.map(partial(simulated, device=device, model=model, **load), runs))
-    load["trace"] = Path(load["trace"]).name
-    report = {"device": device, "model": model, **load, "runs": rows}
-    output.write_text(json.dumps(report, indent=1) + "\n")
+        for row in pool.map(partial(simulated, device=device, model=model, **load), missing):
+            rows.append(row)
+            output.write_text(json.dumps(report | {"runs": rows}, indent=1) + "\n")
     for name, title, scale, digits in (
         ("in_time", "Requests in time, %", 100.0, 1),
         ("trained_tokens_per_s", "Tokens trained/s", 1.0, 0),

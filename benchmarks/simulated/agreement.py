@@ -1,6 +1,6 @@
 """Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
 
-    python -m benchmarks.support.simulation TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs,mace]
+    python -m benchmarks.simulated.agreement TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs,mace]
                                     [--rounds 3] [--profile FILE] [--quick] [--output FILE]
 
 Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace

@@ -1,33 +1,38 @@
 """The frontier: pairs learned against first tokens in time and mean TBT, each policy swept over its own knob.
 
-    python -m benchmarks.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
+    python -m benchmarks.simulated.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
                                   [--retrain-rate 0.5] [--seconds 300] [--seeds 2] [--picture FOLDER] [--output FILE]
+    python -m benchmarks.simulated.frontier lognormal:2200:26 --arrivals gamma:3 --noisy --defaults    bursts
 
 A policy is better where its curve is above another's, not where its default happens to train less. Simulated in
-virtual time. The row "offline" is what one server could have had in time with every arrival known before, computing
-prompts alone and nothing else: the optimum lies between the two numbers (`benchmarks/support/offline.py`). Values are
-medians over the seeds, in brackets the smallest and the largest.
+virtual time; with --noisy times vary by 15 %, and a decode behind a chunk takes 25 % more. The row "offline" is what
+one server could have had in time with every arrival known before, computing prompts alone and nothing else: the optimum
+lies between the two numbers (`benchmarks/simulated/offline.py`). Values are medians over the seeds, in brackets the
+smallest and the largest.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report.canvas import Canvas
 from benchmarks.report.panels import Curve, Figure, Panel
-from benchmarks.support.command import existing_file, finish, markdown, names, option, parse, say
-from benchmarks.support.offline import Job, at_most, reachable
+from benchmarks.simulated.offline import Job, at_most, reachable
+from benchmarks.support.command import existing_file, finish, flag, markdown, names, option, parse, say
+from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
 from edged.bench.traces import PromptIds, read_trace, scale_trace
+from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import load_settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.runner import SimulatedEngine
-from edged.simulator.simulation import SimulationPlan, lone_ttft_s, simulate
+from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s
 
 _SHARES = ("scheduler.finetune_min_share", (0.0, 0.05, 0.1, 0.2, 0.3))
 KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
@@ -37,7 +42,9 @@ KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
     "periodic-async": ("scheduler.retrain_every_s", (5.0, 15.0, 30.0, 60.0)),
 }
 """The setting that makes a policy train more or less; policies without one are a single point."""
-FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, MEAN_TBT, LEARNING)
+TTFT_P99, TBT_P99 = ReportFigure("ttft_ms.p99", "TTFT p99 ms", 0), ReportFigure("tbt_ms.p99", "TBT p99 ms", 0)
+FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, TTFT_P99, MEAN_TBT, TBT_P99, LEARNING)
+NOISE = Noise(jitter=0.15, decode_after_chunk=0.25)
 
 
 def main() -> None:
@@ -49,7 +56,10 @@ def main() -> None:
         option("--model", "as for edged bench simulate", "mistral-3b"),
         option("--config", "TOML file with further settings", type=existing_file),
         option("--policies", "by comma", ["fcfs", "mace", "flexllm", "ekya", "adainf"], type=names(ROWS)),
+        flag("--defaults", "each policy at its default alone"),
         option("--rate", "requests per second", 0.72),
+        option("--arrivals", "as for edged bench simulate; without it the trace's own", type=Arrivals.parse),
+        flag("--noisy", "a device whose times vary"),
         option("--retrain-rate", "pairs per request", 0.5, least=0),
         option("--seconds", "of the load", 300.0, 60.0),
         option("--seeds", "loads, from seed 0 on", 2, 1),
@@ -58,12 +68,11 @@ def main() -> None:
     )
     rows = []
     for policy in options.policies:
-        knob, values = KNOBS.get(policy, ("", (0.0,)))
+        knob, values = ("", (0.0,)) if options.defaults else KNOBS.get(policy, ("", (0.0,)))
         for value in values:
             say(f"{policy} {knob} {value:g}" if knob else policy)
-            reports = [
-                simulate(plan_of(options, seed, policy, {knob: value} if knob else {})) for seed in range(options.seeds)
-            ]
+            plans = [plan_of(options, seed, policy, {knob: value} if knob else {}) for seed in range(options.seeds)]
+            reports = [played(plan, options.noisy) for plan in plans]
             rows.append({"policy": policy, "knob": knob, "value": value if knob else None, **summary(reports)})
     bounds = [bound(plan_of(options, seed, "fcfs", {})) for seed in range(options.seeds)]
     if options.picture:
@@ -80,10 +89,19 @@ def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) 
         model=options.model,
         settings=load_settings(options.config, overrides={"scheduler.policy": policy, **knob}),
         rate_per_s=options.rate,
+        arrivals=options.arrivals,
         retrain_rate=options.retrain_rate,
         seconds=options.seconds,
         seed=seed,
     )
+
+
+def played(plan: SimulationPlan, noisy: bool) -> dict[str, Any]:
+    """Return the report of one run."""
+    hardware = SimulatedHardware.of(plan)
+    if noisy:
+        hardware = replace(hardware, device=replace(hardware.device, noise=NOISE))
+    return Simulation(plan, hardware, lambda _line: None).play(read_trace(plan.trace, plan.seed))
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -98,7 +116,9 @@ def bound(plan: SimulationPlan) -> dict[str, float]:
     longest, vocab = SimulatedEngine(plan.settings, hardware).max_context_tokens, hardware.model.shape.vocab_size
     prompts = PromptIds(longest, range(vocab), plan.seed)
     trace = read_trace(plan.trace, plan.seed)
-    load = scale_trace(trace, prompts, rate_per_s=plan.rate_per_s or 0.0, seconds=plan.seconds)
+    rate, seconds = plan.rate_per_s or 0.0, plan.seconds
+    times_s = plan.arrivals.times_s(rate, seconds, plan.seed) if plan.arrivals else ()
+    load = scale_trace(trace, prompts, rate_per_s=rate, seconds=seconds, times_s=times_s)
     most = plan.settings.serving.max_batch_tokens
     jobs = []
     for arrival in load:

@@ -1,0 +1,1 @@
+"""Benchmarks of policies on simulated devices, in virtual time."""

@@ -1,0 +1,35 @@
+"""Ended runs of applications, from which the demand of others is learned."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.store.rows import first_value, insert_row
+
+MOST_RUNS = 300
+"""Runs of a type that are kept, the latest ones."""
+
+
+def salt(db: Database) -> bytes:
+    """Return this database's salt for the words of calls, of which only hashes are stored."""
+    return bytes(first_value(db, "SELECT salt FROM application_salt"))
+
+
+def add_run(db: Database, row: Mapping[str, Any]) -> None:
+    """Add a run that has ended."""
+    insert_row(db, "application_runs", row)
+
+
+def latest_runs(db: Database, application: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of the latest runs of a type, or of each type, in the order in which they ended."""
+    ranked = """SELECT *, row_number() OVER (PARTITION BY application ORDER BY id DESC) AS age FROM application_runs
+        WHERE :application IS NULL OR application = :application"""
+    sql = f"SELECT * FROM ({ranked}) WHERE age <= {MOST_RUNS} ORDER BY id"
+    return list(db.query(sql, {"application": application}))
+
+
+def forget_runs(db: Database, application: str, users: Iterable[str]) -> None:
+    """Delete these users' runs of a type."""
+    for user in users:
+        db.execute("DELETE FROM application_runs WHERE application = ? AND user = ?", [application, user])

@@ -1,0 +1,96 @@
+"""A start takes up what waits without having all of it in memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from sqlite_utils import Database
+
+from edged.align.feedback.pair import TokenPair
+from edged.align.feedback.signals import record_pair
+from edged.api.feedback_intake import FeedbackIntake
+from edged.settings.live import Live
+from edged.settings.load import AlignSettings, Settings
+from edged.store import Store, utc_now
+from edged.text.tokenizer import Tokenizer
+from tests.models import byte_tokenizer
+
+PAIRS, CHARS = 70, 50_000
+ALL_TEXTS = PAIRS * CHARS * 4
+"""Bytes of the texts in memory: a character beyond the first 65,536 of Unicode makes each of them take four."""
+
+
+class Taken:
+    """The engine's side: it takes pairs and notes them."""
+
+    def __init__(self) -> None:
+        self.pairs: list[TokenPair] = []
+
+    def adapters(self) -> dict[str, int]:
+        return {}
+
+    def test_with(self, pairs: Any) -> None: ...
+
+    def recall(self, pasts: Any) -> None: ...
+
+    def submit_pairs(self, pairs: list[TokenPair]) -> None:
+        self.pairs += pairs
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Pairs of texts that are longer than today's are taken, as an earlier release has left them."""
+    store = Store(tmp_path / "edged.db")
+    taken_then = Settings(align=AlignSettings(max_pair_tokens=CHARS))
+
+    def fill(db: Database) -> None:
+        for number in range(PAIRS):
+            text = f"\N{GRINNING FACE}{number}".ljust(CHARS, "a")
+            record_pair(db, f"user-{number % 3}", text, "bad", utc_now(), prompt="q", settings=taken_then)
+
+    store.write(fill).result()
+    yield store
+    store.close()
+
+
+def intake(store: Store, **align: Any) -> tuple[FeedbackIntake, Taken]:
+    engine, settings = Taken(), Settings(align=AlignSettings(**align))
+    tokenizer = Tokenizer(byte_tokenizer(), "tiny")
+    return FeedbackIntake(store, tokenizer, cast(Any, engine), Live(settings), "base"), engine
+
+
+def test_the_texts_of_queued_pairs_are_read_one_after_the_other(store: Store) -> None:
+    feedback_intake, engine = intake(store)
+    tracemalloc.start()
+    try:
+        assert feedback_intake.resume() == PAIRS
+        feedback_intake.settled().result(60)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        feedback_intake.close()
+    assert [pair.pair_id for pair in engine.pairs] == list(range(1, PAIRS + 1))
+    assert max(pair.tokens for pair in engine.pairs) <= 1024
+    assert peak < ALL_TEXTS / 4
+
+
+def test_nothing_is_read_while_nothing_is_learned_and_all_of_it_once_that_begins(store: Store) -> None:
+    feedback_intake, engine = intake(store, enabled=False)
+    tracemalloc.start()
+    try:
+        assert feedback_intake.resume() == PAIRS
+        feedback_intake.settled().result(60)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert engine.pairs == []
+    assert peak < CHARS * 4
+    feedback_intake.settings.now = Settings()
+    feedback_intake.release()
+    feedback_intake.settled().result(60)
+    feedback_intake.close()
+    assert [pair.pair_id for pair in engine.pairs] == list(range(1, PAIRS + 1))
