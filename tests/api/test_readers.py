@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from edged.scheduler.reader import TOKENS_PER_WORD
+from tests.api.live import LiveDaemon
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12}
 
@@ -84,6 +85,13 @@ def test_only_who_is_read_to_can_have_it_smooth(client: openai.OpenAI, options: 
 def test_a_pace_that_makes_no_sense_is_refused(client: openai.OpenAI, qoe: Any, named: str) -> None:
     with pytest.raises(openai.BadRequestError, match=named):
         experienced(client, qoe)
+
+
+def test_the_status_tells_how_readers_were_served(client: openai.OpenAI, daemon: LiveDaemon) -> None:
+    experienced(client, {"ttft_ms": 600_000})
+    readers = daemon.status()["readers"]
+    assert 0.0 <= readers["qoe_p5"] <= readers["qoe_mean"] <= 1.0
+    assert 0.0 < readers["qoe_95_share"] <= 1.0
 
 
 def test_what_readers_experienced_is_in_the_metrics(client: openai.OpenAI, http: httpx2.Client) -> None:

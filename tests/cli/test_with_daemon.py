@@ -284,6 +284,14 @@ def test_what_was_taught_in_a_chat_is_said_to_be_learned(daemon: Daemon) -> None
     assert re.search(r"^noted: 1 pair to learn from\n  learned as guy@1 after [\d.]+ s$", result.stdout, re.MULTILINE)
 
 
+def test_a_chat_word_by_word_says_the_same(daemon: Daemon) -> None:
+    result = chat(daemon, "/pace", "Hello", "/pace off", "/up", user="kim")
+    assert result.stderr == ""
+    assert result.stdout.startswith("word by word\n")
+    assert "as it is made\nnoted" in result.stdout
+    assert "QoE" in daemon.run("status").stdout
+
+
 def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:
     chat(daemon, "Hello", "/edit Good morning to you", user="hal")
     ((source, chosen, _),) = signals(daemon, "hal")

@@ -75,6 +75,16 @@ def test_a_question_gets_two_answers_and_nobodys_gets_one(page: Page) -> None:
     expect(answer.get_by_role("button", name="Good")).to_have_count(0)
 
 
+def test_text_comes_word_by_word_unless_motion_is_not_wanted(page: Page) -> None:
+    for motion, delivered in (("no-preference", "smooth"), ("reduce", "as_made")):
+        page.emulate_media(reduced_motion=motion)  # type: ignore[arg-type]
+        page.reload()
+        expect(page.locator("#connection")).to_have_text("live")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            Person(page).is_called("mover").asks(RICE)
+        assert json.loads(asked.value.post_data or "")["qoe"] == {"deliver": delivered}
+
+
 def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("picker")
     taught(daemon, "picker", 9)

@@ -65,9 +65,10 @@ class TestKnapsack:
 
     def test_gains_of_a_contest_are_those_of_each_reader(self) -> None:
         some = [contender(i, 1 + i % 3, dry_s=0.5 * i, starts_s=0.2 * (i % 4)) for i in range(20)]
-        for token_s in (0.01, 0.4):
-            for one in contest(some, 10, 20, lambda _, token_s=token_s: token_s, 1.0, 5.0)[0]:
-                assert one.gain == pytest.approx(one.reader.gain(1.0, 5.0, one.starts_s, 1.0 / token_s), abs=1e-9)
+        fast, slow = (contest(some, 10, 20, token_s, 1.0, 5.0)[0] for token_s in (lambda _: 0.01, lambda _: 0.4))
+        for rate, ranked in ((100.0, fast), (2.5, slow)):
+            for one in ranked:
+                assert one.gain == pytest.approx(one.reader.gain(1.0, 5.0, one.starts_s, rate), abs=1e-9)
 
     def test_victims_are_the_lowest_and_no_more_than_needed(self) -> None:
         lowest = [contender(1, 1), contender(2, 2), contender(3, 6), contender(4, 9)]
