@@ -25,8 +25,8 @@ policy_option = click.option(
     "--policy",
     metavar="NAME",
     help="Scheduling policy: mace, mace-paper or flexllm; a baseline: fcfs, ekya, adainf, periodic-async, sync, "
-    "temporal or temporal-dynamic; or one of these without a part: mace-bin, mace-prefix, mace-prune, mace-priority, "
-    "flexllm-static or flexllm-whole. Default: as configured.",
+    "temporal, temporal-dynamic or spatial; or one of these without a part: mace-bin, mace-prefix, mace-prune, "
+    "mace-priority, flexllm-static, flexllm-whole or flexllm-behind. Default: as configured.",
 )
 
 
