@@ -27,7 +27,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "align": frozenset(
         {
             *("enabled", "beta", "loss", "sft_weight", "learning_rate", "weight_decay", "max_grad_norm", "epochs"),
-            *("micro_batch_pairs", "replay_share", "loss_threshold", "keep_graph"),
+            *("micro_batch_pairs", "replay_share", "loss_threshold", "keep_graph", "fill_ahead"),
         }
     ),
     "guard": _all_of("guard"),

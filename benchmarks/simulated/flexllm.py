@@ -31,7 +31,7 @@ TEMPORAL = {"temporal-64": 64, "temporal-128": 128, "temporal-512": 512}
 SEPARATE = {"separate-3:1": 3, "separate-2:2": 2, "separate-1:3": 1}
 """Boxes of four that only serve; the others only learn."""
 STRATEGIES = (
-    *("fcfs", "flexllm", "flexllm-static", "flexllm-whole", *SEPARATE, *TEMPORAL),
+    *("fcfs", "flexllm", "flexllm-behind", "flexllm-whole", "flexllm-static", *SEPARATE, *TEMPORAL),
     *("temporal-dynamic", "spatial", "mace", "mace-paper"),
 )
 IDLE_POLICY = "sync"

@@ -25,8 +25,8 @@ policy_option = click.option(
     "--policy",
     metavar="NAME",
     help="Scheduling policy: mace, mace-paper, andes or flexllm; a baseline: fcfs, ekya, adainf, periodic-async, sync, "
-    "temporal or temporal-dynamic, simulated also spatial; or one of these without a part: mace-bin, mace-prefix, "
-    "mace-prune, mace-priority, andes-plain, flexllm-static or flexllm-whole. Default: as configured.",
+    "temporal, temporal-dynamic or spatial; or one of these without a part: mace-bin, mace-prefix, mace-prune, "
+    "mace-priority, andes-plain, flexllm-static, flexllm-whole or flexllm-behind. Default: as configured.",
 )
 
 

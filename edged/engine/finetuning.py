@@ -109,10 +109,10 @@ class FinetuneJobs:
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
-        if len(self.jobs) >= self._most_open:
+        if self._under_way >= self._most_open:
             return
         for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
-            if len(self.jobs) >= self._most_open or not self._rested(now):
+            if self._under_way >= self._most_open or not self._rested(now):
                 return
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
@@ -125,7 +125,7 @@ class FinetuneJobs:
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         spare = self._slots.count if slots_wanted and not overdue else 0
         if self._trainer.adapter_cache.resident(adapter):
-            slot = self._open(adapter, now, spare)
+            slot = self._open_step(adapter, now, spare)
         else:
             slot = overdue or self._slots.idle > spare
             if slot and self._loader.count < self._most_open:
@@ -267,7 +267,7 @@ class FinetuneJobs:
 
     # -- open steps --------------------------------------------------------------------------------------------------
 
-    def _open(self, adapter: str, now: float, spare: int) -> bool:
+    def _open_step(self, adapter: str, now: float, spare: int) -> bool:
         """Open the adapter's next step or test, which other adapters in memory may join. False when it got no slot.
 
         It leaves `spare` idle slots to requests; the adapters that join leave at least half of all slots idle. A slot
@@ -340,6 +340,7 @@ class FinetuneJobs:
                 if self._trainer.size.strikes > strikes:
                     self.resumes_s = now + self._trainer.size.pause_s
             else:
+                self._look_ahead(job.step, now)
                 self._sync(job)
                 self._scheduler.update(job.task)
         while suspects:
@@ -352,6 +353,23 @@ class FinetuneJobs:
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
         totals.trained_tokens = self._trainer.trained_tokens
+
+    @property
+    def _under_way(self) -> int:
+        """Number of micro-batches under way, each of which holds its layers' inputs."""
+        return len(self.jobs) + sum(job.step.packing is not job.step.group for job in self.jobs.values())
+
+    def _look_ahead(self, step: FineTuneStep, now: float) -> None:
+        """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""
+        fills = self._scheduler.policy.fills_ahead and self._settings.now.align.fill_ahead
+        if not fills or not isinstance(step, DpoStep) or self._under_way >= self._most_open or not self._rested(now):
+            return
+        try:
+            step.look_ahead()
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            self._shrink(now)
 
     def _drop(self, task_id: int) -> FineTuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""
@@ -377,8 +395,9 @@ class FinetuneJobs:
     def _sync(self, job: FineTuneJob) -> None:
         """Copy the state of a job's step into its task."""
         task, step = job.task, job.step
-        streams = step.group.streams
+        streams = step.streams
         task.tokens, task.next_unit = step.group.tokens_left, 0
+        task.ahead = 0 if task.tokens else step.packing.tokens_left
         task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
         task.loss, task.groups_done = self._trainer.loss(step), step.groups_done
         task.context = sum(stream.done for stream in streams)
@@ -402,7 +421,7 @@ class FinetuneJobs:
     def restart_above(self, page: int) -> None:
         """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""
         for task_id, job in list(self.jobs.items()):
-            if any((stream.pages >= page).any() for stream in job.step.group.streams):
+            if any((stream.pages >= page).any() for stream in job.step.streams):
                 self.preempt(task_id, time.monotonic())
 
     # -- failures and lack of memory ---------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ class ModelRunner:
                     segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.tokens, work))
                 else:
                     job = jobs[grant.task.task_id]
-                    taken = job.step.group.take(grant.tokens)
+                    taken = job.step.packing.take(grant.tokens)
                     parts = segments_of(taken, job.slots, self.kv.page_size, self.pages.allocate)
                     takes.append((job, taken, parts))
                     segments += parts
@@ -236,7 +236,7 @@ class ModelRunner:
             sequence.computed += tokens
         for job, taken, _ in takes:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
-            job.step.group.advance(tokens)
+            job.step.packing.advance(tokens)
             work.finetuned[job.task.task_id] = tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
@@ -260,7 +260,7 @@ class ModelRunner:
         """Launch a packed forward kernel by kernel, and sample the next tokens of `work.sampled`."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
-        kept: list[Take] = [take_of(job.step.group, taken, parts, self.model.device) for job, taken, parts in takes]
+        kept: list[Take] = [take_of(job.step.packing, taken, parts, self.model.device) for job, taken, parts in takes]
         self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
         try:
             attention = attention_pass(PagedAttention(batch, self.kv, self._backends.decode))

@@ -130,7 +130,7 @@ class Scheduler:
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
         task.tokens = tokens
-        task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = 0
+        task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = task.ahead = 0
         task.underway = False
         task.preemptions += 1
         self._guarded(self.queues.file, task)
@@ -248,7 +248,10 @@ class Scheduler:
             if queues.tasks.get(task.task_id) is not task:
                 continue
             task.context += outcome.tokens
-            task.tokens -= outcome.tokens
+            if task.kind is Kind.FINETUNE and not task.tokens:
+                task.ahead -= outcome.tokens
+            else:
+                task.tokens -= outcome.tokens
             if kind is Kind.DECODE:
                 if task.kind is Kind.PREFILL:
                     if task.tokens:

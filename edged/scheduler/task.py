@@ -68,6 +68,8 @@ class Task:
     units: tuple[Unit, ...] = ()
     """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
     next_unit: int = 0
+    ahead: int = 0
+    """Forward tokens still to compute of the next group, which may join forwards while this one's units run."""
     groups_done: int = 0
     """Groups of a fine-tune step's pairs that have ended."""
     underway: bool = False
@@ -99,7 +101,7 @@ class Task:
     def pages_for(self, tokens: int, page_size: int) -> int:
         """Return the pages that it must get to compute `tokens` more."""
         missing = self.context + tokens - self.capacity
-        return -(-missing // page_size) if missing > 0 else 0
+        return -(-missing // page_size) if tokens and missing > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,7 @@ class AlignSettings(Section):
     loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")
     keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
+    fill_ahead: bool = setting(True, "flexllm: where memory allows, a step's next pairs are computed beside its units")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
     max_pair_tokens: int = setting(
         1024, "longer pairs keep the prompt's end; texts of over 32 characters a token are refused", ge=16

@@ -249,7 +249,7 @@ class SimulatedRunner:
         advanced."""
         taken: list[tuple[SimulatedStream, int]] = []
         needed, left, size = 0, tokens, self.pages.page_size
-        for stream in job.step.streams:
+        for stream in job.step.packing:
             piece = min(stream.left, left)
             if piece:
                 taken.append((stream, piece))
@@ -276,8 +276,10 @@ class SimulatedRunner:
             ran += 1
             unit = Unit(*job.step.run_unit(grant.window if ran == grant.units else 0))
             if job.step.streams is not streams or job.step.group_ended:
-                self.pages.pool.release(job.pages)
-                job.pages = []
+                # Those of the next group's forward were allocated after all of this one's.
+                held = sum(stream.pages for stream in streams)
+                self.pages.pool.release(job.pages[:held])
+                job.pages = job.pages[held:]
             seconds = pace * self._jittered(self._device.unit_s(unit))
             self._clock.now += seconds
             work.units.append((unit, seconds))

@@ -5,7 +5,7 @@ Every pair is assumed to have a loss over the threshold, and none is held out fo
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edged.align.dpo.step_plan import StepPlan
@@ -39,15 +39,39 @@ class SimulatedStep(StepPlan):
     """The work of a `DpoStep` of one adapter: the same tokens and units in the same order."""
 
     finished = False
+    streams: Sequence[SimulatedStream]
+    ahead: Sequence[SimulatedStream] = ()
+    """Forwards of the next group, where they may be computed ahead: see `DpoStep.look_ahead`."""
+
+    def next_group(self) -> None:
+        """Begin the next group, or go on with what of its forward was computed ahead."""
+        ahead = self.ahead
+        super().next_group()
+        self.streams = ahead or self.streams
 
     def restart(self) -> None:
         """Begin the group's forward, or begin it again after its pages were taken away."""
         super().restart()
-        self.streams: list[SimulatedStream] = []
-        for pair in self.pairs:
+        self.streams, self.ahead = self._forwards(self.pairs, not self.graphed), ()
+
+    def look_ahead(self) -> None:
+        """Let the next group's forward begin, once the present one's has ended."""
+        if not self.ahead and not self.tokens_left:
+            self.ahead = self._forwards(self.following, True)
+
+    def _forwards(self, pairs: Sequence[TokenPair], packed: bool) -> Sequence[SimulatedStream]:
+        """Return the forwards of `pairs`; the policy's are computed in `packed` ones or over a kept graph."""
+        streams = []
+        for pair in pairs:
             if self.needs_reference(pair):
-                self.streams.append(SimulatedStream(pair.tokens, reference=True, packed=True))
-            self.streams.append(SimulatedStream(pair.tokens, reference=False, packed=not self.graphed))
+                streams.append(SimulatedStream(pair.tokens, reference=True, packed=True))
+            streams.append(SimulatedStream(pair.tokens, reference=False, packed=packed))
+        return streams
+
+    @property
+    def packing(self) -> Sequence[SimulatedStream]:
+        """The forwards that are computed next."""
+        return self.streams if self.tokens_left else self.ahead
 
     @property
     def tokens_left(self) -> int:
@@ -154,8 +178,9 @@ class SimulatedFinetuning:
         self._scheduler.add(task, now)
 
     def _sync(self, job: SimulatedJob) -> None:
-        task, streams = job.task, job.step.streams
+        task, streams = job.task, [*job.step.streams, *job.step.ahead]
         task.tokens, task.next_unit = job.step.tokens_left, 0
+        task.ahead = sum(stream.left for stream in job.step.ahead)
         task.units = tuple(Unit(kind, tokens) for kind, tokens in job.step.units)
         task.groups_done = job.step.groups_done
         task.context = sum(stream.done for stream in streams)
@@ -200,6 +225,8 @@ class SimulatedFinetuning:
                 del self.jobs[task_id]
                 self._close(now)
             else:
+                if self._align.fill_ahead and self._scheduler.policy.fills_ahead:
+                    job.step.look_ahead()
                 self._sync(job)
                 self._scheduler.update(job.task)
 

@@ -205,6 +205,44 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
     assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
 
+def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_weights(tmp_path: Path) -> None:
+    weights, ahead = [], {True: 0, False: 0}
+    settings = {
+        "scheduler__policy": "flexllm",
+        "scheduler__slo_ms": 10_000.0,
+        "align__window_tokens": 16,
+        "align__replay_share": 0.0,
+        "align__keep_graph": False,
+        "guard__held_out_share": 0.0,
+        "model__short_layers": False,
+    }
+    for fills in (True, False):
+        with running_engine(tmp_path, data=f"data-{fills}", align__fill_ahead=fills, **settings) as (engine, client):
+            run = engine.built.runner.run
+
+            def watched(
+                plan: Plan, sequences: Any, jobs: Any, run: Any = run, fills: bool = fills, **named: Any
+            ) -> RunnerOutput:
+                packed = [job.step.packing is not job.step.group for job in jobs.values()]
+                named["interrupted"] = lambda: True
+                work = run(plan, sequences, jobs, **named)
+                ahead[fills] += any(packed) and bool(work.finetuned)
+                return work
+
+            engine.built.runner.run = watched  # type: ignore[method-assign]
+            engine.submit(request("r", random_ids(20, 1), tokens=200))
+            engine.submit_pairs(random_pairs(4))
+            client.wait(lambda: len(client.of(PairRetired)) == 4 and "r" in client.finished)
+            wait_idle(engine)
+            status = engine.status()["pages"]
+            assert status["free"] + status["cached"] == status["total"]
+        assert sorted(record.pair_id for record in client.of(PairScored)) == [1, 2, 3, 4]
+        weights.append(load_file(Path(client.of(VersionSaved)[-1].path) / "adapter_model.safetensors"))
+    assert ahead[True] > 0 == ahead[False]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_a_pair_that_the_cache_cannot_hold_is_skipped_with_the_reason(tmp_path: Path) -> None:
     long = TokenPair(1, "ann", tuple(random_ids(200, 1)), (*random_ids(200, 2), 2), (*random_ids(100, 3), 2))
     with running_engine(tmp_path, cache__memory_mb=1) as (engine, client):

@@ -60,7 +60,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("policy", ["mace", "fcfs", "adainf"])
+@pytest.mark.parametrize("policy", ["mace", "fcfs", "adainf", "flexllm"])
 @pytest.mark.parametrize("memory_mb", [0, 70])
 def test_every_request_gets_its_tokens_and_every_page_comes_back(policy: str, memory_mb: int) -> None:
     simulation, report = played(plan(policy=policy, settings={"cache": {"memory_mb": memory_mb}}, rate_per_s=1.2))

@@ -8,7 +8,7 @@ import torch
 
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.loss import PairLogps, pair_score, preference_loss
-from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, head_windows
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import Work, head_window_size
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.settings.load import AlignSettings
@@ -58,6 +58,16 @@ class HeldOutEvaluation:
         self._next = 0
         self._sums = torch.zeros(2 * len(self.group.streams), device=device)
         self._kl = torch.zeros((), device=device)
+
+    @property
+    def packing(self) -> MicroBatch:
+        """The micro-batch whose forward is computed next."""
+        return self.group
+
+    @property
+    def streams(self) -> list[PairForward]:
+        """All forwards under way."""
+        return self.group.streams
 
     def restart(self) -> None:
         """Start the current pair again, after its pages were taken away."""

@@ -10,7 +10,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstream_of
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.loss import PairLogps
-from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, head_windows
+from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import StepPlan, Work
 from edged.settings.load import AlignSettings
 
@@ -20,6 +20,7 @@ class DpoStep:
 
     Its life cycle: while `group.tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
     `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
+    Beside units the same may be done for the group `ahead`, where `look_ahead` has opened it.
     Members share the units, which read the base weights once for all; every row uses its own adapter. Each member's
     gradient is exactly that of a step of its own on whole sequences, and so is all that follows from it.
     """
@@ -53,13 +54,31 @@ class DpoStep:
             keep_graph,
             len(members),
         )
+        self.ahead: MicroBatch | None = None
+        """The micro-batch after `group`, where its forward may be computed ahead."""
         self._open()
 
     def _open(self) -> None:
-        """Begin the forward of the plan's current group."""
+        """Begin the plan's current group, or go on with what of its forward was computed ahead."""
         keep: Literal["graph", "inputs"] = "graph" if self._plan.graphed else "inputs"
-        self.group = MicroBatch(self._plan.pairs, self._plan.needs_reference, keep, self.decoder)
+        self.group = self.ahead or MicroBatch(self._plan.pairs, self._plan.needs_reference, keep, self.decoder)
+        self.ahead = None
         self._reset_group()
+
+    def look_ahead(self) -> None:
+        """Open the next micro-batch, if there is one, once the present one's forward has ended."""
+        if self.ahead is None and self._plan.following and not self.group.tokens_left:
+            self.ahead = MicroBatch(self._plan.following, self._plan.needs_reference, "inputs", self.decoder)
+
+    @property
+    def packing(self) -> MicroBatch:
+        """The micro-batch whose forward is computed next."""
+        return self.group if self.ahead is None or self.group.tokens_left else self.ahead
+
+    @property
+    def streams(self) -> list[PairForward]:
+        """All forwards under way, those computed ahead last."""
+        return self.group.streams + (self.ahead.streams if self.ahead is not None else [])
 
     def _reset_group(self) -> None:
         size = self._plan.head_size
@@ -79,6 +98,8 @@ class DpoStep:
 
     def restart(self) -> None:
         """Start the current micro-batch again from nothing, after its pages were taken away."""
+        self.free()
+        self.ahead = None
         self.group.restart(self._release)
         for member in self.members.values():
             member.restart()
@@ -86,8 +107,10 @@ class DpoStep:
         self._reset_group()
 
     def free(self) -> None:
-        """Give the current micro-batch's pages back."""
-        self.group.free(self._release)
+        """Give all pages back."""
+        for group in (self.group, self.ahead):
+            if group is not None:
+                group.free(self._release)
 
     # -- the units ---------------------------------------------------------------------------------------------------
 
@@ -170,7 +193,7 @@ class DpoStep:
     def _end_group(self) -> None:
         # The layers' inputs are freed to make room for the optimizer's copies.
         self._backward = self._graph = self.group.inputs = None
-        self.free()
+        self.group.free(self._release)
         if not self._plan.last_group:
             for member in self.members.values():
                 member.mark()

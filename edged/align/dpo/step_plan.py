@@ -46,6 +46,11 @@ class StepPlan:
         self.groups_done = -1
         self.next_group()
 
+    @property
+    def following(self) -> Sequence[TokenPair]:
+        """The next group's pairs, whose packed forward may be computed ahead: the weights stay until the step ends."""
+        return self._groups[0] if self._groups and not self.keep_graph else ()
+
     def next_group(self) -> None:
         """Make the next group the current one."""
         self.pairs = self._groups.pop(0)

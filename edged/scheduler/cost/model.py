@@ -241,6 +241,10 @@ class CostModel:
             return most
         return bisect_right(range(1, most), left_s, key=chunk_s)
 
+    def free_tokens(self, load: Load) -> int:
+        """Return the tokens up to the knee: they add little to a forward, which reads the weights anyway."""
+        return max(0, self._knee - load.tokens) if load.tokens else 0
+
     def unit_s(self, unit: Unit) -> float:
         """Return the predicted seconds of the next fine-tune unit."""
         return self._unit_price_s(unit) * self._drift.slowness

@@ -209,6 +209,7 @@ def grant_finetune(
     Where it `cuts`, the first unit that does not fit gets the rows that do (FlexLLM Algorithm 2, line 15).
     """
     plan = draft.plan
+    ahead = _grant_ahead(draft, task, cost, limit_s) if task.ahead and not task.tokens else 0
     tokens = units = window = 0
     most = draft.room(task)
     if most > 0:
@@ -233,5 +234,19 @@ def grant_finetune(
             units += 1
             if window:
                 break
-    if tokens or units:
-        plan.grants.append(Grant(task, tokens, units, window))
+    if tokens or units or ahead:
+        plan.grants.append(Grant(task, tokens or ahead, units, window))
+
+
+def _grant_ahead(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float) -> int:
+    """Take tokens of the next group's forward into what the bin reads the weights for anyway; returns how many.
+
+    None while its pages are not open: they are promised to nobody, so that nobody waits for them.
+    """
+    most = min(task.ahead, draft.tokens_left, cost.free_tokens(draft.load))
+    if most <= 0 or draft.pages(task, task.ahead) > draft.open_pages:
+        return 0
+    tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=True)
+    draft.promised_pages += draft.pages(task, tokens)
+    draft.take(task, tokens)
+    return tokens

@@ -195,6 +195,8 @@ class Row:
     due: Callable[[], Due] = Due
     cuts_windows: bool = False
     """Whether a fine-tune unit that does not fit an iteration is cut to the rows that do."""
+    fills_ahead: bool = False
+    """Whether the next group's forward may join forwards while units of the one before it run."""
     two_streams: bool = False
     """Whether a simulated device runs fine-tuning beside its forwards, in a stream of its own."""
     trains: bool = True
@@ -210,7 +212,7 @@ class Policy:
 
     def __init__(self, row: Row, settings: SchedulerSettings, cost: CostModel) -> None:
         self.name, self.trains, self.cuts_windows = row.name, row.trains, row.cuts_windows
-        self.two_streams = row.two_streams
+        self.fills_ahead, self.two_streams = row.fills_ahead, row.two_streams
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
         self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()

@@ -131,6 +131,7 @@ FLEXLLM = Row(
     fill=CoServing,
     spare=SloBudget,
     cuts_windows=True,
+    fills_ahead=True,
 )
 FLEXLLM_STATIC = replace(
     FLEXLLM,
@@ -138,7 +139,14 @@ FLEXLLM_STATIC = replace(
     keeps="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
     spare=BatchBudget,
     cuts_windows=False,
+    fills_ahead=False,
 )
 FLEXLLM_WHOLE = replace(
     FLEXLLM, name="flexllm-whole", keeps="FlexLLM without windows of the backward that fit", cuts_windows=False
+)
+FLEXLLM_BEHIND = replace(
+    FLEXLLM,
+    name="flexllm-behind",
+    keeps="FlexLLM 6.2: the forward of a group waits for the backward of the one before it",
+    fills_ahead=False,
 )

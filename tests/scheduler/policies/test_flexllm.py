@@ -242,3 +242,46 @@ class TestSpatialSharing:
             add_lesson(scheduler, 9)
             chunks.append(granted(scheduler.plan(0.0, resources()))[2])
         assert chunks[0] == chunks[1]
+
+
+class TestFillAhead:
+    """The next group's forward joins forwards of serving while units of the group before it run."""
+
+    def served(self, ahead: int = 5000) -> tuple[Scheduler, Task]:
+        scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
+        add_decode(scheduler, 1)
+        lesson = add_lesson(scheduler, 9)
+        lesson.ahead = ahead
+        return scheduler, lesson
+
+    def test_it_takes_the_tokens_below_the_knee_and_leaves_the_rest_of_the_time_to_units(self) -> None:
+        scheduler, lesson = self.served()
+        free = scheduler.cost.free_tokens(Load(decodes=1))
+        plan = scheduler.plan(0.0, resources())
+        tokens, units = granted(plan)[9]
+        assert tokens == free > 0
+        assert units > 0
+        assert plan.predicted_forward_s + plan.predicted_units_s <= plan.budget_s
+        lesson.ahead = 3
+        assert granted(scheduler.plan(0.0, resources()))[9][0] == 3
+
+    def test_it_reads_no_weights_of_its_own(self) -> None:
+        scheduler, _ = self.served()
+        scheduler.remove(1)
+        tokens, units = granted(scheduler.plan(0.0, resources()))[9]
+        assert (tokens, units > 0) == (0, True)
+
+    def test_it_takes_pages_that_are_open_or_none(self) -> None:
+        scheduler, lesson = self.served(ahead=10 * PAGE)
+        need = lesson.pages_for(lesson.ahead, PAGE)
+        # The decode may soon need one, too.
+        assert granted(scheduler.plan(0.0, resources(free=need)))[9][0] == 0
+        assert granted(scheduler.plan(0.0, resources(free=need + 1)))[9][0] > 0
+
+    def test_what_is_done_of_it_is_not_granted_again(self) -> None:
+        scheduler, lesson = self.served(ahead=100)
+        tokens, units = granted(scheduler.plan(0.0, resources()))[9]
+        scheduler.complete(IterationResult([TaskOutcome(lesson, tokens, units, Kind.FINETUNE)], 0.05), 0.05)
+        assert (lesson.tokens, lesson.ahead, lesson.next_unit) == (0, 100 - tokens, units)
+        scheduler.restart(lesson, 30, 0.1)
+        assert (lesson.tokens, lesson.ahead) == (30, 0)
