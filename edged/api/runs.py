@@ -225,11 +225,12 @@ class ApplicationRuns:
 
     def _close(self, run: ApplicationRun) -> None:
         run.late_s = self._late_s(run.key)
-        if run.features is not None:
-            self.demand.observe(run.application, run.features, run.cost)
-            self._write(run, run.features)
-            self._histograms["edged_demand_error_ratio"].observe([abs(run.predicted / max(1.0, run.cost) - 1.0)])
-            run.features = None
+        features, run.features = run.features, None
+        # Of a run without a token, whose client left, nothing is to be learned.
+        if features is not None and run.cost:
+            self.demand.observe(run.application, features, run.cost)
+            self._write(run, features)
+            self._histograms["edged_demand_error_ratio"].observe([abs(run.predicted / run.cost - 1.0)])
             if self.demand.due(run.application):
                 self._trainer.submit(self._train, run.application)
         self._keep(run)

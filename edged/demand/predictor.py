@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edged.demand.network import Network, train
+from edged.demand.network import train
 
 WORDS = 512
 """Classes that words are hashed into."""
@@ -41,13 +41,12 @@ def features_of(text: str, prompt: int, choices: int, most_tokens: int, salt: by
 
 @dataclass(slots=True)
 class _Type:
-    rows: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
-    costs: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
-    runs: int = 0
+    runs: deque[tuple[np.ndarray, float]] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
+    """The latest runs: features of the first call, and cost."""
+    count: int = 0
     trained: int = 0
-    network: Callable[[np.ndarray], float] | None = None
-    rarity: np.ndarray | None = None
-    """Weight of each class of words: the rarer among the type's runs, the more."""
+    log_cost: Callable[[np.ndarray], float] | None = None
+    """The trained network, of features."""
 
 
 class DemandPredictor:
@@ -63,38 +62,38 @@ class DemandPredictor:
         self._types.move_to_end(application)
         if len(self._types) > _MOST_TYPES:
             self._types.popitem(last=False)
-        known.rows.append(row)
-        known.costs.append(cost)
-        known.runs += 1
+        known.runs.append((row, max(1.0, cost)))
+        known.count += 1
         self._costs.append(cost)
 
     def predict(self, application: str, row: np.ndarray, otherwise: float) -> float:
         """Return the expected cost of a run; `otherwise` where nothing is known yet."""
         known = self._types.get(application)
-        if known is None or len(known.costs) < _LEAST_KNOWN:
+        if known is None or len(known.runs) < _LEAST_KNOWN:
             return statistics.median(self._costs) if self._costs else otherwise
-        if known.network is None or known.rarity is None:
-            return statistics.median(known.costs)
-        log_cost = known.network(_weighted(row, known.rarity))
+        costs = [cost for _, cost in known.runs]
+        if known.log_cost is None:
+            return statistics.median(costs)
         # No run is expected to be far from all that there were.
-        return math.exp(min(max(log_cost, math.log(min(known.costs)) - 1.0), math.log(max(known.costs)) + 1.0))
+        return math.exp(min(max(known.log_cost(row), math.log(min(costs)) - 1.0), math.log(max(costs)) + 1.0))
 
     def due(self, application: str) -> bool:
         """Whether a type has so many more runs that its network is to be trained anew."""
         known = self._types.get(application)
-        return known is not None and known.runs >= max(_LEAST_TRAINED, _GROWTH * known.trained)
+        return known is not None and known.count >= max(_LEAST_TRAINED, _GROWTH * known.trained)
 
     def train(self, application: str) -> None:
         """Train a type's network on its runs."""
         known = self._types.get(application)
         if known is None:
             return
-        pairs = list(zip(list(known.rows), list(known.costs), strict=False))
-        rows, costs = np.stack([row for row, _ in pairs]), np.array([cost for _, cost in pairs])
+        runs = list(known.runs)
+        rows, costs = np.stack([row for row, _ in runs]), np.array([cost for _, cost in runs])
         seen = (rows[:, :WORDS] > 0).sum(axis=0)
+        # The rarer a class of words is among the type's runs, the more it weighs.
         rarity = np.log((1.0 + len(rows)) / (1.0 + seen)).astype(np.float32)
-        network: Network = train(_weighted(rows, rarity), np.log(np.maximum(costs, 1.0)))
-        known.network, known.rarity, known.trained = network, rarity, known.runs
+        network = train(_weighted(rows, rarity), np.log(costs))
+        known.log_cost, known.trained = lambda row: network(_weighted(row, rarity)), known.count
 
     def forget(self, application: str) -> None:
         """Forget what was learned of a type."""

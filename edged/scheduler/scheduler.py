@@ -66,9 +66,10 @@ class Scheduler:
             return
         policy.take_order(order)
         order.configure(policy.row_order.settings, self.cost)
+        # Of all: one that is preempted later waits again.
+        for task in (*self.queues.tasks.values(), *self._parked.values()):
+            order.arrived(task, self._now)
         if not self.degraded:
-            for task in self.queues.any_order:
-                order.arrived(task, self._now)
             self.queues.refile(order)
 
     def late_s(self, run: str) -> float:

@@ -221,6 +221,14 @@ def test_a_call_has_the_same_features_after_a_restart(store: Store) -> None:
     assert (features[0] == features[1]).all()
 
 
+def test_a_run_whose_client_left_before_the_first_token_teaches_nothing(store: Store) -> None:
+    runs, _ = runs_of(store)
+    for answers in ([], [0]):
+        runs.end(call(runs, "ann", ""), 100, answers)
+    assert store.write(latest_runs).result() == []
+    assert [run["cost"] for run in runs.runs("mail", lambda _: True)] == [0.0, 0.0]
+
+
 def test_nothing_is_stored_where_demand_is_not_learned(store: Store) -> None:
     runs, _ = runs_of(store, "off")
     runs.end(call(runs, "ann", ""), 100, [40])

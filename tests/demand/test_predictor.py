@@ -76,6 +76,14 @@ def test_a_prediction_stays_near_what_runs_have_cost() -> None:
     assert 30.0 < demand.predict("a", features_of("other " * 5000, 10**9, 128, 10**9), 1.0) < 400.0
 
 
+def test_a_run_that_cost_nothing_leaves_a_prediction_of_the_others() -> None:
+    demand = DemandPredictor()
+    for number in range(40):
+        demand.observe("a", plain(), 0.0 if number == 7 else 100.0)
+    demand.train("a")
+    assert 1.0 < demand.predict("a", plain(), 77.0) < 300.0
+
+
 def test_what_was_forgotten_is_not_predicted_from() -> None:
     demand = DemandPredictor()
     for _ in range(5):

@@ -140,3 +140,27 @@ def test_switching_at_run_time_leaves_every_prompt_in_a_queue() -> None:
     world.run()
     assert len(world.done) == 6
     assert world.scheduler.plan(world.now, resources()).grants == []
+
+
+@pytest.mark.parametrize("where", ["parked", "preempted"])
+def test_a_task_that_was_in_no_queue_at_the_switch_has_its_turn_later(where: str) -> None:
+    world = world_of(policy="off")
+    scheduler, task = world.scheduler, call(world, 40, 10, "first").task
+    if where == "parked":
+        scheduler.park(task)
+    else:
+        world.step()
+        assert task.kind is Kind.DECODE
+    scheduler.share_by(FairnessSettings(policy="justitia"))
+    for number in range(3):
+        call(world, 400, 100, f"run-{number}", f"user-{number}")
+    if where == "parked":
+        scheduler.add(task, world.now)
+    else:
+        scheduler.restart(task, 41, world.now)
+    assert task in scheduler.queues.first(4)
+    for life in list(world.lives.values()):
+        scheduler.remove(life.task.task_id)
+    world.now += 60.0
+    scheduler.plan(world.now, resources())
+    assert not order_of(world).clock.applications

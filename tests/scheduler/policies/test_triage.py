@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.policies.mace.triage import PATIENCE
+from edged.scheduler.policies.mace.triage import LATE, PATIENCE
 from edged.scheduler.task import IterationResult, Kind, TaskOutcome
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
@@ -54,6 +54,20 @@ def test_an_answer_that_lost_its_pages_goes_first() -> None:
     scheduler.restart(task, 21, 0.1)
     add_prompt(scheduler, 2, 10, arrival_s=0.1)
     assert list(granted(scheduler.plan(5.0, resources()))) == [1, 2]
+
+
+def test_an_answer_whose_prompt_was_late_goes_first_too_if_it_loses_its_pages() -> None:
+    scheduler = scheduler_of()
+    task = add_prompt(scheduler, 1, 20)
+    now = task.deadline_s + 0.1
+    scheduler.plan(now, resources())
+    assert scheduler.queues.flows == {LATE: [task]}
+    scheduler.complete(IterationResult([TaskOutcome(task, 20, 0, Kind.DECODE)], 0.02), now)
+    for number in range(2, 80):
+        add_prompt(scheduler, number, 10, arrival_s=now)
+    scheduler.plan(now, resources(free=0))
+    scheduler.restart(task, 21, now)
+    assert next(iter(granted(scheduler.plan(now, resources())))) == 1
 
 
 def test_late_prompts_do_not_make_the_chunks_of_others_longer() -> None:

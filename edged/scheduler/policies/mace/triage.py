@@ -26,12 +26,15 @@ class Triage(Order):
     """
 
     def __init__(self) -> None:
-        self._flows: dict[Task, int] = {}
-        self._answered: set[Task] = set()
+        # By task id, under which plans made ahead know copies of tasks.
+        self._flows: dict[int, int] = {}
+        self._answered: set[int] = set()
+        self._begun: list[Task] = []
+        """Tasks that had their first token in the latest iteration."""
 
     def flow(self, task: Task) -> Hashable:
         """Return the flow that `before` last found a prompt to belong to."""
-        return self._flows.get(task, HOPEFUL)
+        return self._flows.get(task.task_id, HOPEFUL)
 
     def flow_key(self, flow: Hashable) -> float:
         """Return the place of a flow: its number."""
@@ -40,30 +43,36 @@ class Triage(Order):
 
     def key(self, task: Task) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
-        return overdue_s(task) if task in self._flows else task.deadline_s, task.task_id
+        return overdue_s(task) if task.task_id in self._flows else task.deadline_s, task.task_id
 
     def left(self, task: Task, now: float) -> None:
         """Forget it."""
-        self._flows.pop(task, None)
-        self._answered.discard(task)
+        self._flows.pop(task.task_id, None)
+        self._answered.discard(task.task_id)
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Note who has a first token."""
         for outcome in result.outcomes:
             if outcome.task.kind is Kind.PREFILL and outcome.next_kind is Kind.DECODE:
-                self._answered.add(outcome.task)
+                self._answered.add(outcome.task.task_id)
+                self._begun.append(outcome.task)
 
     def before(self, queues: TaskQueues, now: float) -> None:
         """File anew the prompts that have become late, and those that have been it too long."""
+        for task in self._begun:
+            # That it was late once is no reason to let it wait if it loses its pages.
+            if task.kind is Kind.DECODE:
+                self._flows.pop(task.task_id, None)
+        self._begun.clear()
         flows = queues.flows
         token_s = self.cost.token_s
         # Whose first token is late whatever is done.
         late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
-        moves = [(task, FIRST if task in self._answered else LATE) for task in late]
+        moves = [(task, FIRST if task.task_id in self._answered else LATE) for task in late]
         moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, flows.get(LATE, ()))]
         for task, flow in moves:
             queues.take_waiting(task)
-            self._flows[task] = flow
+            self._flows[task.task_id] = flow
             queues.file(task)
 
     def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
@@ -73,7 +82,7 @@ class Triage(Order):
         late: list[Task] = []
         answered, token_s = self._answered, self.cost.token_s
         for task in prompts:
-            if task in answered:
+            if task.task_id in answered:
                 first_ones.append(task)
             elif now + task.tokens * token_s <= task.deadline_s:
                 hopeful.append(task)
