@@ -161,6 +161,8 @@ class ApplicationRuns:
         self.open: OrderedDict[str, ApplicationRun] = OrderedDict()
         """Open runs by key, the one whose last call is longest ago first."""
         self._open_of: dict[str, int] = {}
+        self._begun: set[ApplicationRun] = set()
+        """Runs that are not closed, with those that have no key."""
         self._ended: OrderedDict[tuple[str, str], deque[ApplicationRun]] = OrderedDict()
         self.demand, self._salt = DemandPredictor(), store.read(salt)
         self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
@@ -190,6 +192,7 @@ class ApplicationRuns:
                 otherwise = choices * call_cost(prompt, most_tokens / 2)
                 run.features = features_of(text, prompt, choices, most_tokens, self._salt)
                 run.predicted = self.demand.predict(names.application, run.features, otherwise)
+            self._begun.add(run)
             if key:
                 self.open[key] = run
                 self._open_of[user] = self._open_of.get(user, 0) + 1
@@ -210,7 +213,7 @@ class ApplicationRuns:
             self._close(run)
 
     def sweep(self) -> None:
-        """Close the runs of which nothing came for `fairness.idle_s`; train what is due while nobody is served."""
+        """Close the runs of which nothing came for `fairness.idle_s`."""
         oldest_s = self._clock() - self._settings().idle_s
         for run in list(self.open.values()):
             if run.open_calls:
@@ -224,6 +227,7 @@ class ApplicationRuns:
             self._close(run)
 
     def _close(self, run: ApplicationRun) -> None:
+        self._begun.discard(run)
         run.late_s = self._late_s(run.key)
         features, run.features = run.features, None
         # Of a run without a token, whose client left, nothing is to be learned.
@@ -282,9 +286,9 @@ class ApplicationRuns:
         Raises StoreError.
         """
         gone = [key for key in self._ended if key[1] == application and sees(key[0])]
-        count = sum(len(self._ended.pop(key)) for key in gone)
         users = [user for user, _ in gone]
         await asyncio.wrap_future(self._store.write(partial(forget_runs, application=application, users=users)))
+        count = sum(len(self._ended.pop(key, ())) for key in gone)
         await self._learn_again(application)
         return count
 
@@ -293,7 +297,7 @@ class ApplicationRuns:
 
         Raises StoreError.
         """
-        for run in self.open.values():
+        for run in self._begun:
             if run.user == user:
                 run.features = None
         for key in [key for key in self._ended if key[0] == user]:

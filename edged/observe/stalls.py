@@ -82,9 +82,10 @@ class StallMonitor:
 
     def _look(self, thread: int, stopping: threading.Event) -> None:
         while not stopping.wait(STALL_S / 2):
-            due_s, frame = self._due_s, sys._current_frames().get(thread)
+            due_s = self._due_s
             if time.monotonic() - due_s >= STALL_S / 2 and due_s != self._seen[0]:
-                self._seen = due_s, _place(frame)
+                # The frame is kept no longer than this: what the loop drops is to be freed on its own thread.
+                self._seen = due_s, _place(sys._current_frames().get(thread))
 
     def _tell_loop(self, due_s: float, late_s: float) -> None:
         seen_s, place = self._seen

@@ -17,7 +17,7 @@ from edged.api.runs import ApplicationRun, ApplicationRuns, RunNames, names_of
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.live import Live
 from edged.settings.load import FairnessSettings, Settings
-from edged.store import Store
+from edged.store import Store, StoreError
 from edged.store.adapters import forget_adapter
 from edged.store.application_runs import MOST_RUNS, latest_runs
 from edged.store.maintenance import Maintenance
@@ -205,6 +205,15 @@ async def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone(store: Stor
     assert runs_of(store)[0].types(lambda _: True) == []
 
 
+async def test_what_could_not_be_forgotten_is_still_shown(store: Store) -> None:
+    runs, _ = runs_of(store)
+    runs.end(call(runs, "ann", ""), 100, [40])
+    store.close()
+    with pytest.raises(StoreError):
+        await runs.forget("mail")
+    assert [told["user"] for told in runs.types(lambda _: True)] == ["ann"]
+
+
 def test_a_restart_knows_ended_runs_and_what_they_cost(store: Store) -> None:
     runs, _ = runs_of(store)
     for answer in (10, 20, 30, 40, 50):
@@ -239,11 +248,12 @@ async def test_of_who_is_forgotten_open_runs_leave_nothing_and_demand_is_that_of
     runs, clock = runs_of(store)
     for user, answer in (("ann", 1000), ("ann", 1000), *(("bob", 40),) * 3):
         runs.end(call(runs, user, ""), 100, [answer])
-    still_open = call(runs, "ann", "r")
+    still_open = [call(runs, "ann", "r"), call(runs, "ann", "")]
     assert call(runs, "bob", "").predicted == call_cost(100, 40)
     store.write(lambda db: forget_adapter(db, "ann")).result()
     await runs.forget_user("ann")
-    runs.end(still_open, 100, [1000])
+    for run in still_open:
+        runs.end(run, 100, [1000])
     clock.now = 20.0
     runs.sweep()
     assert {row["user"] for row in store.write(latest_runs).result()} == {"bob"}
