@@ -16,6 +16,8 @@ from edged.api.sockets import BACKLOG
 from edged.settings.load import LimitSettings
 
 log = logging.getLogger("edged.api")
+_ACCEPTED_AT_ONCE = 8
+"""Connections that are accepted between two looks at all others: many that come at once do not hold up those who talk."""
 
 
 class Connection(web.RequestHandler):
@@ -96,4 +98,6 @@ class Site(web.SockSite):
         def connection() -> Any:
             return Connection(manager, loop, self._limits)
 
-        self._server = await loop.create_server(connection, sock=self._listener, backlog=self._backlog)
+        self._server = await loop.create_server(connection, sock=self._listener, backlog=_ACCEPTED_AT_ONCE)
+        # For asyncio the one number is both.
+        self._listener.listen(self._backlog)

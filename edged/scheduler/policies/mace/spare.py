@@ -102,24 +102,17 @@ class MaceSpare(Spare):
         return max(0.0, forward_s + spare_s * max(0.0, free))
 
 
-class CapacitySpare(MaceSpare):
-    """MACE's rest of the budget, where the load is what serving really uses.
-
-    One lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of its capacity: a
-    forward's fixed price is no load.
-    """
-
-    def used_s(self, serving_s: float) -> float:
-        """Return the seconds of an iteration's serving less one pass's price."""
-        return max(0.0, serving_s - self.cost.pass_s)
-
-
-class ReaderSpare(CapacitySpare):
+class ReaderSpare(MaceSpare):
     """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
 
     Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
-    else brings in the slow-down that `MaceSpare` allows.
+    else brings in the slow-down that `MaceSpare` allows, where the load is what serving really uses: a lone answer
+    keeps a device busy that is bound by reading the weights, and leaves nearly all of its capacity.
     """
+
+    def used_s(self, serving_s: float) -> float:
+        """Return the seconds of an iteration's serving less one pass's price, which is no load."""
+        return max(0.0, serving_s - self.cost.pass_s)
 
     def begun(self, plan: Plan, now: float) -> None:
         """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
