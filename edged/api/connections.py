@@ -17,7 +17,7 @@ from edged.settings.load import LimitSettings
 
 log = logging.getLogger("edged.api")
 _ACCEPTED_AT_ONCE = 8
-"""Connections that are accepted between two looks at all others: many that come at once do not hold up those who talk."""
+"""Connections that are accepted between two looks at the others: many that come at once do not hold up who talks."""
 
 
 class Connection(web.RequestHandler):
