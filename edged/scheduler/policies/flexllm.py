@@ -144,9 +144,5 @@ FLEXLLM_STATIC = replace(
 FLEXLLM_WHOLE = replace(
     FLEXLLM, name="flexllm-whole", keeps="FlexLLM without windows of the backward that fit", cuts_windows=False
 )
-FLEXLLM_BEHIND = replace(
-    FLEXLLM,
-    name="flexllm-behind",
-    keeps="FlexLLM 6.2: the forward of a group waits for the backward of the one before it",
-    fills_ahead=False,
-)
+BEHIND = "FlexLLM 6.2: the forward of a group waits for the backward of the one before it"
+FLEXLLM_BEHIND = replace(FLEXLLM, name="flexllm-behind", keeps=BEHIND, fills_ahead=False)
