@@ -97,8 +97,8 @@ def daemon_rows(daemon: LiveDaemon, sql: str) -> list[str]:
 
 
 def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(daemon: LiveDaemon, http: httpx2.Client) -> None:
-    body = {"user": "big", "prompt": "x" * 100_000, "chosen": "y" * 100_000, "rejected": "z"}
-    for i in range(20):
+    body = {"user": "big", "prompt": "x" * 30_000, "chosen": "y" * 30_000, "rejected": "z"}
+    for i in range(60):
         assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
     daemon.send(b"GET /v1/backup HTTP/1.1\r\nHost: edged\r\n\r\n", wait_for=b"edged.db")
     deadline = time.monotonic() + 10
@@ -109,8 +109,8 @@ def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(daemon: LiveDa
 
 
 def test_one_backup_at_a_time(daemon: LiveDaemon, http: httpx2.Client) -> None:
-    body = {"user": "big", "prompt": "x" * 100_000, "chosen": "y" * 100_000, "rejected": "z"}
-    for i in range(20):
+    body = {"user": "big", "prompt": "x" * 30_000, "chosen": "y" * 30_000, "rejected": "z"}
+    for i in range(60):
         assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
     with http.stream("GET", "/v1/backup") as first:
         assert int(first.headers["X-Edged-Bytes"]) > 2 << 20, first.headers

@@ -280,9 +280,9 @@ def test_the_page_says_what_is_not_as_it_should_be(page: Page) -> None:
 
 def test_everything_can_be_done_with_keys(page: Page) -> None:
     Person(page).is_called("typist")
-    page.evaluate("document.activeElement.blur()")
-    page.keyboard.press("Tab")
-    page.keyboard.press("Enter")  # the link to the chat
+    page.get_by_label("two answers").press("Tab")
+    page.keyboard.press("Tab")  # past "word by word"
+    page.keyboard.press("Enter")  # "New chat", from where one writes
     page.keyboard.type(RICE)
     page.keyboard.press("Enter")
     answers = page.locator("article.answer[aria-busy=false]")
