@@ -37,6 +37,8 @@ _MOST_OPEN = 1024
 """Open runs of one user; calls of further ones are runs of their own."""
 _STORED = np.float16
 """Counts of words and logarithms of sizes are small."""
+_COLUMNS = ("user", "application", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "late_s")
+"""Fields of a run that its row has under the same names."""
 _MOST_TYPES, _MOST_ENDED = 1024, 256
 """(User, type) pairs that are kept, and the latest ended runs of each."""
 _SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
@@ -136,11 +138,16 @@ class ApplicationRun:
     ended_s: float = 0.0
     late_s: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Seconds from its first call to the end of its last one."""
+        return max(0.0, self.ended_s - self.begun_s)
+
     def report(self) -> dict[str, Any]:
         """Return it as `GET /v1/applications/{type}` shows it."""
         names = ("calls", "open_calls", "prompt_tokens", "answer_tokens", "cost", "predicted", "late_s")
         shown = {name: getattr(self, name) for name in names}
-        return {"run": self.name, "user": self.user, "seconds": max(0.0, self.ended_s - self.begun_s), **shown}
+        return {"run": self.name, "user": self.user, "seconds": self.seconds, **shown}
 
 
 class ApplicationRuns:
@@ -170,10 +177,8 @@ class ApplicationRuns:
         self._told = False
         for row in store.read(latest_runs):
             self._learn(row)
-            shown = ("user", "application", "predicted", "calls", "prompt_tokens", "answer_tokens", "cost", "late_s")
-            self._keep(
-                ApplicationRun("", name=row["run"], begun_s=0.0, ended_s=row["seconds"], **{n: row[n] for n in shown})
-            )
+            fields = {name: row[name] for name in _COLUMNS}
+            self._keep(ApplicationRun("", name=row["run"], begun_s=0.0, ended_s=row["seconds"], **fields))
 
     def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
         """Count a call as begun; returns its run. `call`: its text, prompt tokens, choices and `max_tokens`."""
@@ -238,7 +243,7 @@ class ApplicationRuns:
             if self.demand.due(run.application):
                 self._trainer.submit(self._train, run.application)
         self._keep(run)
-        for name, value in zip(_BOUNDS, (run.ended_s - run.begun_s, run.late_s), strict=False):
+        for name, value in zip(_BOUNDS, (run.seconds, run.late_s), strict=False):
             self._histograms[name].observe([value])
 
     def _keep(self, run: ApplicationRun) -> None:
@@ -249,13 +254,12 @@ class ApplicationRuns:
         ended.append(run)
 
     def _write(self, run: ApplicationRun, features: np.ndarray) -> None:
-        report = run.report()
-        shown = ("user", "run", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "seconds", "late_s")
         row = {
             "created_at": utc_text(utc_now()),
-            "application": run.application,
+            "run": run.name,
+            "seconds": run.seconds,
             "features": features.astype(_STORED).tobytes(),
-            **{name: report[name] for name in shown},
+            **{name: getattr(run, name) for name in _COLUMNS},
         }
         try:
             self._store.write(partial(add_run, row=row))
@@ -300,9 +304,11 @@ class ApplicationRuns:
         for run in self._begun:
             if run.user == user:
                 run.features = None
-        for key in [key for key in self._ended if key[0] == user]:
+        gone = [key for key in self._ended if key[0] == user]
+        for key in gone:
             del self._ended[key]
-            await self._learn_again(key[1])
+        for _, application in gone:
+            await self._learn_again(application)
 
     async def _learn_again(self, application: str) -> None:
         rows = await asyncio.to_thread(self._store.read, partial(latest_runs, application=application))
@@ -325,7 +331,7 @@ class ApplicationRuns:
         def middle(name: str) -> float | None:
             return statistics.median(getattr(run, name) for run in ended) if ended else None
 
-        seconds = [run.ended_s - run.begun_s for run in ended]
+        seconds = [run.seconds for run in ended]
         return {
             "application": key[1],
             "user": key[0],

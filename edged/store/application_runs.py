@@ -9,6 +9,8 @@ from edged.store.rows import first_value, insert_row
 
 MOST_RUNS = 300
 """Runs of a type that are kept, the latest ones."""
+MOST_ROWS = 20_000
+"""Runs of all types that are kept: a start reads them, and types are whatever callers name."""
 
 
 def salt(db: Database) -> bytes:

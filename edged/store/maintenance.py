@@ -22,7 +22,7 @@ from sqlite_utils import Database
 
 from edged.settings.live import Live
 from edged.settings.load import Settings, StoreSettings
-from edged.store.application_runs import MOST_RUNS
+from edged.store.application_runs import MOST_ROWS, MOST_RUNS
 from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
@@ -276,7 +276,7 @@ RULES = (
     Rule("shelved_steps", "created_at < :cutoff"),
     Rule(
         "application_runs",
-        f"""created_at < :cutoff OR id <= (
+        f"""created_at < :cutoff OR id <= :runs_over OR id <= (
                SELECT id FROM application_runs AS newer WHERE newer.application = application_runs.application
                ORDER BY id DESC LIMIT 1 OFFSET {MOST_RUNS})""",
     ),
@@ -305,6 +305,7 @@ def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str
     return {
         "completions_over": _before_newest(db, "completions", settings.keep_completions),
         "completions_old": _before_newest(db, "completions", min(NEWEST, settings.keep_completions)),
+        "runs_over": _before_newest(db, "application_runs", MOST_ROWS),
         "samples_over": _before_newest(db, "iteration_samples", settings.keep_samples),
         "samples_old": _before_newest(db, "iteration_samples", min(NEWEST, settings.keep_samples)),
         "cutoff": _cutoff(now, settings.keep_days),

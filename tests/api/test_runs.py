@@ -17,7 +17,7 @@ from edged.api.runs import ApplicationRun, ApplicationRuns, RunNames, names_of
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.live import Live
 from edged.settings.load import FairnessSettings, Settings
-from edged.store import Store, StoreError
+from edged.store import Store, StoreError, maintenance
 from edged.store.adapters import forget_adapter
 from edged.store.application_runs import MOST_RUNS, latest_runs
 from edged.store.maintenance import Maintenance
@@ -260,6 +260,17 @@ async def test_of_who_is_forgotten_open_runs_leave_nothing_and_demand_is_that_of
     for _ in range(2):
         runs.end(call(runs, "bob", ""), 100, [50])
     assert call(runs, "bob", "").predicted == call_cost(100, 40)
+
+
+def test_of_types_that_callers_invent_the_latest_runs_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "MOST_ROWS", 5)
+    runs, _ = runs_of(store)
+    for number in range(8):
+        begun = runs.begin("ann", RunNames(f"type-{number}", ""), f"req-{number}", ("sort my mail", 100, 1, 200))
+        runs.end(begun, 100, [1])
+    store.write(lambda _: None).result()
+    assert Maintenance(store, Live(Settings())).sweep() == {"application_runs": 3}
+    assert [row["run"] for row in store.read(latest_runs)] == [f"req-{number}" for number in range(3, 8)]
 
 
 def test_of_a_type_the_latest_runs_are_kept(store: Store) -> None:
