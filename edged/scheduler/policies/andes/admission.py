@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
@@ -10,7 +10,6 @@ from edged.scheduler.policies.base import Entry, Spare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission, overdue_s
 from edged.scheduler.task import Task
-from edged.settings.load import SchedulerSettings
 
 SHORT = 0.9
 """Share of the pages that are held or asked for from which on memory is short."""
@@ -24,11 +23,6 @@ class ReaderAdmission(PatientAdmission):
 
     refines = True
     """Whether a prompt enters only if it gains more than its entry costs the others (2.4.3)."""
-
-    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Take the horizon, too."""
-        super().configure(settings, cost)
-        self._horizon_s = settings.reader_horizon_s
 
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
         """Choose by what readers gain, then as MACE what finds room."""
@@ -72,7 +66,7 @@ class ReaderAdmission(PatientAdmission):
             return self.cost.priced_s(Load(decodes=decodes, context=round(each * decodes), adapters=load.adapters))
 
         slots = draft.sequences_left + running
-        ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self._horizon_s)
+        ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self.settings.reader_horizon_s)
         entered = self._refined(draft, ranked, chosen, now)
         if len(chosen) < size:
             return entered, set()
@@ -115,10 +109,12 @@ class ReaderAdmission(PatientAdmission):
         """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
         computed."""
         again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
-        back_s = [now + self._horizon_s + seconds for seconds in again_s]
+        back_s = [now + self.settings.reader_horizon_s + seconds for seconds in again_s]
         if any(victim.reader.dry_s < back for victim, back in zip(victims, back_s, strict=True)):
             return False
         overhead_s = self.cost.prompt_s(one.task.tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
-        return one.gain > sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])
+        return one.gain > sum(
+            [reader.loss(now, self.settings.reader_horizon_s, overhead_s) for reader in stay if reader is not None]
+        )

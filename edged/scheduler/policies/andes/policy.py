@@ -3,13 +3,11 @@
 import math
 from dataclasses import replace
 
-from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.andes.admission import ReaderAdmission
 from edged.scheduler.policies.base import Victims
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.task import Kind, Task
-from edged.settings.load import SchedulerSettings
 
 _FAST = 1e6
 """Tokens a second that no reader takes."""
@@ -20,11 +18,6 @@ class LeastGain(Victims):
     latest arrival, after all others."""
 
     _now = 0.0
-
-    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Take the horizon, too."""
-        super().configure(settings, cost)
-        self._horizon_s = settings.reader_horizon_s
 
     def before(self, queues: TaskQueues, now: float) -> None:
         """Note the moment of which gains are told."""
@@ -38,7 +31,9 @@ class LeastGain(Victims):
         if task.reader is None or task.preemptions:
             return math.inf, *latest
         starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.tokens)
-        return task.reader.gain(self._now, self._horizon_s, starts_s, _FAST) / max(1, task.held_pages), *latest
+        return task.reader.gain(self._now, self.settings.reader_horizon_s, starts_s, _FAST) / max(
+            1, task.held_pages
+        ), *latest
 
 
 ANDES = replace(
