@@ -63,16 +63,20 @@ def intake(store: Store, **align: Any) -> tuple[FeedbackIntake, Taken]:
     return FeedbackIntake(store, tokenizer, cast(Any, engine), Live(settings), "base"), engine
 
 
-def test_the_texts_of_queued_pairs_are_read_one_after_the_other(store: Store) -> None:
-    feedback_intake, engine = intake(store)
+def peak_of_resuming(feedback_intake: FeedbackIntake) -> int:
     tracemalloc.start()
     try:
         assert feedback_intake.resume() == PAIRS
         feedback_intake.settled().result(60)
-        _, peak = tracemalloc.get_traced_memory()
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-        feedback_intake.close()
+
+
+def test_the_texts_of_queued_pairs_are_read_one_after_the_other(store: Store) -> None:
+    feedback_intake, engine = intake(store)
+    peak = peak_of_resuming(feedback_intake)
+    feedback_intake.close()
     assert [pair.pair_id for pair in engine.pairs] == list(range(1, PAIRS + 1))
     assert max(pair.tokens for pair in engine.pairs) <= 1024
     assert peak < ALL_TEXTS / 4
@@ -80,13 +84,7 @@ def test_the_texts_of_queued_pairs_are_read_one_after_the_other(store: Store) ->
 
 def test_nothing_is_read_while_nothing_is_learned_and_all_of_it_once_that_begins(store: Store) -> None:
     feedback_intake, engine = intake(store, enabled=False)
-    tracemalloc.start()
-    try:
-        assert feedback_intake.resume() == PAIRS
-        feedback_intake.settled().result(60)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    peak = peak_of_resuming(feedback_intake)
     assert engine.pairs == []
     assert peak < CHARS * 4
     feedback_intake.settings.now = Settings()
