@@ -483,13 +483,13 @@ def test_a_rollback_that_is_overtaken_by_a_forgetting_says_so(tmp_path: Path) ->
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
         engine.submit_pairs(random_pairs(2))
         client.wait(lambda: bool(client.of(VersionSaved)))
-        both: list[Future[Any]] = []
         # In one turn of the inbox: nothing is written between them.
-        engine.built.commands.post(lambda: both.extend([engine.rollback("ann", 0), engine.forget("ann")]))
-        client.wait(lambda: len(both) == 2)
-        both[1].result(20)
+        both: Future[list[Future[Any]]] = Future()
+        engine.built.commands.post(lambda: both.set_result([engine.rollback("ann", 0), engine.forget("ann")]))
+        back, forgotten = both.result(60)
+        forgotten.result(20)
         with pytest.raises(UnknownAdapter):
-            both[0].result(20)
+            back.result(20)
 
 
 def test_a_rollback_to_what_is_served_waits_for_no_ordinary_save(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import flexllm
+from benchmarks.simulated import flexllm
 from benchmarks.simulated.flexllm import Run, main, simulated
 
 LOAD = {"device": "agx-orin-32gb-maxn", "model": "mistral-3b", "trace": "poisson", "arrivals": "poisson"}
