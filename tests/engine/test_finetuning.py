@@ -71,7 +71,7 @@ def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path) -> Non
     assert "numbers that are not finite" in client.finished["during"].error
 
 
-def test_the_guard_rolls_back_a_version_that_strays_too_far(tmp_path: Path) -> None:
+def test_a_version_that_strays_too_far_is_taken_back_and_later_steps_are_smaller(tmp_path: Path) -> None:
     settings = {
         "align__learning_rate": 0.05,
         "guard__held_out_share": 0.5,
@@ -82,10 +82,15 @@ def test_the_guard_rolls_back_a_version_that_strays_too_far(tmp_path: Path) -> N
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit_pairs(random_pairs(8))
         client.wait(lambda: any(v.reason.startswith("guard: KL") for v in client.of(VersionPublished)))
+        engine.submit_pairs(random_pairs(8, seed=5, first_id=100))
+        client.wait(lambda: any(v.reason == "trained" and v.step_scale < 1 for v in client.of(VersionPublished)))
+        client.wait(lambda: len(client.of(PairRetired)) == 16)
     versions = client.of(VersionPublished)
     taken_back = next(v for v in versions if v.reason.startswith("guard: KL"))
     assert taken_back.parent in {v.version for v in versions if v.reason == "trained"}
     assert taken_back.version > taken_back.parent
+    assert taken_back.step_scale == 0.5
+    assert {record.state for record in client.of(PairRetired)} <= {"trained", "held_out"}, "no pair is accused"
 
 
 def test_a_good_version_that_fails_a_later_test_is_not_gone_back_to_for_ever(tmp_path: Path) -> None:
