@@ -35,6 +35,11 @@ CPU = torch.device("cpu")
 BETA = 0.3
 
 
+def slow(*values: Any) -> Any:
+    """Parameters that only the long run takes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -252,7 +257,7 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
     assert worst_error(got, wanted) <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [3, *map(slow, range(3))])
 @pytest.mark.parametrize(("kind", "window"), [("llama", 500), ("gemma2", 37)])
 def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, seed: int, tmp_path: Path) -> None:
     pairs, generator = make_pairs(19), random.Random(seed)
@@ -265,7 +270,7 @@ def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, see
     assert worst_error(got, whole.gradients["ann"]) <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *map(slow, (0, 2))])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_forwards_that_are_computed_ahead_of_the_backward_before_them_change_no_gradient(kind: str, seed: int) -> None:
     # Four groups of a pair each.
@@ -336,7 +341,7 @@ WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, Fals
 
 
 @WAYS
-@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("gemma2", "ipo")])
+@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), slow("gemma2", "ipo")])
 def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
 ) -> None:
