@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.support.command import finish, option, parse
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
 from edged.settings.load import FairnessSettings, SchedulerSettings
@@ -49,6 +50,7 @@ class Mix:
         free_pages: int,
         queued: int = 0,
         fairness: str = "off",
+        reading: bool = False,
     ) -> None:
         cost = CostModel(roofline(parameters=3_000_000_000, flops_per_s=3e13, bytes_per_s=2e11, layers=28))
         self.scheduler = Scheduler(
@@ -60,6 +62,7 @@ class Mix:
         self._next_id = 0
         self._shares = shares
         self._tasks, self._queued = tasks, queued
+        self._reading = reading
         self.refill()
 
     def plan(self) -> Plan:
@@ -115,16 +118,22 @@ class Mix:
     def _add(self, kind: Kind, tokens: int, **fields: Any) -> None:
         self._next_id += 1
         user = f"user-{self._next_id % USERS}"
-        self.scheduler.add(Task(self._next_id, kind, self.now, tokens=tokens, tenant=user, **fields), self.now)
+        task = Task(self._next_id, kind, self.now, tokens=tokens, tenant=user, **fields)
+        if self._reading and kind is not Kind.FINETUNE:
+            ahead_s = 0.0 if kind is Kind.PREFILL else self._random.uniform(0.0, 20.0)
+            task.reader = Reader(self._random.uniform(3.0, 9.0), self.now + ahead_s)
+        self.scheduler.add(task, self.now)
 
 
 def all_mixes(policy: str, tasks: int, queued: int = 0, fairness: str = "off") -> dict[str, Mix]:
-    """Return every mix by name; two more are short of memory, and one has `queued` more prompts, if that is not 0."""
+    """Return every mix by name; two more are short of memory; with `queued`, if that is not 0, one has as many more
+    prompts, and one as many prompts as decodes, all of them read, in too little memory."""
     mixes = {name: Mix(policy, tasks, shares, 4096, fairness=fairness) for name, shares in MIXES.items()}
     mixes["full memory"] = Mix(policy, tasks, MIXES["mixed"], 40, fairness=fairness)
     mixes["preempting"] = Mix(policy, tasks, MIXES["mixed"], 1, fairness=fairness)
     if queued:
         mixes["queued"] = Mix(policy, tasks, MIXES["mixed"], 4096, queued, fairness)
+        mixes["readers"] = Mix(policy, 2 * tasks, (0.5, 0.5, 0.0), 40, 0, fairness, reading=True)
     return mixes
 
 

@@ -153,7 +153,8 @@ class Play:
 
     def run(self) -> list[Work]:
         """Send each application's calls, and return when all have ended."""
-        fairness = FairnessSettings(policy="vtc" if self.policy == "vtc" else "justitia", by="application", idle_s=1.0)
+        known = self.policy if self.policy in ("off", "vtc") else "justitia"
+        fairness = FairnessSettings.model_validate({"policy": known, "by": "application", "idle_s": 1.0})
         engine = SimulatedEngine(self.settings.model_copy(update={"fairness": fairness}), self.hardware)
         scheduler = engine.scheduler
         if (rank := RANKS.get(self.policy)) is not None:

@@ -220,7 +220,10 @@ class CostModel:
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
         """Return the priced seconds of a prompt's `tokens` alone in a forward, after `context` others."""
-        return self.priced_s(Load(prefill_tokens=tokens, pairs=tokens * (context + 0.5 * tokens)))
+        once, low, high, _, _, pair, *_, past = self._prices
+        knee = self._knee
+        packed_s = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
+        return once + packed_s + pair * (tokens * (context + 0.5 * tokens)) if tokens else 0.0
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """Return the longest chunk, up to `most` tokens after `context` others, that keeps `load` within `limit_s`."""
@@ -239,6 +242,8 @@ class CostModel:
 
         if chunk_s(most) <= left_s:
             return most
+        if chunk_s(1) > left_s:
+            return 0
         return bisect_right(range(1, most), left_s, key=chunk_s)
 
     def free_tokens(self, load: Load) -> int:

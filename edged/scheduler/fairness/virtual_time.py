@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -33,21 +35,37 @@ class Application:
     """Work that it is expected to need; doubled whenever it has had more."""
     begun: float
     """Virtual time of its arrival."""
+    number: int
+    """Its place among all that were opened."""
     served: float = 0.0
     tag: float = 0.0
     """Virtual time at which it would end under fair sharing."""
     fair_end_s: float = math.inf
     """When virtual time passed the tag, in seconds of the clock: when it would have ended under fair sharing."""
 
+    @property
+    def alone(self) -> float:
+        """Virtual time at which it would end if its sharer had nothing else: the least goes first."""
+        return self.begun + self.cost / self.weight
 
-@dataclass(slots=True)
+
+_tag = attrgetter("tag")
+_alone = attrgetter("alone")
+
+
+@dataclass(slots=True, eq=False)
 class _Sharer:
     weight: float
-    applications: dict[str, Application] = field(default_factory=dict)
+    chain: list[Application] = field(default_factory=list)
+    """Its open applications, one after the other: their tags rise."""
     tag: float = 0.0
     """Virtual time at which all its work would be done."""
     ended: float = -math.inf
     """Virtual time at which its ended applications would have been done, by what they really needed."""
+    next_tag: float = math.inf
+    """The first of its tags that lies ahead; inf where none does."""
+    head: tuple[float, int] = (math.inf, 0)
+    """Tag and number of its first application."""
 
 
 class VirtualTime:
@@ -60,98 +78,125 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now = 0.0
         self.applications: dict[str, Application] = {}
+        self._now_s = 0.0
         self._sharers: dict[str, _Sharer] = {}
         self._weights = 0.0
         """Sum of the weights of the sharers whose tags lie ahead."""
-        self._ahead: list[tuple[float, int, str, str]] = []
-        """Heap of (tag, number, sharer, application or ""); those that were moved since are passed over."""
+        self._ahead: list[tuple[float, int, str]] = []
+        """Heap of (next tag, number, sharer); those that were moved since are passed over."""
         self._numbers = itertools.count()
-        self._ranked: list[Application] = []
-        self._sorted = True
+        self._heads: list[tuple[float, int, _Sharer]] = []
+        """Sharers in the order of their first applications."""
 
     def open(self, key: str, sharer: str, weight: float, cost: float) -> None:
         """Give a new application its tag. Of one sharer those with less to do come first, one after the other."""
         known = self._sharers.setdefault(sharer, _Sharer(weight))
-        opened = Application(key, sharer, weight, max(1.0, cost), self.now)
-        self.applications[key] = known.applications[key] = opened
-        self._ranked.append(opened)
-        self._file(sharer)
+        opened = Application(key, sharer, weight, max(1.0, cost), self.now, next(self._numbers))
+        self.applications[key] = opened
+        at = bisect_right(known.chain, opened.alone, key=_alone)
+        known.chain.insert(at, opened)
+        self._file(sharer, at, at)
 
     def close(self, key: str) -> None:
         """Take out an application that has ended; what it really needed counts."""
         ended = self.applications.pop(key)
-        self._ranked.remove(ended)
         sharer = self._sharers[ended.sharer]
-        del sharer.applications[key]
+        at = sharer.chain.index(ended, bisect_left(sharer.chain, ended.alone, key=_alone))
+        del sharer.chain[at]
         if ended.sharer != key:
             sharer.ended = max(sharer.ended, ended.begun) + ended.served / ended.weight
-        self._file(ended.sharer)
+        self._file(ended.sharer, 0, at)
 
     def serve(self, work: dict[str, float], now_s: float) -> None:
         """Count work that applications got, and move the clock; who has had more than expected is expected twice as
         much."""
-        grown: set[str] = set()
+        self._now_s = now_s
         for key, amount in work.items():
             application = self.applications[key]
             application.served += amount
             if application.served > application.cost:
-                grown.add(application.sharer)
+                chain = self._sharers[application.sharer].chain
+                at = chain.index(application, bisect_left(chain, application.alone, key=_alone))
+                del chain[at]
                 while application.served > application.cost:
                     application.cost *= 2.0
-        for sharer in grown:
-            self._file(sharer)
+                last = bisect_right(chain, application.alone, key=_alone)
+                chain.insert(last, application)
+                self._file(application.sharer, at, last)
         self._advance(sum(work.values()), now_s)
 
-    def ranked(self) -> list[Application]:
-        """Return the open applications by tag; do not change the list."""
-        if not self._sorted:
-            self._ranked.sort(key=attrgetter("tag"))
-            self._sorted = True
-        return self._ranked
+    def ranked(self) -> Iterator[Application]:
+        """Yield the open applications by tag; nothing may change meanwhile."""
+        heads, reached = self._heads, 0
+        ahead: list[tuple[float, int, list[Application], int]] = []
+        while ahead or reached < len(heads):
+            if not ahead or (reached < len(heads) and heads[reached][:2] < ahead[0][:2]):
+                tag, number, sharer = heads[reached]
+                heapq.heappush(ahead, (tag, number, sharer.chain, 0))
+                reached += 1
+                continue
+            _, _, chain, at = ahead[0]
+            yield chain[at]
+            if at + 1 < len(chain):
+                heapq.heapreplace(ahead, (chain[at + 1].tag, chain[at + 1].number, chain, at + 1))
+            else:
+                heapq.heappop(ahead)
 
-    def _file(self, name: str) -> None:
-        """Set the tags of a sharer's applications anew, and when all its work would be done."""
-        sharer, was_ahead = self._sharers[name], self._is_ahead(name)
-        end = sharer.ended
-        chain = sharer.applications.values()
-        for application in sorted(chain, key=lambda known: known.begun + known.cost / known.weight):
+    def _file(self, name: str, first: int, last: int) -> None:
+        """Set the tags of a sharer's applications anew, of which those from `first` to `last` have other places or
+        others before them, and when all its work would be done."""
+        sharer = self._sharers[name]
+        chain = sharer.chain
+        end = chain[first - 1].tag if first else sharer.ended
+        for at in range(first, len(chain)):
+            application = chain[at]
             end = max(application.begun, end) + application.cost / application.weight
             if end != application.tag:
                 application.tag = end
-                if end > self.now:
-                    application.fair_end_s = math.inf
-                heapq.heappush(self._ahead, (end, next(self._numbers), name, application.key))
-                self._sorted = False
-        if end != sharer.tag:
-            sharer.tag = end
-            heapq.heappush(self._ahead, (end, next(self._numbers), name, ""))
-        if len(self._ahead) > 4 * (len(self.applications) + len(self._sharers)) + 64:
-            self._ahead = [entry for entry in self._ahead if self._of(entry) is not None]
+                application.fair_end_s = math.inf if end > self.now else min(application.fair_end_s, self._now_s)
+            elif at >= last:
+                break
+        sharer.tag = chain[-1].tag if chain else sharer.ended
+        self._place(sharer)
+        self._look_ahead(name, sharer)
+        if len(self._ahead) > 4 * len(self._sharers) + 64:
+            self._ahead = [entry for entry in self._ahead if self._is_next(entry)]
             heapq.heapify(self._ahead)
-        self._weights += sharer.weight * (self._is_ahead(name) - was_ahead)
-        self._drop(name)
 
-    def _of(self, entry: tuple[float, int, str, str]) -> Application | _Sharer | None:
-        """Return what an entry of the heap stands for; None if that was moved since."""
-        tag, _, name, key = entry
-        moved = self.applications.get(key) if key else self._sharers.get(name)
-        return moved if moved is not None and moved.tag == tag else None
+    def _place(self, sharer: _Sharer) -> None:
+        """Put a sharer where its first application belongs."""
+        head = (sharer.chain[0].tag, sharer.chain[0].number) if sharer.chain else (math.inf, 0)
+        if head == sharer.head:
+            return
+        if sharer.head[0] < math.inf:
+            del self._heads[bisect_left(self._heads, sharer.head)]
+        sharer.head = head
+        if sharer.chain:
+            insort(self._heads, (*head, sharer))
 
-    def _is_ahead(self, name: str) -> bool:
+    def _look_ahead(self, name: str, sharer: _Sharer) -> None:
+        """Note the next tag of a sharer that the clock will pass; forget one who has nothing open and nothing ahead."""
+        at = bisect_right(sharer.chain, self.now, key=_tag)
+        tag = sharer.chain[at].tag if at < len(sharer.chain) else sharer.tag
+        if tag <= self.now:
+            tag = math.inf
+            if not sharer.chain:
+                del self._sharers[name]
+        elif tag != sharer.next_tag:
+            heapq.heappush(self._ahead, (tag, next(self._numbers), name))
+        self._weights += sharer.weight * ((tag < math.inf) - (sharer.next_tag < math.inf))
+        sharer.next_tag = tag
+
+    def _is_next(self, entry: tuple[float, int, str]) -> bool:
+        """Whether an entry of the heap still stands for its sharer."""
+        tag, _, name = entry
         sharer = self._sharers.get(name)
-        return sharer is not None and sharer.tag > self.now
-
-    def _drop(self, name: str) -> None:
-        """Forget a sharer who has nothing open and nothing ahead."""
-        sharer = self._sharers.get(name)
-        if sharer is not None and not sharer.applications and sharer.tag <= self.now:
-            del self._sharers[name]
+        return sharer is not None and sharer.next_tag == tag
 
     def _advance(self, work: float, now_s: float) -> None:
         while self._ahead:
-            tag, _, name, _ = self._ahead[0]
-            sharer, moved = self._sharers.get(name), self._of(self._ahead[0])
-            if moved is None:
+            tag, _, name = self._ahead[0]
+            if not self._is_next(self._ahead[0]):
                 heapq.heappop(self._ahead)
                 continue
             needed = max(0.0, tag - self.now) * self._weights
@@ -160,11 +205,11 @@ class VirtualTime:
             work = max(0.0, work - needed)
             self.now = max(self.now, tag)
             heapq.heappop(self._ahead)
-            if isinstance(moved, Application):
-                moved.fair_end_s = now_s
-            elif sharer is not None:
-                self._weights -= sharer.weight
-                self._drop(name)
+            sharer = self._sharers[name]
+            first, last = bisect_left(sharer.chain, tag, key=_tag), bisect_right(sharer.chain, self.now, key=_tag)
+            for passed in sharer.chain[first:last]:
+                passed.fair_end_s = now_s
+            self._look_ahead(name, sharer)
         if self._weights > _TINY and self._ahead:
             self.now += work / self._weights
         else:

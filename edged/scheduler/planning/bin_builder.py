@@ -1,7 +1,7 @@
 """The builder of a plan: what every policy may do to it, within the iteration's resources."""
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from edged.scheduler.cost.model import CostModel, Load
@@ -70,7 +70,12 @@ class BinBuilder:
 
     def load_beside(self, task: Task) -> Load:
         """Return the bin's load with `task` beside it, before any token of it: its adapter may be one more."""
-        return self.load if task.adapter in self._adapters else replace(self.load, adapters=self.load.adapters + 1)
+        load = self.load
+        if task.adapter in self._adapters:
+            return load
+        return Load(
+            load.prefill_tokens, load.decodes, load.finetune_tokens, load.context, load.pairs, load.adapters + 1
+        )
 
     def take(self, task: Task, tokens: int) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""
@@ -137,8 +142,9 @@ class BinBuilder:
         if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
             # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
             decoding = {grant.task for grant in decodes}
-            need = reserved + sum([self.pages(task, 1) for task in decoding]) - self.plan.pages
-            self._preempt(need, self._victims(spared=min(self._holders(), key=by_arrival, default=None)), decoding)
+            need = sum([self.pages(task, 1) for task in decoding if task.context >= task.capacity])
+            kept = min(self._holders(), key=by_arrival, default=None)
+            self._preempt(reserved + need - self.plan.pages, self._victims(spared=kept), decoding)
             decodes = [grant for grant in decodes if grant.task not in self.preempted]
             self._grant_decodes(decodes, now)
         if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
@@ -148,32 +154,32 @@ class BinBuilder:
         """Grant the `chosen` decodes that find a page, instead of those granted before."""
         self.tokens_left += len(self.plan.grants)
         all_pages = free_pages = self.free_pages + self.plan.pages
-        lacking, adapters, context, earliest_s = [], {0}, 0, math.inf
+        lacking, adapters, context, earliest_s = set[Task](), {0}, 0, math.inf
         for grant in chosen:
             task = grant.task
             held = task.context
             if held >= task.capacity:
                 pages = self.pages(task, 1)
                 if pages > free_pages:
-                    lacking.append(grant)
+                    lacking.add(task)
                     continue
                 free_pages -= pages
             context += held - task.pruned
             adapters.add(task.adapter)
             if task.deadline_s < earliest_s:
                 earliest_s = task.deadline_s
-        grants = [grant for grant in chosen if grant not in lacking] if lacking else list(chosen)
+        grants = [grant for grant in chosen if grant.task not in lacking] if lacking else list(chosen)
         self.plan.grants, self.plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
         self.tokens_left -= len(grants)
         self.slack_s = earliest_s - now
         self.load.decodes, self.load.context, self.load.adapters = len(grants), context, len(adapters) - 1
         self._adapters = adapters
 
-    def _victims(self, spared: Task | None) -> Iterable[Task]:
-        """Return the tasks that hold pages in the order of preemption: fine-tuning, then sequences."""
-        holders = [*(task for task in self._queues.finetunes if task.held_pages), *self._holders()]
-        holders.sort(key=lambda task: (task.kind is not Kind.FINETUNE, self._victim_key(task)))
-        return [task for task in holders if task is not spared]
+    def _victims(self, spared: Task | None) -> Iterator[Task]:
+        """Yield the tasks that hold pages in the order of preemption: fine-tuning, then sequences."""
+        steps = [task for task in self._queues.finetunes if task.held_pages and task is not spared]
+        yield from sorted(steps, key=self._victim_key)
+        yield from sorted([task for task in self._holders() if task is not spared], key=self._victim_key)
 
     def _holders(self) -> list[Task]:
         """Return the sequences that hold pages."""

@@ -70,7 +70,9 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
         slack_s = MARGIN * (task.deadline_s - now)
         if slack_s <= ahead * token_s:
             return most
-        pace = max(pace, ahead / slack_s)
+        rate = ahead / slack_s
+        if rate > pace:
+            pace = rate
     spare = 1.0 - pace * token_s
     return math.ceil(pace * base_s / spare) if pace * base_s < most * spare else most
 
@@ -83,5 +85,7 @@ def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, to
     least_s, ahead = math.inf, 0
     for task in prompts:
         ahead += task.tokens - granted.get(task, 0)
-        least_s = min(least_s, MARGIN * (task.deadline_s - now) - ahead * token_s)
+        left_s = MARGIN * (task.deadline_s - now) - ahead * token_s
+        if left_s < least_s:
+            least_s = left_s
     return least_s

@@ -27,7 +27,8 @@ class Hybrid(Fill):
         waiting = queues.first(max(LOOK_AHEAD, self.settings.tau_tasks + 1))
         draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
         if not queues.order.strict:
-            waiting = [task for task in draft.prompts if task not in queues.started] + waiting[LOOK_AHEAD:]
+            started = set(queues.started)
+            waiting = [task for task in draft.prompts if task not in started] + waiting[LOOK_AHEAD:]
         draft.waiting = waiting
         entry = policy.admission.choose(draft, queues, spare, now)
         if entry.paused:
@@ -71,6 +72,8 @@ class Hybrid(Fill):
         if len(ranked) < len(runnable):
             ranked += sorted(runnable.difference(ranked), key=policy.order)
         for task in ranked:
+            if draft.tokens_left <= 0:
+                break
             most = draft.room(task)
             if most <= 0:
                 continue

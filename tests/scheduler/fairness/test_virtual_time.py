@@ -227,6 +227,32 @@ class TestUsers:
         clock.open("next", "ann", 1.0, 50.0)
         assert clock.applications["next"].tag == 80.0
 
+    @settings(max_examples=60, deadline=None)
+    @given(seed=st.integers(0, 2**32))
+    def test_tags_are_those_that_all_applications_in_a_row_would_get(self, seed: int) -> None:
+        """Whatever came, grew or ended in between: those with less to do first, each behind the one before it."""
+        chance, clock, ended = random.Random(seed), VirtualTime(), dict[str, float]()
+        for number in range(120):
+            user = chance.choice("abc")
+            clock.open(f"{user}/{number}", user, {"a": 1.0, "b": 2.0, "c": 0.5}[user], chance.uniform(1.0, 400.0))
+            now = list(clock.applications)
+            served = chance.sample(now, min(len(now), 5))
+            clock.serve({key: chance.uniform(0.0, 80.0) for key in served}, float(number))
+            for key in chance.sample(now, len(now) > 20 or chance.random() < 0.5):
+                known = clock.applications[key]
+                since = max(ended.get(known.sharer, -float("inf")), known.begun)
+                clock.close(key)
+                ended[known.sharer] = since + known.served / known.weight
+            open_now = clock.applications.values()
+            for name in {known.sharer for known in open_now}:
+                end = ended.get(name, -float("inf"))
+                own = [known for known in open_now if known.sharer == name]
+                for known in sorted(own, key=lambda known: known.begun + known.cost / known.weight):
+                    end = max(end, known.begun) + known.cost / known.weight
+                    assert known.tag == pytest.approx(end)
+                    assert (known.fair_end_s < float("inf")) == (known.tag <= clock.now)
+            assert [known.tag for known in clock.ranked()] == sorted(known.tag for known in open_now)
+
     def test_nothing_is_kept_of_who_has_nothing_open(self) -> None:
         clock = VirtualTime()
         for number in range(1000):

@@ -59,7 +59,7 @@ class TestKnapsack:
         fed, empty, large = contender(1, 4, dry_s=30.0), contender(2, 4), contender(3, 8)
         fuller, waits = contender(4, 4, dry_s=60.0), contender(5, 4, starts_s=0.5)
         ranked, chosen, size = contest([fuller, fed, waits, large, empty], 16, 9, lambda size: 0.1, 0.0, 5.0)
-        assert [one.task.task_id for one in ranked] == [2, 5, 3, 1, 4]
+        assert [one.task.task_id for one, _ in ranked] == [2, 5, 3, 1, 4]
         assert {task.task_id for task in chosen} == {2, 5, 3}
         assert size == math.inf
 
@@ -67,8 +67,8 @@ class TestKnapsack:
         some = [contender(i, 1 + i % 3, dry_s=0.5 * i, starts_s=0.2 * (i % 4)) for i in range(20)]
         fast, slow = (contest(some, 10, 20, token_s, 1.0, 5.0)[0] for token_s in (lambda _: 0.01, lambda _: 0.4))
         for rate, ranked in ((100.0, fast), (2.5, slow)):
-            for one in ranked:
-                assert one.gain == pytest.approx(one.reader.gain(1.0, 5.0, one.starts_s, rate), abs=1e-9)
+            for one, gained in ranked:
+                assert gained == pytest.approx(one.reader.gain(1.0, 5.0, one.starts_s, rate), abs=1e-9)
 
     def test_victims_are_the_lowest_and_no_more_than_needed(self) -> None:
         lowest = [contender(1, 1), contender(2, 2), contender(3, 6), contender(4, 9)]

@@ -35,12 +35,13 @@ class ReaderAdmission(PatientAdmission):
 
     def _short(self, draft: BinBuilder) -> bool:
         """Whether not all can be served, or not as fast as the fastest reader reads."""
+        if draft.sequences_left < len(draft.waiting):
+            return True
         asked = sum([draft.pages(task, task.tokens) for task in draft.waiting[:LOOK_AHEAD]])
         if asked and draft.open_pages - asked < (1.0 - SHORT) * draft.total_pages:
             return True
         paces = [grant.task.reader.pace for grant in draft.plan.grants if grant.task.reader is not None]
-        slow = bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
-        return slow or draft.sequences_left < len(draft.waiting)
+        return bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
 
     def _contest(self, draft: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
         """Return the prompts that enter, with their pages promised, and the decodes that stand still; who gives way is
@@ -71,17 +72,19 @@ class ReaderAdmission(PatientAdmission):
         if len(chosen) < size:
             return entered, set()
         # The size of the batch leaves them out, not memory.
-        held_out = {one.task for one in ranked if one.task not in chosen}
+        held_out = {one.task for one, _ in ranked if one.task not in chosen}
         draft.waiting = [task for task in draft.waiting if task not in held_out]
         return entered, held_out - draft.preempted
 
-    def _refined(self, draft: BinBuilder, ranked: Sequence[Contender], chosen: set[Task], now: float) -> list[Task]:
+    def _refined(
+        self, draft: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[Task], now: float
+    ) -> list[Task]:
         """Let those of the `chosen` enter who wait, each for the fewest of the lowest others, while it pays."""
         free, slots, tokens = draft.open_pages, draft.sequences_left, draft.tokens_left
-        lowest = [one for one in reversed(ranked) if not one.starts_s and one.task not in chosen]
+        lowest = [one for one, _ in reversed(ranked) if not one.starts_s and one.task not in chosen]
         entered: list[Task] = []
         gone: list[Contender] = []
-        for one in ranked:
+        for one, gained in ranked:
             if not one.starts_s or not (one.urgent or one.task in chosen):
                 continue
             victims = fewest(lowest, one.pages - free, max(0, 1 - slots)) if tokens > 0 else None
@@ -90,7 +93,7 @@ class ReaderAdmission(PatientAdmission):
                     continue
                 # Nobody overtakes it: pages that come free next are its own.
                 break
-            if victims and self.refines and not one.urgent and not self._pays(draft, one, victims, now):
+            if victims and self.refines and not one.urgent and not self._pays(draft, one, gained, victims, now):
                 break
             gone += victims
             lowest = [other for other in lowest if other not in victims]
@@ -105,7 +108,7 @@ class ReaderAdmission(PatientAdmission):
             draft.waiting.remove(task)
         return entered
 
-    def _pays(self, draft: BinBuilder, one: Contender, victims: list[Contender], now: float) -> bool:
+    def _pays(self, draft: BinBuilder, one: Contender, gained: float, victims: list[Contender], now: float) -> bool:
         """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
         computed."""
         again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
@@ -115,6 +118,6 @@ class ReaderAdmission(PatientAdmission):
         overhead_s = self.cost.prompt_s(one.task.tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
-        return one.gain > sum(
+        return gained > sum(
             [reader.loss(now, self.settings.reader_horizon_s, overhead_s) for reader in stay if reader is not None]
         )

@@ -4,6 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from edged.scheduler.reader import Reader, gain
@@ -25,8 +26,6 @@ class Contender(NamedTuple):
     starts_s: float
     """Seconds until its next token where it is served: 0 where it is in memory, else it waits."""
     urgent: bool = False
-    gain: float = 0.0
-    """QoE that serving it gains."""
 
 
 def contest(
@@ -36,9 +35,9 @@ def contest(
     token_s: Callable[[int], float],
     now: float,
     horizon_s: float,
-) -> tuple[list[Contender], set[Task], float]:
-    """Return contenders by gain per page (Eq. 2.6), whom to serve within `pages` and `slots`, and at most how many;
-    inf where no size of the batch is better than what fits.
+) -> tuple[list[tuple[Contender, float]], set[Task], float]:
+    """Return contenders by gain per page (Eq. 2.6), each with the QoE that serving it gains, whom to serve within
+    `pages` and `slots`, and at most how many; inf where no size of the batch is better than what fits.
 
     `token_s` is how long a token takes of so many who are served. Of equals those go first who are in memory, then
     those who run dry first.
@@ -47,25 +46,32 @@ def contest(
 
     if not contenders:
         return [], set(), math.inf
-    rows = [(one.reader.pace, one.reader.dry_s, one.reader.ideal_s, one.starts_s) for one in contenders]
-    columns: Any = np.array(rows).T
-    pace, dry_s, ideal_s, starts_s = columns
-    needs = [one.pages for one in contenders]
-    weights, urgent = np.maximum(needs, 1), np.array([one.urgent for one in contenders])
-    left_s, expected_s = np.clip(dry_s - now, 0.0, horizon_s), np.maximum(now + horizon_s - ideal_s, 1e-9)
+    columns: Any = [
+        np.array([one.reader.dry_s for one in contenders]),
+        np.array([one.starts_s for one in contenders]),
+        np.array([one.reader.pace for one in contenders]),
+        np.array([one.reader.ideal_s for one in contenders]),
+        np.array([one.pages for one in contenders]),
+        np.array([one.urgent for one in contenders]),
+    ]
+    # Equals stay in this order.
+    first = np.lexsort((columns[0], columns[1] > 0.0))
+    contenders = [contenders[one] for one in first.tolist()]
+    dry_s, starts_s, pace, ideal_s, pages_each, urgent = (column[first] for column in columns)
+    needs = pages_each.tolist()
+    left_s = np.minimum(np.maximum(dry_s - now, 0.0), horizon_s)
+    expected_s = np.maximum(now + horizon_s - ideal_s, 1e-9)
     sizes = batch_sizes(needs, pages, slots, token_s, 1.0 / float(pace.max()))
-
-    def packed(size: int) -> tuple[float, int, list[int], list[int], list[float]]:
-        gains = gain(pace, left_s, expected_s, horizon_s, starts_s, 1.0 / token_s(size))
-        each = np.where(urgent, URGENT, gains)
-        order = np.lexsort((dry_s, starts_s > 0.0, -each / weights)).tolist()
-        values = each.tolist()
-        served = pack(order, values, needs, pages, size)
-        return sum([values[one] for one in served]), size, order, served, values
-
-    best = max(map(packed, sizes), key=lambda each: each[0], default=(0.0, 0, [], [], []))
-    _, size, order, served, gains = best
-    ranked = [Contender(*contenders[one][:5], gains[one]) for one in order]
+    rates: Any = np.array([1.0 / token_s(size) for size in sizes]).reshape(-1, 1)
+    gains = np.where(urgent, URGENT, gain(pace, left_s, expected_s, horizon_s, starts_s, rates))
+    orders = np.argsort(-gains / np.maximum(pages_each, 1), kind="stable").tolist()
+    packed = [
+        (sum([values[one] for one in served]), size, order, served, values)
+        for size, order, values in zip(sizes, orders, gains.tolist(), strict=True)
+        for served in [pack(order, values, needs, pages, size)]
+    ]
+    _, size, order, served, values = max(packed, key=itemgetter(0), default=(0.0, 0, [], [], []))
+    ranked = [(contenders[one], values[one]) for one in order]
     return ranked, {contenders[one].task for one in served}, size if sizes and size < sizes[0] else math.inf
 
 
@@ -89,8 +95,9 @@ def pack(order: Sequence[int], gains: Sequence[float], needs: Sequence[int], pag
     were chosen so, that one goes first.
     """
     served = _filled(order, needs, pages, most)
-    best = max([one for one in order if needs[one] <= pages], key=gains.__getitem__, default=None)
-    if best is not None and gains[best] > sum([gains[one] for one in served]):
+    most_gain = max([gains[one] for one in order if needs[one] <= pages], default=0.0)
+    if most_gain > sum([gains[one] for one in served]):
+        best = next(one for one in order if needs[one] <= pages and gains[one] == most_gain)
         return _filled([best, *(one for one in order if one != best)], needs, pages, most)
     return served
 

@@ -37,7 +37,7 @@ class AdmissionByArrival(MaceAdmission):
     ) -> Iterator[Item]:
         own = super()._asking(draft, tuning, [], due, now)
         # Nobody is too late to be overtaken: deadlines count for nothing.
-        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
+        prompts = (item._replace(patient=True) for item in super()._asking(draft, [], waiting, due, now))
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
 
 

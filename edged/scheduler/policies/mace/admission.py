@@ -37,11 +37,12 @@ class MaceAdmission(Admission):
         return entry
 
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
-        """Return fine-tune tasks with work to do: first those in the middle of a step, which hold memory, of no use
-        before the end; then by priority."""
+        """Return fine-tune tasks with work to do, by priority: only those in the middle of a step where there are any,
+        for they hold memory, of no use before the end."""
         rank = self._priorities.finetune
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
-        return sorted(able, key=lambda task: (not task.begun, -rank(now - task.arrival_s, task.loss)))
+        begun = [task for task in able if task.begun]
+        return sorted(begun or able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
     def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
         """Whether fine-tuning, by the wait of all of it and the loss of its `first`, stands at or above all serving."""
@@ -64,7 +65,6 @@ class MaceAdmission(Admission):
         asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.tokens) > 0
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
-        asking = [task for task in asking if draft.pages(task, task.tokens) <= draft.total_pages]
         waiting = draft.waiting if draft.sequences_left > 0 else []
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
@@ -85,7 +85,7 @@ class MaceAdmission(Admission):
         if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
             entry.step = step.task
             draft.enter(entry.step)
-        elif entry.due and asking and running:
+        elif entry.due and running and any(draft.pages(task, task.tokens) <= draft.total_pages for task in asking):
             # The pages that it lacks are those that come free next: nobody enters before it.
             return
         for item in packed:
@@ -109,12 +109,13 @@ class MaceAdmission(Admission):
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
         missed its target anyway, and many that are in time would wait with it.
         """
-        token_s, most = self.cost.token_s, draft.tokens_left
-        steps = [Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning]
+        token_s, most, pages = self.cost.token_s, draft.tokens_left, draft.pages
+        steps = (Item(task, pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning)
+        # One that would never fit asks for nothing.
+        able = (item for item in steps if item.pages <= draft.total_pages)
         if due:
-            yield from steps
+            yield from able
         for task in waiting:
             patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
-            yield Item(task, draft.pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
-        if not due:
-            yield from steps
+            yield Item(task, pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
+        yield from able

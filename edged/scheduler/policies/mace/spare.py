@@ -116,12 +116,21 @@ class ReaderSpare(MaceSpare):
 
     def begun(self, plan: Plan, now: float) -> None:
         """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
-        readers = [grant.task.reader for grant in plan.grants if grant.task.kind is not Kind.FINETUNE]
-        self._lending = bool(readers) and None not in readers
+        self._lending = _all_read(plan)
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
         """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
-        readers = [grant.task.reader for grant in draft.plan.grants]
-        if readers and None not in readers:
+        if _all_read(draft.plan):
             return self._beside_s(draft, now, math.inf)
         return super().limit_s(draft, now)
+
+
+def _all_read(plan: Plan) -> bool:
+    """Whether a plan serves anybody, and readers alone."""
+    served = False
+    for grant in plan.grants:
+        if grant.task.kind is not Kind.FINETUNE:
+            if grant.task.reader is None:
+                return False
+            served = True
+    return served

@@ -1,7 +1,8 @@
 """The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
 
 from collections.abc import Hashable
-from itertools import accumulate, takewhile
+from itertools import takewhile
+from operator import attrgetter
 
 from edged.scheduler.planning.queues import TaskQueues, by_deadline
 from edged.scheduler.policies.base import Order
@@ -16,6 +17,8 @@ PATIENCE = 8.0
 
 Simulated on an Orin in bursts of long prompts, 8 had as many first tokens in time as 20, and 3 had fewer.
 """
+
+_by_rest = attrgetter("tokens", "deadline_s", "task_id")
 
 
 class Triage(Order):
@@ -91,12 +94,14 @@ class Triage(Order):
             else:
                 late.append(task)
         hopeful.sort(key=by_deadline)
-        ends_s = accumulate((task.tokens * token_s for task in hopeful), initial=now)
-        next(ends_s)
-        if any(end_s > task.deadline_s for end_s, task in zip(ends_s, hopeful, strict=True)):
-            hopeful.sort(key=lambda task: (task.tokens, task.deadline_s, task.task_id))
-        for others in (first_ones, late):
-            others.sort(key=overdue_s)
+        end_s = now
+        for task in hopeful:
+            end_s += task.tokens * token_s
+            if end_s > task.deadline_s:
+                hopeful.sort(key=_by_rest)
+                break
+        first_ones.sort(key=overdue_s)
+        late.sort(key=overdue_s)
         return [*first_ones, *hopeful, *late], hopeful
 
 
