@@ -10,6 +10,7 @@ from aiohttp import web
 
 from edged.api import openai_format
 from edged.api.access import caller_of
+from edged.api.connections import has_begun
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
@@ -70,6 +71,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"), pace)
     try:
         await generation.start()
+        has_begun(request)
         if body.stream:
             return await _stream(request, generation, headers)
         async for _ in generation.updates():
