@@ -21,6 +21,7 @@ from edged.api.access import unix_peer
 from edged.api.errors import ApiError
 from edged.api.loop_shares import LoopShare, LoopShares, LoopWork
 from edged.api.sockets import BACKLOG
+from edged.runtime import logs
 from edged.settings.load import LimitSettings
 
 log = logging.getLogger("edged.api")
@@ -30,6 +31,8 @@ _ACCEPT_AGAIN_S = 1.0
 """Delay after a connection for which nothing was free."""
 _MOST_WAITING = 1024
 """Requests and connections of one account that may wait for their turn: beyond it new connections are refused."""
+
+_TELL_AGAIN_S = 60.0
 
 
 class Connection(web.RequestHandler):
@@ -144,6 +147,7 @@ class Site(web.BaseSite):
         self._listener, self._limits, self._shares = listener, limits, shares
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
+        self._sparing = logs.Sparing(1, _TELL_AGAIN_S)
 
     @property
     def name(self) -> str:
@@ -183,12 +187,19 @@ class Site(web.BaseSite):
             account = unix_peer(client)[0] if client.family == socket.AF_UNIX else address[0]
             share = self._shares.of(account)
             if share.waiting >= _MOST_WAITING:
-                with client, suppress(OSError):
-                    client.send(_too_many())
+                self._refuse(client, account)
                 continue
             task = self._loop.create_task(self._open(client, account, share))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+
+    def _refuse(self, client: socket.socket, account: Hashable) -> None:
+        with client, suppress(OSError):
+            client.send(_too_many())
+        if (missed := self._sparing.left_out(str(account))) is not None:
+            who = f"uid {account}" if isinstance(account, int) else account
+            message = f"{_MOST_WAITING} requests of {who} wait for their turn: new connections of it are refused"
+            logs.event(log, logging.WARNING, "too_many_waiting", message, left_out=missed)
 
     async def _open(self, client: socket.socket, account: Hashable, share: LoopShare) -> None:
         """Open a connection when it is its account's turn; one whose client has gone by then is closed."""

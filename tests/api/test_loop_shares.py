@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -167,7 +168,9 @@ async def test_who_has_left_while_waiting_is_not_read() -> None:
 
 
 @root_only
-async def test_of_one_account_a_bounded_number_waits_and_others_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_one_account_a_bounded_number_waits_and_others_connect(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(connections, "_MOST_WAITING", 50)
     async with serving() as daemon:
         clients = await flood(daemon)
@@ -175,6 +178,9 @@ async def test_of_one_account_a_bounded_number_waits_and_others_connect(monkeypa
         refused = [client for client in clients if answered([client]) and b" 429 Too Many" in client.recv(65536)]
         assert len(refused) > MANY / 2
         assert MANY - len(refused) >= 50
+    uid = pwd.getpwnam(ANN).pw_uid
+    told = f"50 requests of uid {uid} wait for their turn: new connections of it are refused"
+    assert [record.getMessage() for record in caplog.records].count(told) == 1
 
 
 async def test_what_follows_once_an_answer_has_begun_does_not_count() -> None:
