@@ -90,24 +90,23 @@ def take_step(
     pairs: dict[str, list[TokenPair]],
     window: int,
     chunk: int,
-    loss: str = "sigmoid",
     preempt_at: tuple[int, ...] = (),
     keep_graph: bool = False,
     broken: str = "",
     suspicion: OutlierDetector | None = None,
-    sft_weight: float = 0.0,
     cut_to: Callable[[], int] = lambda: 0,
     ahead: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     Every adapter's pairs are judged by `suspicion`. Of each unit `cut_to` says how many rows are computed at once.
     Before each unit `ahead` says whether a chunk of the next group's forward comes first.
+    `settings` are those of the loss.
     """
-    align = AlignSettings(
-        rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
-    )
+    fixed = {"rank": 4, "alpha": 8.0, "beta": BETA, "window_tokens": window, "loss_threshold": 0.0}
+    align = AlignSettings(**fixed | {"sft_weight": 0.0} | settings)
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(align, slots=4)
@@ -173,6 +172,28 @@ def unit_gradients(
     return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
+def peft_model(base: PreTrainedModel) -> Any:
+    base.set_attn_implementation("eager")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, lora)
+
+
+def load_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    own = dict(model.named_parameters())
+    for key, value in weights.items():
+        # Over a quantized base TRL would have them in bfloat16.
+        own[key.replace(".weight", ".default.weight")].data = value.clone()
+
+
+def gradients_of(model: Any, weights: dict[str, torch.Tensor]) -> Gradients:
+    """What `backward` left in a PEFT model, by edged's names."""
+    named = {key.replace(".default.weight", ".weight"): value.grad for key, value in model.named_parameters()}
+    return {
+        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
+        for name in {key.rpartition(".lora_")[0] for key in weights}
+    }
+
+
 def trl_gradients(
     base: PreTrainedModel,
     pairs: list[TokenPair],
@@ -180,19 +201,17 @@ def trl_gradients(
     folder: Path,
     loss: str = "sigmoid",
     sft_weight: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
-    base.set_attn_implementation("eager")
-    model = get_peft_model(
-        base,
-        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    model = peft_model(base)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
         beta=BETA,
         loss_type=[loss, "sft"],
         loss_weights=[1.0, sft_weight],
+        label_smoothing=label_smoothing,
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -201,10 +220,7 @@ def trl_gradients(
         disable_dropout=True,
     )
     trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
-    own = dict(trainer.model.named_parameters())
-    for key, value in weights.items():
-        # Over a quantized base TRL would have them in bfloat16.
-        own[key.replace(".weight", ".default.weight")].data = value.clone()
+    load_weights(trainer.model, weights)
     width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
     ids, attention, completion = [], [], []
     for answer in ("chosen", "rejected"):
@@ -226,16 +242,7 @@ def trl_gradients(
     trainer.precompute_ref_logps = True
     value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     value.backward()
-    named = {
-        k.replace(".default.weight", ".weight"): p.grad
-        for k, p in trainer.model.named_parameters()
-        if p.grad is not None
-    }
-    linears = {key.rpartition(".lora_")[0] for key in weights}
-    return {
-        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
-        for name in linears
-    }, float(value)
+    return gradients_of(trainer.model, weights), float(value)
 
 
 def worst_error(got: Gradients, wanted: Gradients) -> float:
