@@ -78,7 +78,8 @@ def examine(architecture: Architecture, dtype: str = "float32") -> Row:
     name, exact = architecture.name, TOLERANCE[dtype]
     settings = copy.deepcopy(_SETTINGS)
     settings["model"]["dtype"] = dtype
-    with tempfile.TemporaryDirectory() as temporary:
+    # Threads of transformers may still write when a model is refused.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary) / "model"
         architecture.save(folder)
         gradients: list[_Gradient] = []

@@ -24,6 +24,7 @@ from edged.api.access import Access, AccessError
 from edged.api.app import make_app
 from edged.api.connections import Site
 from edged.api.event_router import EventRouter
+from edged.api.loop_shares import LoopShares
 from edged.api.metrics import STALLS
 from edged.api.services import Lifecycle, Services
 from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
@@ -117,8 +118,9 @@ class Daemon:
             runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_HANDLERS_END_S)
             parts.push_async_callback(runner.cleanup)
             await runner.setup()
+            shares = LoopShares()
             for item in listeners.sockets:
-                await Site(runner, item, self._settings.limits).start()
+                await Site(runner, item, self._settings.limits, shares).start()
             self._tell_start(listeners, folder)
             event_router, model = EventRouter(loop), self._settings.model.path
             load = partial(self._load, store, event_router, folder)

@@ -9,7 +9,6 @@ from aiohttp import web
 
 from edged.api import events, metrics
 from edged.api.access import CALLER, Access, is_loopback
-from edged.api.connections import Connection
 from edged.api.errors import ApiError, Handler
 from edged.api.openapi import Route
 from edged.api.request_log import PROBES, add_request_id, request_lines
@@ -33,8 +32,6 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the origin, the caller's role, the daemon's phase and the body of every request."""
         _refuse_other_sites(request, own_name, access.has_tokens)
-        if isinstance(request.protocol, Connection):
-            request.protocol.header_came()
         owner = getattr(request.match_info.handler, "__self__", None)
         row = owner if isinstance(owner, Route) else None
         # A route outside the table is for admins; a URL without a route needs no role and gets 404.

@@ -3,24 +3,28 @@
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
+from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
 from edged.api import openai_format
 from edged.api.access import caller_of
+from edged.api.connections import has_begun
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
-from edged.api.requests import ChatRequest, CompletionRequest, read_body
+from edged.api.requests import ChatRequest, CompletionRequest, read_body, reading_turn
 from edged.api.runs import names_of
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
 from edged.store.completions import Completion
 
+T = TypeVar("T")
 _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized in a thread, so that they do not hold up other clients' tokens."""
 _MESSAGE_CHARS = 64
@@ -52,7 +56,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     tenant = body.user or adapter or caller.tenant
     # Refuse before the work of tokenizing what can be refused there.
     limits.demand(tenant, body.choices)
-    completion = await _record(services, body, model, adapter or body.user)
+    completion = await _record(services, body, model, adapter or body.user, caller.tenant)
     sampling = _sampling(services, body, len(completion.prompt_ids))
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
@@ -70,6 +74,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"), pace)
     try:
         await generation.start()
+        has_begun(request)
         if body.stream:
             return await _stream(request, generation, headers)
         async for _ in generation.updates():
@@ -98,16 +103,19 @@ async def _pace(services: Services, body: Body) -> Pace | None:
     return replace(pace, tokens_per_s=pace.tokens_per_s / body.choices)
 
 
-async def _record(services: Services, body: Body, model: str, adapter: str | None) -> Completion:
+async def _record(services: Services, body: Body, model: str, adapter: str | None, caller: str) -> Completion:
     """Return the record of a request, its prompt tokenized, without answers yet. Raises ApiError."""
-    messages, prompt = None, None
+    messages, prompt, reading = None, None, reading_turn(caller)
     if isinstance(body, ChatRequest):
         messages = tuple(message.plain() for message in body.messages)
-        chars = sum(_MESSAGE_CHARS + len(message["content"]) for message in messages)
-        prompt_ids = await _tokenize(services.tokenizer.render_chat, messages, chars)
+        chars = sum(len(message["content"]) for message in messages)
+        _demand_room(services, chars, len(messages))
+        chars += _MESSAGE_CHARS * len(messages)
+        prompt_ids = await _tokenize(reading, services.tokenizer.render_chat, messages, chars)
     elif isinstance(body.prompt, str):
         prompt = body.prompt
-        prompt_ids = await _tokenize(services.tokenizer.encode_prompt, prompt, len(prompt))
+        _demand_room(services, len(prompt))
+        prompt_ids = await _tokenize(reading, services.tokenizer.encode_prompt, prompt, len(prompt))
     else:
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
@@ -126,9 +134,24 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
     )
 
 
-async def _tokenize(encode: Any, content: Any, chars: int) -> list[int]:
-    ids: list[int] = await asyncio.to_thread(encode, content) if chars >= _THREAD_CHARS else encode(content)
-    return ids
+async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], list[int]], content: T, chars: int) -> list[int]:
+    if chars < _THREAD_CHARS:
+        return encode(content)
+    async with reading:
+        return await asyncio.to_thread(encode, content)
+
+
+def _demand_room(services: Services, chars: int, messages: int = 0) -> None:
+    """Raise ApiError for texts that are too long for the context whatever their tokens are: to count takes long."""
+    context = services.engine.max_context_tokens
+    if messages > context or chars > CHARS_PER_TOKEN * context:
+        has = f"{chars} characters" + (f" in messages, of which there are {messages}" if messages else "")
+        raise bad_request(
+            f"the prompt has {has}, and this model's context of {context} tokens holds as many messages at most, "
+            f"and {CHARS_PER_TOKEN * context} characters",
+            "messages" if messages else "prompt",
+            "context_length_exceeded",
+        )
 
 
 def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:

@@ -1,23 +1,38 @@
-"""HTTP connections with time limits: for a header to arrive and for a full send buffer to be read.
+"""HTTP connections with time limits (for a header to arrive, for a full send buffer to be read) and turns by account.
 
 The application limits the time of a body.
 """
 
 import asyncio
+import json
 import logging
+import select
 import socket
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
+from edged.api.access import unix_peer
 from edged.api.errors import ApiError
+from edged.api.loop_shares import LoopShare, LoopShares, LoopWork
 from edged.api.sockets import BACKLOG
+from edged.runtime import logs
 from edged.settings.load import LimitSettings
 
 log = logging.getLogger("edged.api")
 _ACCEPTED_AT_ONCE = 8
 """Connections that are accepted between two looks at the others: many that come at once do not hold up who talks."""
+_ACCEPT_AGAIN_S = 1.0
+"""Delay after a connection for which nothing was free."""
+_MOST_WAITING = 1024
+"""Requests and connections of one account that may wait for their turn: beyond it new connections are refused."""
+
+_TELL_AGAIN_S = 60.0
 
 
 class Connection(web.RequestHandler):
@@ -26,25 +41,59 @@ class Connection(web.RequestHandler):
     Unread bytes are buffered up to the transport's high-water mark (64 KiB); beyond it the handler waits.
     """
 
-    __slots__ = ("_header_timer", "_limits", "_stall_timer")
+    __slots__ = ("_account", "_header_timer", "_limits", "_shares", "_stall_timer", "_work")
 
-    def __init__(self, manager: web.Server, loop: asyncio.AbstractEventLoop, limits: LimitSettings):
+    def __init__(
+        self,
+        manager: web.Server,
+        loop: asyncio.AbstractEventLoop,
+        limits: LimitSettings,
+        shares: LoopShares,
+        account: Hashable,
+    ):
         options: dict[str, Any] = {"keepalive_timeout": limits.idle_s, "access_log": None}
         super().__init__(manager, loop=loop, **options)
-        self._limits = limits
+        self._limits, self._shares, self._account = limits, shares, account
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._work: LoopWork[Any] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        reason = f"no header came within limits.header_s = {self._limits.header_s:g} s"
-        self._header_timer = self._loop.call_later(self._limits.header_s, self._drop, reason)
+        with self._counted():
+            super().connection_made(transport)
+            reason = f"no header came within limits.header_s = {self._limits.header_s:g} s"
+            self._header_timer = self._loop.call_later(self._limits.header_s, self._drop, reason)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        super().connection_lost(exc)
+        with self._counted():
+            super().connection_lost(exc)
+            self.header_came()
+            if self._stall_timer is not None:
+                self._stall_timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        with self._counted():
+            super().data_received(data)
+
+    async def _handle_request(self, *arguments: Any) -> tuple[web.StreamResponse, bool]:
+        """Handle a request, from its first look at the header to the last byte, when it is its account's turn."""
         self.header_came()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        self._work = LoopWork(partial(super()._handle_request, *arguments))
+        return await self._shares.of(self._account).run(self._work)
+
+    def has_begun(self) -> None:
+        """Count no more of the present request for its account."""
+        if self._work is not None:
+            self._work.settle()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count the time within for the account."""
+        began_s = time.thread_time()
+        try:
+            yield
+        finally:
+            self._shares.of(self._account).take(time.thread_time() - began_s)
 
     def header_came(self) -> None:
         """Stop the header's timer: the first request is known; for later ones `limits.idle_s` holds."""
@@ -82,22 +131,107 @@ class Connection(web.RequestHandler):
             self.transport.abort()
 
 
-class Site(web.SockSite):
-    """A listening socket whose connections are `Connection`s."""
+def has_begun(request: web.Request) -> None:
+    """Tell that a request's answer has begun, which is made at another's pace: no more of it counts for its account."""
+    if isinstance(request.protocol, Connection):
+        request.protocol.has_begun()
 
-    def __init__(self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings) -> None:
-        super().__init__(runner, listener, backlog=BACKLOG)
-        self._listener, self._limits = listener, limits
+
+class Site(web.BaseSite):
+    """A listening socket whose connections are `Connection`s, opened in turns of their accounts."""
+
+    def __init__(
+        self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings, shares: LoopShares
+    ) -> None:
+        super().__init__(runner, backlog=BACKLOG)
+        self._listener, self._limits, self._shares = listener, limits, shares
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._sparing = logs.Sparing(1, _TELL_AGAIN_S)
+
+    @property
+    def name(self) -> str:
+        """The address, for logs."""
+        return str(self._listener.getsockname())
 
     async def start(self) -> None:
         """Accept connections."""
-        await web.BaseSite.start(self)
-        loop, manager = asyncio.get_running_loop(), self._runner.server
+        await super().start()
+        self._listener.setblocking(False)
+        self._listen()
+
+    async def stop(self) -> None:
+        """Accept no more, and close those that wait for their turn."""
+        self._loop.remove_reader(self._listener)
+        for task in self._opening:
+            task.cancel()
+        await super().stop()
+
+    def _listen(self) -> None:
+        if self in self._runner.sites:
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                client, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Nothing is free for it: it stays in the queue, and the listener ready.
+                self._loop.call_exception_handler({"message": "a connection was not accepted", "exception": error})
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+                return
+            client.setblocking(False)
+            account = unix_peer(client)[0] if client.family == socket.AF_UNIX else address[0]
+            share = self._shares.of(account)
+            if share.waiting >= _MOST_WAITING:
+                self._refuse(client, account)
+                continue
+            task = self._loop.create_task(self._open(client, account, share))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    def _refuse(self, client: socket.socket, account: Hashable) -> None:
+        with client, suppress(OSError):
+            client.send(_too_many())
+        if (missed := self._sparing.left_out(str(account))) is not None:
+            who = f"uid {account}" if isinstance(account, int) else account
+            message = f"{_MOST_WAITING} requests of {who} wait for their turn: new connections of it are refused"
+            logs.event(log, logging.WARNING, "too_many_waiting", message, left_out=missed)
+
+    async def _open(self, client: socket.socket, account: Hashable, share: LoopShare) -> None:
+        """Open a connection when it is its account's turn; one whose client has gone by then is closed."""
+        manager = self._runner.server
         assert manager is not None
 
-        def connection() -> Any:
-            return Connection(manager, loop, self._limits)
+        async def opened() -> None:
+            if _is_left(client):
+                client.close()
+            else:
+                protocol = partial(Connection, manager, self._loop, self._limits, self._shares, account)
+                await self._loop.connect_accepted_socket(protocol, client)
 
-        self._server = await loop.create_server(connection, sock=self._listener, backlog=_ACCEPTED_AT_ONCE)
-        # For asyncio the one number is both.
-        self._listener.listen(self._backlog)
+        try:
+            await share.run(LoopWork(opened))
+        except BaseException as error:
+            client.close()
+            if not isinstance(error, OSError):
+                raise
+
+
+@cache
+def _too_many() -> bytes:
+    """The response to a connection that is not opened."""
+    message = f"{_MOST_WAITING} requests of this account wait for their turn: try again when some were answered"
+    body = json.dumps(ApiError(429, message, code="too_many_waiting").body())
+    head = "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close"
+    return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+def _is_left(client: socket.socket) -> bool:
+    """Whether the client of a connection has closed its end."""
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP)
+    return bool(poll.poll(0))

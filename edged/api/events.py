@@ -7,6 +7,7 @@ from aiohttp import web
 
 from edged.api import openai_format
 from edged.api.access import Caller, caller_of
+from edged.api.connections import has_begun
 from edged.api.errors import ApiError, bad_request
 from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, EventReader, Feed
 from edged.api.requests import queried_integer
@@ -35,6 +36,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     try:
         await feed.join(reader, request.headers.get("Last-Event-ID", ""), backlog)
         await response.prepare(request)
+        has_begun(request)
         await response.write(_RETRY)
         while data := await _next(reader, caller):
             await response.write(data)

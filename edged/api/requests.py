@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
+from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
@@ -391,12 +393,21 @@ def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
     raise bad_request(f'feedback is {{"completion_id", "signal", ...}} or {pair}')
 
 
+_reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+
+def reading_turn(caller: str) -> asyncio.Lock:
+    """Return the turns of a caller's large bodies and long prompts: of many, one at a time is before other callers'."""
+    return _reading.setdefault(caller, asyncio.Lock())
+
+
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:
     """Read a request's JSON object and return `check` of it. Raises ApiError."""
     data = await request.read()
     if len(data) < _THREAD_BYTES:
         return check(parse_json(data))
-    return await asyncio.wrap_future(_large_bodies.check(data, check))
+    async with reading_turn(caller_of(request).tenant):
+        return await asyncio.wrap_future(_large_bodies.check(data, check))
 
 
 class _LargeBodies:

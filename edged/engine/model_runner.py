@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from edged.align.dpo.layout import Piece
 from edged.align.dpo.micro_batch import MicroBatch, PairForward
-from edged.align.dpo.pair_layout import Piece
 from edged.align.pair_queues import FineTuneStep
 from edged.cache.page_pool import OutOfPages
 from edged.engine.attention.packed_batch import Segment, pack

@@ -12,7 +12,7 @@ import torch
 from edged.align.adapters.adapter import AdapterState, LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import LoraParameters, LoraRows
-from edged.align.dpo.loss import PairLogps, preference_loss
+from edged.align.dpo.loss import answer_logps, preference_loss
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import Segment, pack
@@ -43,6 +43,8 @@ def try_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
     """
     if not model.lora.linears:
         return
+    # No pair may end for its loss; the units are the same for any loss.
+    align = align.model_copy(update={"loss_threshold": 0.0, "loss": "sigmoid"})
     name, states = model.shape.architecture, [_adapter(model, align, index) for index in range(min(slots, 2))]
     if why := _failure(partial(_mixed_batches, model, states)):
         model.adaptable = frozenset()
@@ -76,9 +78,7 @@ def _adapter(model: ServedModel, align: AlignSettings, index: int) -> AdapterSta
     """Return an adapter whose A and B are random."""
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "", model.fingerprint, ())
-    # No pair may end for its loss.
-    settings = Settings(align=align.model_copy(update={"loss_threshold": 0.0}))
-    state = AdapterState(f"trial {index}", spec, Live(settings), model.device)
+    state = AdapterState(f"trial {index}", spec, Live(Settings(align=align)), model.device)
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for _, b in state.weights.values():
@@ -142,9 +142,9 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
     chosen, rejected = (float(logp.detach()) for logp in logps)
     # The reference's log-probabilities are the policy's own, so that the loss is far from flat.
     pair = replace(pair, ref_chosen_logp=chosen, ref_rejected_logp=rejected)
-    sums = PairLogps(chosen, rejected, chosen, rejected, _CHOSEN, _REJECTED)
-    loss = preference_loss(sums, align.beta, align.loss, align.sft_weight)
-    total = loss.chosen_grad * logps[0] + loss.rejected_grad * logps[1]
+    answers = answer_logps((chosen, rejected), (chosen, rejected), (_CHOSEN, _REJECTED))
+    towards, away = preference_loss(answers, align).coefficients
+    total = towards * logps[0] + away * logps[1]
     found = torch.autograd.grad(total, state.parameters(), allow_unused=True)
     dead += [name for name, a in zip(state.weights, found[::2], strict=True) if a is None]
     if dead:

@@ -21,7 +21,7 @@ from edged.engine.model.base_files import base_fingerprint, files_digest
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
 from edged.rebuild.scores import Score, greedy_agreement, score
-from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_trl, train
+from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_loss, check_trl, train
 from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import insert_version, set_version_saved
@@ -63,6 +63,7 @@ class Rebuild:
         """Load the base model and the stored pairs and versions. Raises RebuildError, ModelRefused and
         TokenizerError."""
         check_trl()
+        check_loss(settings.align)
         self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
         self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
         if self._base.device.type == "cpu":

@@ -29,6 +29,16 @@ class Recipe:
     seed: int = 0
 
 
+def check_loss(align: AlignSettings) -> None:
+    """Check that TRL's DPOTrainer has the loss of these settings. Raises RebuildError."""
+    if align.loss not in ("sigmoid", "ipo"):
+        way_out = 'set it to "sigmoid" or "ipo" in a file for --config'
+        raise RebuildError(f'align.loss = "{align.loss}" is none of TRL\'s DPOTrainer: {way_out}')
+    if align.label_smoothing and align.loss == "sigmoid":
+        way_out = "set it to 0 in a file for --config"
+        raise RebuildError(f"align.label_smoothing = {align.label_smoothing}: TRL's DPO smooths no labels: {way_out}")
+
+
 def check_trl() -> None:
     """Check that TRL is installed, and switch its telemetry off. Raises RebuildError."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -14,7 +14,7 @@ class TokenBucket:
 
     __slots__ = ("_level", "_period_s", "_seen_s", "most")
 
-    def __init__(self, most: int = 0, period_s: float = 3600.0) -> None:
+    def __init__(self, most: float = 0, period_s: float = 3600.0) -> None:
         self.most = most or math.inf
         self._level, self._period_s, self._seen_s = self.most, period_s, -math.inf
 

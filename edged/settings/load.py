@@ -172,12 +172,21 @@ class ReadingSettings(Section):
 
 
 class AlignSettings(Section):
-    """Preference learning: DPO on LoRA."""
+    """Preference learning: DPO, or another loss, on LoRA."""
 
     enabled: bool = setting(True, "train on feedback; off: feedback is only stored")
     beta: Positive = setting(0.5, "DPO's temperature: the larger, the nearer an adapter stays to the base")
-    loss: Literal["sigmoid", "ipo"] = setting("sigmoid", "DPO (Rafailov et al.) or IPO (Azar et al.)")
-    sft_weight: float = setting(1.0, "weight of the chosen answer's NLL per token beside preference loss (RPO)", ge=0.0)
+    loss: Literal["sigmoid", "ipo", "simpo", "orpo", "sft", "dft"] = setting(
+        "sigmoid", "DPO (sigmoid), IPO, SimPO, ORPO; sft, dft: the chosen answer's NLL alone"
+    )
+    label_smoothing: float = setting(0.0, "sigmoid, simpo: share of pairs taken to say the opposite", ge=0.0, le=0.5)
+    simpo_gamma: float = setting(0.5, "simpo: margin that is wanted between the answers", ge=0.0)
+    sft_weight: float = setting(
+        1.0, "sigmoid, ipo, simpo: weight of the chosen answer's NLL per token beside preference loss (RPO)", ge=0.0
+    )
+    unpaired: Literal["off", "apo", "kto"] = setting(
+        "off", "learn from ratings without an opposite one: off, APO-zero, KTO"
+    )
     learning_rate: Positive = setting(5e-4, "AdamW's step size; less for steps of less than micro_batch_pairs")
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0.0)
     max_grad_norm: Positive = setting(1.0, "gradients are clipped to this L2 norm")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edged.align.dpo.adapter_step import AdapterStep
-from edged.align.dpo.loss import PairLogps
+from edged.align.dpo.loss import AnswerLogps
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import PairRetired, TokenPair
 from edged.align.journal import Journal
@@ -31,7 +31,7 @@ def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradie
     """A step of these pairs that ended; by their `margin` of log-probabilities they are suspicious or usual."""
     member = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
     for one in pairs:
-        member.take(one, PairLogps(margin, 0.0, 0.0, 0.0, 12, 12))
+        member.take(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
     for total in (tensor for both in member.leaves.gradients.values() for tensor in both):
         total += torch.full_like(total, gradient)
     member.finish()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from edged.api.access import CALLER
 from edged.api.completions import _record
 from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, parse_feedback, parse_json, read_body
@@ -84,15 +85,17 @@ def test_the_first_fault_is_told_and_the_others_are_not_looked_for(what: str) ->
     assert calls < MANY / 10
 
 
-async def test_large_bodies_are_parsed_one_after_the_other() -> None:
-    running, most = 0, 0
+async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their_callers() -> None:
+    running, most, callers = 0, 0, iter(["ann", "ann", "ann", "bob"])
+    done: list[str] = []
 
     class Sent(web.Request):
         def __init__(self) -> None:
             """A request whose body has come."""
+            self._state = {CALLER: SimpleNamespace(tenant=next(callers))}
 
         async def read(self) -> bytes:
-            return json.dumps({"prompt": "x" * MANY}).encode()
+            return json.dumps({"prompt": "x" * MANY, "user": self[CALLER].tenant}).encode()
 
     def check(body: dict[str, Any]) -> int:
         nonlocal running, most
@@ -100,10 +103,33 @@ async def test_large_bodies_are_parsed_one_after_the_other() -> None:
         most = max(most, running)
         time.sleep(0.05)
         running -= 1
+        done.append(body["user"])
         return len(body["prompt"])
 
     assert await asyncio.gather(*(read_body(Sent(), check) for _ in range(4))) == [MANY] * 4
     assert most == 1
+    assert done == ["ann", "bob", "ann", "ann"]
+
+
+def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
+    """What a prompt meets before the engine, whose context has so many tokens."""
+    engine = SimpleNamespace(max_context_tokens=tokens)
+    return cast(Services, SimpleNamespace(engine=engine, tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": [{"role": "user", "content": ""}] * 101}, "0 characters in messages, of which there are 101"),
+        ({"messages": [{"role": "user", "content": "<|system|>" * 321}]}, "3210 characters in messages"),
+        ({"prompt": "x " * 1_601}, "3202 characters"),
+    ],
+)
+async def test_what_no_context_holds_is_refused_before_it_is_tokenized(body: dict[str, Any], said: str) -> None:
+    checked = (ChatRequest if "messages" in body else CompletionRequest).checked(body)
+    with pytest.raises(ApiError, match=f"the prompt has {said}.* 100 tokens .* 3200 characters") as refused:
+        await _record(with_context(100), checked, "tiny", None, "ann")
+    assert refused.value.code == "context_length_exceeded"
 
 
 def test_many_empty_messages_are_rendered_beside_the_event_loop() -> None:
@@ -115,10 +141,10 @@ def test_many_empty_messages_are_rendered_beside_the_event_loop() -> None:
             threads.append(threading.current_thread())
             return super().render_chat(messages)
 
-    services = cast(Services, SimpleNamespace(tokenizer=Watched(byte_tokenizer(), "watched")))
+    services = with_context(2_000, Watched(byte_tokenizer(), "watched"))
     for many in (3, 1_000):
         body = ChatRequest.checked({"messages": [{"role": "user", "content": ""}] * many})
-        completion = asyncio.run(_record(services, body, "watched", None))
+        completion = asyncio.run(_record(services, body, "watched", None, "ann"))
         assert len(completion.prompt_ids) > 5 * many
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()

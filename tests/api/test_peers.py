@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import grp
+import json
 import os
+import pwd
 import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientSession, UnixConnector, web
 
-from edged.api.access import Access, AccessError, Accounts, Peer, loopback_uid, unix_peer
+from edged.api.access import Access, AccessError, Accounts, Peer, is_loopback, loopback_uid, unix_peer
 from edged.api.errors import ApiError
-from edged.settings.access import token_hash
+from edged.settings.access import AccessToken, token_hash
 from edged.settings.load import AccessSettings
 
 
@@ -68,7 +72,30 @@ async def test_an_accounts_groups_are_remembered_and_the_process_own_is_added() 
     root = await accounts.peer(0, 12345)
     assert root.name == "root"
     assert {0, 12345} <= root.gids
-    assert (await accounts.peer(4242424)).name == ""
+    assert 12345 not in (await accounts.peer(0)).gids, "another process of the account is not in the group"
+    assert await accounts.peer(4242424) == Peer(4242424, "", frozenset())
+
+
+async def test_what_an_account_was_is_forgotten_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, groups = [100.0], [5, 6]
+    monkeypatch.setattr("os.getgrouplist", lambda name, gid: [gid, *groups])
+    accounts = Accounts(lambda: now[0])
+    assert (await accounts.peer(0)).gids == {0, 5, 6}
+    groups.clear()
+    now[0] = 129.9
+    assert (await accounts.peer(0)).gids == {0, 5, 6}
+    now[0] = 130.0
+    assert (await accounts.peer(0)).gids == {0}
+
+
+async def test_the_cache_of_accounts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.api.access._MOST_KEPT", 2)
+    looked_up: list[int] = []
+    monkeypatch.setattr("edged.api.access._account", lambda uid: (looked_up.append(uid), ("", frozenset()))[1])
+    accounts = Accounts(lambda: 0.0)
+    for uid in (7, 8, 7, 8, 9, 9, 7):
+        await accounts.peer(uid)
+    assert looked_up == [7, 8, 9, 7]
 
 
 def test_the_first_rule_that_fits_counts() -> None:
@@ -110,8 +137,60 @@ def test_root_the_daemons_account_and_the_group_edged_are_admins(monkeypatch: py
 
 @pytest.mark.parametrize("peer", ["user:no-such-account", "group:no-such-group"])
 def test_a_rule_about_an_account_that_is_not_there_is_refused(peer: str) -> None:
-    with pytest.raises(AccessError, match=rf'access\.rules\[0\]\.peers names "{peer}", and this box has no such'):
+    kind = peer.partition(":")[0]
+    way_out = {"user": "uid", "group": "gid"}[kind] + ":NUMBER"
+    told = (
+        rf'access\.rules\[0\]\.peers names "{peer}", and this box has no such {kind}: create it, .* write "{way_out}"'
+    )
+    with pytest.raises(AccessError, match=told):
         access(rules=[{"peers": [peer], "roles": ["use"]}])
+
+
+def test_rules_name_accounts_and_groups_by_name_or_number() -> None:
+    account, group = pwd.getpwnam("nobody"), grp.getgrnam("daemon")
+    for peer in ("user:nobody", f"uid:{account.pw_uid}"):
+        found = access(rules=[{"peers": [peer], "roles": ["metrics"]}])
+        assert found.of_peer(Peer(account.pw_uid, "nobody", frozenset())).roles == {"metrics"}
+        assert found.of_peer(Peer(account.pw_uid - 1, "x", frozenset({account.pw_uid}))).roles == {"use", "train"}
+    for peer in ("group:daemon", f"gid:{group.gr_gid}"):
+        found = access(rules=[{"peers": [peer], "roles": ["metrics"]}])
+        assert found.of_peer(Peer(5001, "x", frozenset({group.gr_gid}))).roles == {"metrics"}
+        assert found.of_peer(Peer(group.gr_gid, "x", frozenset())).roles == {"use", "train"}
+
+
+def test_a_rule_for_admins_speaks_for_everybody() -> None:
+    found = access(rules=[{"peers": ["uid:5001"], "roles": ["admin"]}]).of_peer(Peer(5001, "ann", frozenset()))
+    assert (found.users, found.rule, found.tenant) == (("*",), "access.rules[0]", "ann")
+
+
+def test_every_caller_is_told_what_it_may_and_by_which_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.api.access.id_of", lambda kind, name: 777 if (kind, name) == ("group", "edged") else 1)
+    monkeypatch.setattr("os.geteuid", lambda: 990)
+    rules = [{"peers": ["uid:8"], "roles": []}, {"peers": ["uid:9"], "roles": ["use", "train"], "users": ["bo", "a*"]}]
+    found = access(rules=rules)
+    admin, nobody = found.of_peer(Peer(0, "root", frozenset())), found.of_peer(Peer(8, "", frozenset()))
+    assert (str(admin.label), admin.rule) == ('peer "root" (uid 0)', "root is admin")
+    assert found.of_peer(Peer(990, "edged", frozenset())).rule == "the daemon's own account is admin"
+    assert found.of_peer(Peer(7, "x", frozenset({777}))).rule == 'members of group "edged" are admins'
+    for role in ("use", "train", "metrics", "admin"):
+        admin.demand_role(role)
+    admin.demand_user("anybody", None)
+    with pytest.raises(ApiError) as refused:
+        nobody.demand_role("use")
+    error = refused.value
+    assert (error.status, error.code) == (403, "forbidden_role")
+    assert str(error) == 'this needs the role "use", and peer of uid 8 has no role (access.rules[0])'
+    app = found.of_peer(Peer(9, "app", frozenset()))
+    app.demand_user(None, "bo", "ann", None)
+    with pytest.raises(ApiError) as refused:
+        app.demand_user(None, "ann", "eve", "bo")
+    error = refused.value
+    assert (error.status, error.code) == (403, "forbidden_user")
+    assert str(error) == 'user "eve" is not for peer "app" (uid 9), who may speak for bo, a* (access.rules[1])'
+    with pytest.raises(ApiError, match="has train, use "):
+        app.demand_role("admin")
+    with pytest.raises(ApiError, match="who may speak for nobody "):
+        nobody.demand_user("bo")
 
 
 def test_a_token_is_known_by_its_hash_alone() -> None:
@@ -121,7 +200,9 @@ def test_a_token_is_known_by_its_hash_alone() -> None:
     ]
     found = access(tokens=tokens)
     web = found.of_token("Bearer one")
-    assert (web.name, web.users, web.may("train")) == ("web", ("ann",), False)
+    assert (web.name, web.tenant, web.users, web.may("train")) == ("web", "token:web", ("ann",), False)
+    assert (web.label, web.rule) == ('token "web"', 'access.tokens, name = "web"')
+    assert found.of_token("Bearer  one ") == web
     assert found.of_token("bearer two").speaks_for("anybody")
     for shown in (
         "",
@@ -135,7 +216,105 @@ def test_a_token_is_known_by_its_hash_alone() -> None:
     ):
         with pytest.raises(ApiError) as refused:
             found.of_token(shown)
-        assert refused.value.status == 401
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+
+
+def test_the_operators_token_is_admin_beside_all_others() -> None:
+    tokens = [{"name": "web", "sha256": token_hash("one"), "roles": ["use"]}]
+    found = Access(AccessSettings.model_validate({"tokens": tokens}), "sesame")
+    operator = found.of_token("Bearer sesame")
+    assert (operator.name, operator.users, operator.roles) == ("api.token", ("*",), {"admin"})
+    assert (operator.label, operator.tenant, operator.rule) == (
+        'token "api.token"',
+        "token:api.token",
+        "api.token is admin",
+    )
+    assert found.of_token("Bearer one").users == ()
+    assert [each.has_tokens for each in (access(), access(tokens=tokens), Access(AccessSettings(), "x"))] == [0, 1, 1]
+
+
+async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = access()
+    asked: list[int] = []
+    real = loopback_uid
+
+    def owner(*ends: tuple[str, int]) -> int | None:
+        asked.append(1)
+        return real(*ends)
+
+    monkeypatch.setattr("edged.api.access.loopback_uid", owner)
+
+    async def who(request: web.Request) -> web.Response:
+        try:
+            return web.Response(text=(await found.caller(request)).label)
+        except ApiError as error:
+            return web.Response(status=error.status, text=error.code)
+
+    app = web.Application()
+    app.router.add_get("/", who)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(tmp_path / "s")).start()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[1][1]}/"
+        me = str(await Accounts().peer(os.geteuid()))
+
+        async def ask(http: ClientSession, address: str = url, shown: str = "") -> tuple[int, str]:
+            async with http.get(address, headers={"Authorization": shown} if shown else {}) as answer:
+                return answer.status, await answer.text()
+
+        async with ClientSession() as http, ClientSession(connector=UnixConnector(str(tmp_path / "s"))) as local:
+            assert [await ask(http), await ask(http)] == [(200, me)] * 2
+            assert len(asked) == 1, "a connection's owner is looked up once"
+            assert await ask(local, "http://localhost/", "Bearer nonsense") == (200, me)
+            found.configure(AccessSettings(tokens=[AccessToken(name="web", sha256=token_hash("one"), roles=["use"])]))
+            assert await ask(http, shown="Bearer one") == (200, 'token "web"')
+            assert await ask(http) == (401, "invalid_api_key")
+            assert await ask(local, "http://localhost/") == (200, me)
+            found.configure(AccessSettings())
+        monkeypatch.setattr("edged.api.access.loopback_uid", lambda *ends: None)
+        async with ClientSession() as http:
+            assert await ask(http) == (401, "invalid_api_key")
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("name", "local"),
+    [("localhost", True), ("127.0.0.9", True), ("::1", True), ("10.0.0.1", False), ("example.org", False), ("", False)],
+)
+def test_loopback_is_localhost_or_an_address_of_it(name: str, local: bool) -> None:
+    assert is_loopback(name) == local
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "told"),
+    [
+        ("rules", {"peers": ["ann"], "roles": []}, '"ann" names no peer: write "user:NAME"'),
+        ("rules", {"peers": ["uid:12345678901"], "roles": []}, "names no peer"),
+        ("rules", {"peers": [], "roles": []}, "at least 1 item"),
+        ("rules", {"peers": ["uid:1"], "roles": [], "users": ["a**"]}, 'names no user: give a name.*"@self"'),
+        ("rules", {"peers": ["uid:1"], "roles": ["admin"], "users": ["ann"]}, '"admin" speaks for everybody'),
+        ("rules", {"peers": ["uid:1"], "roles": [], "user": ["ann"]}, "Extra inputs"),
+        ("tokens", {"name": "a b", "sha256": "0" * 64, "roles": []}, '"a b" cannot name a token'),
+        ("tokens", {"name": "a", "sha256": "0" * 63, "roles": []}, "should match pattern"),
+        ("tokens", {"name": "a", "sha256": "0" * 64, "roles": [], "users": ["@self"]}, '"@self" means nobody'),
+    ],
+)
+def test_a_grant_that_cannot_be_meant_is_refused(section: str, value: dict[str, object], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        access(**{section: [value]})
+
+
+def test_two_tokens_of_one_name_are_refused_and_lists_may_come_as_json() -> None:
+    token = {"name": "web", "sha256": "0" * 64, "roles": ["use"]}
+    with pytest.raises(ValueError, match='two tokens are named "web"'):
+        access(tokens=[{**token, "name": "other"}, token, token])
+    assert AccessSettings.model_validate({"tokens": json.dumps([token])}).tokens[0].name == "web"
+    with pytest.raises(ValueError, match="neither a list of tables nor JSON: Expecting value"):
+        access(tokens="nonsense")
 
 
 def test_invented_names_share_the_turn_of_the_pattern_that_grants_them() -> None:

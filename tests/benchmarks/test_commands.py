@@ -122,6 +122,7 @@ def test_arrivals_in_the_middle_of_learning_are_measured(tmp_path: Path) -> None
         assert found["piece_ms"] is None or found["piece_floor_ms"]["p50"] > 0
 
 
+@pytest.mark.slow
 def test_every_policys_decisions_are_timed() -> None:
     arguments = ("--policy", "all", "--json", "--rounds", "2", "--tasks", "8", "--queued", "200")
     done = run("scheduler", *arguments)
@@ -328,6 +329,7 @@ def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_op
     assert 0.0 < offline["reachable_share"] <= offline["at_most_share"] <= 1.0
 
 
+@pytest.mark.slow
 def test_the_frontier_has_bursts_on_a_device_whose_times_vary_at_the_defaults(tmp_path: Path) -> None:
     arguments = ["lognormal:500:26", "--policies", "mace", "--rate", "0.5", "--seconds", "60", "--seeds", "1"]
     bursts = [*arguments, "--defaults", "--arrivals", "gamma:3"]

@@ -87,7 +87,7 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
     [
         ('[scheduler]\npolicy = "MACE"\n', 'setting "scheduler.policy" = \'MACE\': did you mean "mace"?'),
         ('[model]\ndtype = "bf16"\n', 'setting "model.dtype" = \'bf16\': did you mean "bfloat16"?'),
-        ("[align]\nloss = 3\n", 'setting "align.loss" = 3: known: sigmoid, ipo'),
+        ("[align]\nloss = 3\n", 'setting "align.loss" = 3: known: sigmoid, ipo, simpo, orpo, sft, dft'),
         (
             "[scheduler]\nretrain_every_s = 10\nretrain_window_s = 12\n",
             'setting "scheduler.retrain_window_s" = 12: it must be shorter than retrain_every_s (10.0 s)',

@@ -52,7 +52,10 @@ def test_pairs_versions_and_series_keep_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("gcc"), reason="the clock that jumps is written in C")
-@pytest.mark.parametrize("jumps", [(-2 * YEAR_S, YEAR_S), (2 * YEAR_S, 0)], ids=["back", "forth"])
+@pytest.mark.parametrize(
+    "jumps",
+    [pytest.param((-2 * YEAR_S, YEAR_S), id="back"), pytest.param((2 * YEAR_S, 0), id="forth", marks=pytest.mark.slow)],
+)
 def test_a_daemon_whose_clock_jumps_goes_on_answering_learning_and_counting(
     tmp_path: Path, jumps: tuple[int, int]
 ) -> None:

@@ -109,14 +109,14 @@ class AdapterState:
     def step(
         self,
         gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
-        pairs: int,
+        count: int,
         weight: float | None = None,
         most_norm: float = math.inf,
         scale: float = 1.0,
     ) -> float:
         """Clip the gradient, take AdamW's step and begin the next version. Returns the mean's L2 norm before clipping.
 
-        `gradients` are summed over `pairs`. `weight` is the sum of the pairs' weights, by default their number; `scale`
+        `gradients` are sums, divided by `count`. `weight` is the sum of the pairs' weights, by default `count`; `scale`
         multiplies the step size. Raises FloatingPointError when the norm is not finite, GradientTooLarge when it is
         over `most_norm`, and whatever AdamW raises; nothing has changed then.
         """
@@ -124,7 +124,7 @@ class AdapterState:
         try:
             for name, leaves in self.weights.items():
                 for leaf, gradient in zip(leaves, gradients[name], strict=True):
-                    leaf.grad = gradient / pairs
+                    leaf.grad = gradient / count
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
@@ -133,7 +133,7 @@ class AdapterState:
             # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
             # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
             # once, and a step of weak signals as far as one of choices.
-            share = min(1.0, (pairs if weight is None else weight) / align.micro_batch_pairs)
+            share = min(1.0, (count if weight is None else weight) / align.micro_batch_pairs)
             group["lr"], group["weight_decay"] = align.learning_rate * share * scale, align.weight_decay
             self._whole_optimizer_step()
         finally:

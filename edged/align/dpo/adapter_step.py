@@ -8,7 +8,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
 from edged.align.dpo.decoder import LoraParameters
-from edged.align.dpo.loss import PairLogps, PairLoss, pair_score, preference_loss
+from edged.align.dpo.loss import AnswerLogps, ExampleLoss, pair_score, preference_loss, rating_loss
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.runtime import logs
@@ -27,6 +27,8 @@ class PairOutcome:
     trained: bool
     verdict: Verdict
     score: PairScored | None = None
+    count: int = 1
+    """How often its loss counts in the mean: see `ExampleLoss`."""
 
 
 class AdapterStep:
@@ -71,10 +73,31 @@ class AdapterStep:
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
+        self._align = state.settings.now.align
+        self.mismatched = self._mismatches()
+        """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
+        self._origins: list[float] = []
+        """Log-ratios of the `mismatched` ones so far."""
         self._taken: list[PairOutcome] = []
         """Outcomes of all pairs so far."""
-        self._mark: tuple[int, list[torch.Tensor]] | None = None
-        """Number of outcomes, and the gradients, at the end of the latest micro-batch."""
+        self._mark: tuple[int, int, list[torch.Tensor]] | None = None
+        """Numbers of outcomes and `_origins`, and the gradients, at the end of the latest micro-batch."""
+
+    def _mismatches(self) -> list[TokenPair]:
+        """Each rated answer's prompt with the answer before (TRL's pairs for KTO's KL); none of a single rating."""
+        rated = [pair for pair in (*self.fresh, *self.replay) if pair.single]
+        if self._align.unpaired != "kto" or len(rated) < 2:
+            return []
+        answers = [pair.chosen or pair.rejected for pair in rated]
+        return [
+            TokenPair(pair.pair_id, self.adapter, pair.prompt, answer, ())
+            for pair, answer in zip(rated, answers[-1:] + answers[:-1], strict=True)
+        ]
+
+    @property
+    def examples(self) -> list[TokenPair]:
+        """All that is computed, in its order."""
+        return [*self.mismatched, *self.fresh, *self.replay]
 
     @property
     def losses(self) -> list[float]:
@@ -102,29 +125,38 @@ class AdapterStep:
 
     def mark(self) -> None:
         """Save the state between two micro-batches, to which `restart` returns."""
-        self._mark = len(self._taken), [total.clone() for total in self._totals]
+        self._mark = len(self._taken), len(self._origins), [total.clone() for total in self._totals]
 
     def restart(self) -> None:
         """Undo the current micro-batch: return to the end of the one before."""
-        if self._mark is None:
-            self._taken.clear()
+        taken, origins, totals = self._mark or (0, 0, None)
+        del self._taken[taken:], self._origins[origins:]
+        if totals is None:
             torch._foreach_zero_(self._totals)
         else:
-            del self._taken[self._mark[0] :]
-            torch._foreach_copy_(self._totals, self._mark[1])
+            torch._foreach_copy_(self._totals, totals)
 
-    def take(self, pair: TokenPair, logps: PairLogps) -> PairLoss | None:
-        """Take in a pair's log-probabilities; returns its loss, None when it is under the threshold or far too high."""
-        align = self.state.settings.now.align
-        loss = preference_loss(logps, align.beta, align.loss, align.sft_weight)
+    def take(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss | None:
+        """Take in the log-probabilities of a pair's answers; returns its loss.
+
+        None: it has no part in the gradient, as its loss is under the threshold or far too high, or it is mismatched.
+        """
+        if len(self._origins) < len(self.mismatched):
+            self._origins.append(answers[0].ratio)
+            return None
+        loss = self._rating_loss(pair, answers) if pair.single else preference_loss(answers, self._align)
         fresh = pair.pair_id in self._fresh_ids
         verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
-        train = loss.loss >= align.loss_threshold and not verdict.why
-        known = replace(pair, ref_chosen_logp=logps.ref_chosen_logp, ref_rejected_logp=logps.ref_rejected_logp)
-        new = fresh and not pair.epochs_done
-        score = pair_score(pair, self.version, "prequential", logps, loss) if new else None
-        self._taken.append(PairOutcome(known, loss.loss, train, verdict, score))
+        train = loss.loss >= self._align.loss_threshold and not verdict.why
+        known = replace(pair, ref_chosen_logp=answers[0].ref_logp, ref_rejected_logp=answers[1].ref_logp)
+        new = fresh and not pair.epochs_done and not pair.single
+        score = pair_score(pair, self.version, "prequential", answers, loss) if new else None
+        self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.count))
         return loss if train else None
+
+    def _rating_loss(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss:
+        origin = max(0.0, sum(self._origins) / len(self._origins)) if self._origins else 0.0
+        return rating_loss(answers, bool(pair.chosen), self._align.beta, origin)
 
     def holds(self, pair_ids: Collection[int]) -> bool:
         """Whether any of these pairs is in the step."""
@@ -146,16 +178,17 @@ class AdapterStep:
         self.turned = bool(burst) and all(outcome.pair.direct for outcome in judged)
         self.burst = "" if self.turned else burst
         self.doubted = self._untested and bool(burst or any(outcome.verdict.why for outcome in judged))
-        losses = [outcome.loss for outcome in self._taken if not outcome.verdict.why]
-        if self.doubted or self.burst or not losses:
+        kept = [outcome for outcome in self._taken if not outcome.verdict.why]
+        if self.doubted or self.burst or not kept:
             return
-        self.loss = sum(losses) / len(losses)
+        self.loss = sum(outcome.count * outcome.loss for outcome in kept) / sum(outcome.count for outcome in kept)
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:
-            weight = sum(outcome.pair.weight for outcome in self._taken if outcome.trained)
+            trained = [outcome for outcome in self._taken if outcome.trained]
+            weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
-                rest = (self.trained, weight, self._most_norm(), self._step_scale)
+                rest = (count, weight, self._most_norm(), self._step_scale)
                 self.grad_norm = self.state.step(self.leaves.gradients, *rest)
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from edged.align.dpo.pair_layout import Piece
+from edged.align.dpo.layout import Piece
 
 LoraLeaves = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Linear's name -> (A [rank, in], B [out, rank])."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import PairLogps, pair_score, preference_loss
+from edged.align.dpo.loss import answer_logps, pair_score, preference_loss
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import Work, head_window_size
 from edged.align.feedback.pair import PairScored, TokenPair
@@ -45,7 +45,11 @@ class HeldOutEvaluation:
     def _open(self) -> None:
         # KL needs the base's whole distributions; for neutral text its log-probabilities are enough.
         self.group = MicroBatch(
-            [self._pairs.pop(0)], lambda p: p.pair_id >= 0 or p.ref_chosen_logp is None, "nothing", self.decoder
+            [self._pairs.pop(0)],
+            lambda pair: pair.pair_id >= 0 or pair.ref_chosen_logp is None,
+            "nothing",
+            self.decoder,
+            self.align,
         )
         self._reset()
 
@@ -56,8 +60,8 @@ class HeldOutEvaluation:
         known: list[HeadWindow | None] = [*reference] or [None] * len(policy)
         self._heads = list(zip(known, policy, strict=True))
         self._next = 0
-        self._sums = torch.zeros(2 * len(self.group.streams), device=device)
-        self._kl = torch.zeros((), device=device)
+        self._sums = torch.zeros(self.group.owners, device=device)
+        self._kl = torch.zeros_like(self._sums)
 
     @property
     def packing(self) -> MicroBatch:
@@ -93,25 +97,25 @@ class HeldOutEvaluation:
                 self._sums.index_add_(0, head.owners, logps.gather(1, head.targets[:, None])[:, 0])
                 both.append(logps)
             # KL(policy || base) over the vocabulary, exact at every scored position.
-            self._kl += (both[-1].exp() * (both[-1] - both[0])).sum()
+            self._kl.index_add_(0, policy.owners, (both[-1].exp() * (both[-1] - both[0])).sum(-1))
         if self._next == len(self._heads):
             self._score()
         return "test", len(both) * len(policy.rows)
 
     def _score(self) -> None:
         stream = self.group.streams[-1]
-        *sums, kl = torch.cat((self._sums, self._kl[None])).tolist()
-        pair, (chosen, rejected) = stream.pair, sums[-2:]
-        if len(sums) == 4:
-            pair = replace(pair, ref_chosen_logp=sums[0], ref_rejected_logp=sums[1])
+        sums, kl = torch.stack((self._sums, self._kl)).tolist()
+        pair, known = stream.pair, sums[self.group.streams[0].owners]
+        answers = answer_logps(sums[stream.owners], known, stream.layout.scored_tokens)
+        if len(self.group.streams) == 2:
+            pair = replace(pair, ref_chosen_logp=known[0], ref_rejected_logp=known[1])
         if pair.pair_id < 0:
             self.neutral.append(pair)
-            self._neutral_logp += chosen + rejected
+            self._neutral_logp += sum(answer.logp for answer in answers[:2])
         else:
-            tokens = stream.layout.chosen + stream.layout.rejected
-            logps = PairLogps(chosen, rejected, sums[0], sums[1], stream.layout.chosen, stream.layout.rejected)
-            loss = preference_loss(logps, self.align.beta, self.align.loss)
-            self.scores.append(pair_score(pair, self.version, "held_out", logps, loss, kl / max(tokens, 1)))
+            mean_kl = sum(kl[stream.owners][:2]) / max(sum(answer.tokens for answer in answers[:2]), 1)
+            loss = preference_loss(answers, self.align)
+            self.scores.append(pair_score(pair, self.version, "held_out", answers, loss, mean_kl))
         self.free()
         if self._pairs:
             self.groups_done += 1

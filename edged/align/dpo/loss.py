@@ -1,55 +1,164 @@
-"""The preference losses: from four sums of log-probabilities to a loss and its two derivatives."""
+"""The losses of a step: from the log-probabilities of an example's answers to its loss, and a coefficient per answer.
+
+A step adds up, over all answers, each coefficient times the gradient of the answer's log-probability: so any loss of
+log-probabilities of whole answers is one function here.
+"""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 
 from edged.align.feedback.pair import PairScored, Split, TokenPair
+from edged.settings.load import AlignSettings
 
 
 @dataclass(frozen=True, slots=True)
-class PairLogps:
-    """Summed log-probabilities of a pair's answers in nats, under the policy and the reference, and their lengths."""
+class AnswerLogps:
+    """An answer's log-probability in nats under policy and reference, summed over its `tokens` scored tokens.
 
-    chosen_logp: float
-    rejected_logp: float
-    ref_chosen_logp: float
-    ref_rejected_logp: float
-    chosen_tokens: int
-    rejected_tokens: int
+    `weighted` is the sum of each token's own log-probability times its probability, where the loss asks for it.
+    """
+
+    logp: float
+    ref_logp: float
+    tokens: int
+    weighted: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The log-ratio of policy and reference."""
+        return self.logp - self.ref_logp
+
+    @property
+    def mean(self) -> float:
+        """The log-probability per token."""
+        return self.logp / max(self.tokens, 1)
+
+
+def answer_logps(
+    sums: Sequence[float], reference: Sequence[float], tokens: Sequence[int], weighted: Sequence[float] = ()
+) -> list[AnswerLogps]:
+    """The scored texts of an example; the reference's log-probability is 0 where it is not given."""
+    tables = zip_longest(sums, reference, tokens, weighted, fillvalue=0)
+    return [AnswerLogps(logp, ref_logp, int(count), total) for logp, ref_logp, count, total in tables]
 
 
 @dataclass(frozen=True, slots=True)
-class PairLoss:
-    """A pair's loss and its two derivatives, d loss / d summed log-probability of the chosen and rejected answer."""
+class ExampleLoss:
+    """An example's loss, and d (`count` * loss) / d log-probability of each of its answers.
+
+    A step's loss and gradient are means over examples, each of which counts `count` times.
+    """
 
     loss: float
-    reward_margin: float
-    chosen_grad: float
-    rejected_grad: float
+    coefficients: tuple[float, ...]
+    reward_margin: float = 0.0
+    count: int = 1
 
 
-def preference_loss(
-    logps: PairLogps, beta: float, kind: Literal["sigmoid", "ipo"] = "sigmoid", sft_weight: float = 0.0
-) -> PairLoss:
-    """The preference loss of one pair, and the derivatives of its sum with the chosen answer's NLL.
+def preference_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """The loss `align.loss` of a pair's chosen and rejected answer and, where it `scores_prompt`, of its prompt.
 
-    The NLL counts per token, times `sft_weight`: RPO (Pang et al. 2024, Eq. 2), TRL's `loss_type=["sigmoid", "sft"]`.
-    It is left out of `loss`, which measures how well the preference is learned.
-
-    "sigmoid": -log sigmoid(beta * margin), Rafailov et al. 2023 Eq. 7 (MACE 3.1).
-    "ipo": (h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation.
-    The reward margin is beta times the difference of the summed log-ratios for both, as TRL reports it.
+    The chosen answer's NLL per token, times `align.sft_weight`, is added to the coefficients of "sigmoid" and "ipo"
+    (RPO, Pang et al. 2024, Eq. 2; TRL's `loss_type=["sigmoid", "sft"]`) and of "simpo" (TRL's `cpo_alpha`). It is left
+    out of the loss, which measures how well the preference is learned.
+    The reward margin is beta times the difference of the summed log-ratios, whatever the loss.
     """
-    chosen_ratio = logps.chosen_logp - logps.ref_chosen_logp
-    rejected_ratio = logps.rejected_logp - logps.ref_rejected_logp
-    margin = beta * (chosen_ratio - rejected_ratio)
-    chosen_n, rejected_n = max(logps.chosen_tokens, 1), max(logps.rejected_tokens, 1)
-    sft_grad = -sft_weight / chosen_n
-    if kind == "sigmoid":
-        return PairLoss(_softplus(-margin), margin, sft_grad - beta * _sigmoid(-margin), beta * _sigmoid(-margin))
-    gap = chosen_ratio / chosen_n - rejected_ratio / rejected_n - 1.0 / (2.0 * beta)
-    return PairLoss(gap * gap, margin, sft_grad + 2.0 * gap / chosen_n, -2.0 * gap / rejected_n)
+    found = _LOSSES[align.loss](answers, align)
+    margin = align.beta * (answers[0].ratio - answers[1].ratio)
+    chosen, *rest = found.coefficients
+    if align.loss in ("sigmoid", "ipo", "simpo"):
+        chosen -= align.sft_weight / max(answers[0].tokens, 1)
+    return ExampleLoss(found.loss, (chosen, *rest), margin, found.count)
+
+
+def scores_prompt(align: AlignSettings, pair: TokenPair) -> bool:
+    """Whether the loss of a pair needs its prompt's own log-probability."""
+    return align.loss == "orpo" and not pair.single
+
+
+def _sigmoid_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """DPO: -log sigmoid(beta * margin), Rafailov et al. 2023 Eq. 7 (MACE 3.1); smoothed labels make it cDPO."""
+    chosen, rejected = answers
+    loss, slope = _log_sigmoid(align.beta * (chosen.ratio - rejected.ratio), align.label_smoothing)
+    return ExampleLoss(loss, (align.beta * slope, -align.beta * slope))
+
+
+def _ipo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """(h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation."""
+    chosen, rejected = answers
+    lengths = max(chosen.tokens, 1), max(rejected.tokens, 1)
+    gap = chosen.ratio / lengths[0] - rejected.ratio / lengths[1] - 1.0 / (2.0 * align.beta)
+    return ExampleLoss(gap * gap, (2.0 * gap / lengths[0], -2.0 * gap / lengths[1]))
+
+
+def _simpo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """-log sigmoid(beta * difference of means - gamma), Meng et al. 2024 Eq. 6."""
+    chosen, rejected = answers
+    loss, slope = _log_sigmoid(align.beta * (chosen.mean - rejected.mean) - align.simpo_gamma, align.label_smoothing)
+    return ExampleLoss(
+        loss, (align.beta * slope / max(chosen.tokens, 1), -align.beta * slope / max(rejected.tokens, 1))
+    )
+
+
+def _orpo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """NLL of prompt and chosen answer, beside -beta * log sigmoid(log odds ratio); Hong et al. 2024 Eq. 6, 7.
+
+    An answer's odds are those of its mean log-probability. As in TRL the NLL is a mean over prompt and answer.
+    """
+    chosen, rejected, prompt = answers
+    # p / (1 - p); an answer that is all but certain has finite odds.
+    doubts = [max(-math.expm1(answer.mean), 1e-9) for answer in (chosen, rejected)]
+    odds_ratio = chosen.mean - rejected.mean - math.log(doubts[0]) + math.log(doubts[1])
+    loss, slope = _log_sigmoid(odds_ratio)
+    tokens = max(prompt.tokens + chosen.tokens, 1)
+    towards, away = (
+        align.beta * slope / doubt / max(answer.tokens, 1)
+        for doubt, answer in zip(doubts, (chosen, rejected), strict=True)
+    )
+    nll = -(prompt.logp + chosen.logp) / tokens
+    return ExampleLoss(nll + align.beta * loss, (towards - 1 / tokens, -away, -1 / tokens))
+
+
+def _sft_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
+    """NLL of the chosen answer's tokens: the step's mean is over tokens, as that of TRL's SFTTrainer is.
+
+    "dft" has each token's probability, not differentiated, as its weight (Wu et al. 2025 Eq. 9).
+    """
+    chosen = answers[0]
+    total = chosen.weighted if align.loss == "dft" else chosen.logp
+    return ExampleLoss(-total / max(chosen.tokens, 1), (-1.0, 0.0), count=chosen.tokens)
+
+
+_LOSSES: dict[str, Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]] = {
+    "sigmoid": _sigmoid_loss,
+    "ipo": _ipo_loss,
+    "simpo": _simpo_loss,
+    "orpo": _orpo_loss,
+    "sft": _sft_loss,
+    "dft": _sft_loss,
+}
+
+
+def rating_loss(answers: Sequence[AnswerLogps], good: bool, beta: float, origin: float = 0.0) -> ExampleLoss:
+    """The loss of one answer: the first, rated good, or the second, rated bad.
+
+    It is 1 - sigmoid(+-beta * (log-ratio - origin)).
+
+    Without an `origin` it is APO-zero's unpaired form (D'Oosterlinck et al. 2024 Eq. 7 as TRL has it); with the mean
+    log-ratio of answers that belong to other prompts, 0 at least, it is KTO (Ethayarajh et al. 2024 Eq. 7).
+    """
+    side, ratio = (beta, answers[0].ratio) if good else (-beta, answers[1].ratio)
+    doubt = _sigmoid(-side * (ratio - origin))
+    slope = -side * doubt * (1.0 - doubt)
+    return ExampleLoss(doubt, (slope, 0.0) if good else (0.0, slope), side * ratio)
+
+
+def _log_sigmoid(x: float, smoothing: float = 0.0) -> tuple[float, float]:
+    """-log sigmoid(x) where labels are right, mixed with what it is where they are wrong; and its derivative."""
+    slope = smoothing * _sigmoid(x) - (1.0 - smoothing) * _sigmoid(-x)
+    return (1.0 - smoothing) * _softplus(-x) + smoothing * _softplus(x), slope
 
 
 def _sigmoid(x: float) -> float:
@@ -61,8 +170,27 @@ def _softplus(x: float) -> float:
 
 
 def pair_score(
-    pair: TokenPair, version: int, split: Split, logps: PairLogps, loss: PairLoss, kl_nats: float | None = None
+    pair: TokenPair,
+    version: int,
+    split: Split,
+    answers: Sequence[AnswerLogps],
+    loss: ExampleLoss,
+    kl_nats: float | None = None,
 ) -> PairScored:
     """The record of a pair's score by a version of its adapter."""
-    of = (pair.pair_id, pair.adapter, version, split)
-    return PairScored(*of, reward_margin=loss.reward_margin, loss=loss.loss, kl_nats=kl_nats, **asdict(logps))
+    chosen, rejected = answers[:2]
+    return PairScored(
+        pair.pair_id,
+        pair.adapter,
+        version,
+        split,
+        chosen.logp,
+        rejected.logp,
+        chosen.ref_logp,
+        rejected.ref_logp,
+        loss.reward_margin,
+        loss.loss,
+        kl_nats,
+        chosen.tokens,
+        rejected.tokens,
+    )

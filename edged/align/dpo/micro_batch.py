@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.pair_layout import PairLayout, Piece
+from edged.align.dpo.layout import Layout, Piece
 from edged.align.feedback.pair import TokenPair
+from edged.settings.load import AlignSettings
 from edged.tensors.device_copy import upload
 
 
@@ -80,12 +81,14 @@ class PairForward:
     """One pair's forward under one policy: the adapter's or, when `reference`, the base model's."""
 
     pair: TokenPair
-    layout: PairLayout
+    layout: Layout
     reference: bool
     row: int
     """First of its rows in the micro-batch's last hidden states."""
     kept: int
     """First of its rows in the layer inputs; -1 when they are not kept."""
+    owner: int
+    """Number of its first scored text among those of the micro-batch's streams."""
     packed: bool = True
     """Whether it is computed in the engine's packed forwards."""
     pages: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -95,6 +98,11 @@ class PairForward:
     def left(self) -> int:
         """Tokens that packed forwards are still to compute."""
         return self.layout.tokens - self.done if self.packed else 0
+
+    @property
+    def owners(self) -> slice:
+        """Numbers of its scored texts."""
+        return slice(self.owner, self.owner + len(self.layout.scored_tokens))
 
 
 class MicroBatch:
@@ -106,21 +114,26 @@ class MicroBatch:
         reference: Callable[[TokenPair], bool],
         keep: Literal["nothing", "inputs", "graph"],
         decoder: Decoder,
+        align: AlignSettings,
     ):
         """`keep` is what a backward pass needs of the policy's forward; packed forwards do not compute a "graph"."""
-        layouts = [PairLayout.of(pair) for pair in pairs]
+        layouts = [Layout.of(pair, align) for pair in pairs]
         self.streams: list[PairForward] = []
-        row = kept = 0
+        row = kept = owner = 0
         for pair, layout in zip(pairs, layouts, strict=True):
             for is_reference in (True, False):
                 if is_reference and not reference(pair):
                     continue
                 keeps = keep != "nothing" and not is_reference
                 packed = is_reference or keep != "graph"
-                self.streams.append(PairForward(pair, layout, is_reference, row, kept if keeps else -1, packed))
+                at = (row, kept if keeps else -1, owner)
+                self.streams.append(PairForward(pair, layout, is_reference, *at, packed))
                 row += layout.tokens
+                owner += len(layout.scored_tokens)
                 kept += layout.tokens if keeps else 0
         self.rows, self.kept_rows = row, kept
+        self.owners = owner
+        """Number of all streams' scored texts: answers and, for some losses, prompts."""
         self.last = torch.empty(row, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._new_inputs = lambda: (
             LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device)
@@ -174,7 +187,7 @@ class HeadWindow:
     rows: torch.Tensor
     targets: torch.Tensor
     owners: torch.Tensor
-    """Index of (stream, answer): 2 * stream + 0 for chosen, + 1 for rejected."""
+    """Number of the scored text among those of the micro-batch's streams."""
     reference: bool
     gradient: torch.Tensor | None = None
     """d (sum of its log-probabilities) / d (last hidden state), per row."""
@@ -193,12 +206,12 @@ def head_windows(group: MicroBatch, reference: bool, size: int) -> list[HeadWind
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     owners: list[np.ndarray] = []
-    for index, stream in enumerate(group.streams):
+    for stream in group.streams:
         if stream.reference == reference:
             scored = stream.layout.scored_rows()
             rows += [stream.row + part for part in scored]
             targets += stream.layout.targets()
-            owners += [np.full(len(part), 2 * index + answer) for answer, part in enumerate(scored)]
+            owners += [np.full(len(part), owner) for owner, part in enumerate(scored, stream.owner)]
     if not rows:
         return []
     tables = upload([*map(np.concatenate, (rows, targets, owners))], group.last.device)

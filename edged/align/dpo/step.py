@@ -9,9 +9,10 @@ import torch
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstream_of
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import PairLogps
+from edged.align.dpo.loss import answer_logps
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import StepPlan, Work
+from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
 
@@ -43,7 +44,7 @@ class DpoStep:
         self._leaves = {member.adapter: member.leaves for member in members}
         self.keeps_graph = keep_graph
         self._plan = StepPlan(
-            [pair for member in members for pair in (*member.fresh, *member.replay)],
+            [pair for member in members for pair in member.examples],
             # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not refer to
             # the step, whose device memory is freed with the last reference to it.
             lambda pair: pair.ref_chosen_logp is None and by_adapter[pair.adapter].version > 0,
@@ -61,14 +62,17 @@ class DpoStep:
     def _open(self) -> None:
         """Begin the plan's current group, or go on with what of its forward was computed ahead."""
         keep: Literal["graph", "inputs"] = "graph" if self._plan.graphed else "inputs"
-        self.group = self.ahead or MicroBatch(self._plan.pairs, self._plan.needs_reference, keep, self.decoder)
+        self.group = self.ahead or self._micro_batch(self._plan.pairs, keep)
         self.ahead = None
         self._reset_group()
+
+    def _micro_batch(self, pairs: Sequence[TokenPair], keep: Literal["graph", "inputs"]) -> MicroBatch:
+        return MicroBatch(pairs, self._plan.needs_reference, keep, self.decoder, self.align)
 
     def look_ahead(self) -> None:
         """Open the next micro-batch, if there is one, once the present one's forward has ended."""
         if self.ahead is None and self._plan.following and not self.group.tokens_left:
-            self.ahead = MicroBatch(self._plan.following, self._plan.needs_reference, "inputs", self.decoder)
+            self.ahead = self._micro_batch(self._plan.following, "inputs")
 
     @property
     def packing(self) -> MicroBatch:
@@ -85,7 +89,10 @@ class DpoStep:
         self._heads: list[HeadWindow] = []
         """Windows of predictions that are scored; `_heads_left` are the others, in order."""
         self._heads_left = [head for kind in (True, False) for head in head_windows(self.group, kind, size)]
-        self._sums = torch.zeros(2 * len(self.group.streams), dtype=torch.float32, device=self.decoder.device)
+        self._sums = torch.zeros(self.group.owners, dtype=torch.float32, device=self.decoder.device)
+        """Log-probabilities of the group's scored texts."""
+        self._weighted = torch.zeros_like(self._sums)
+        """The same of each token times its probability, for DFT."""
         self._backward: RecomputeBackward | FullGraphBackward | None = None
         self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._plan.graphed else None
 
@@ -158,29 +165,32 @@ class DpoStep:
             # d sum(log p) / d logits = onehot - softmax
             upstream = (flat - total).exp_().neg_()
             upstream.scatter_add_(1, head.targets[:, None], torch.ones_like(logps))
+            if self.align.loss == "dft":
+                self._weighted.index_add_(0, head.owners, (logps * logps.exp())[:, 0])
+                upstream *= logps.exp()
             (head.gradient,) = torch.autograd.grad(logits, hidden, upstream)
 
     def _decide(self) -> None:
-        """Compute the losses from each pair's four sums, apply CheckEnd, and start the backward pass."""
-        sums = self._sums.tolist()
+        """Compute the losses from the sums of each pair's answers, apply CheckEnd, and start the backward pass."""
+        sums, weighted = torch.stack((self._sums, self._weighted)).tolist()
         coefficients = [0.0] * len(sums)
-        reference: dict[int, tuple[float, float]] = {}
+        reference: dict[int, Sequence[float]] = {}
         active: list[tuple[int, int]] = []
-        for index, stream in enumerate(self.group.streams):
-            chosen, rejected = sums[2 * index], sums[2 * index + 1]
+        for stream in self.group.streams:
+            pair, own = stream.pair, sums[stream.owners]
             if stream.reference:
-                reference[id(stream.pair)] = (chosen, rejected)
+                reference[id(pair)] = own
                 continue
-            known = reference.get(id(stream.pair), (chosen, rejected))
-            pair = stream.pair
+            known = reference.get(id(pair), own)
             if pair.ref_chosen_logp is not None and pair.ref_rejected_logp is not None:
                 known = (pair.ref_chosen_logp, pair.ref_rejected_logp)
-            logps = PairLogps(chosen, rejected, known[0], known[1], stream.layout.chosen, stream.layout.rejected)
-            loss = self.members[pair.adapter].take(pair, logps)
+            answers = answer_logps(own, known, stream.layout.scored_tokens, weighted[stream.owners])
+            loss = self.members[pair.adapter].take(pair, answers)
             if loss is not None:
-                coefficients[2 * index] = pair.weight * loss.chosen_grad
-                coefficients[2 * index + 1] = pair.weight * loss.rejected_grad
-                active.append((stream.kept, stream.kept + stream.layout.tokens))
+                coefficients[stream.owners] = [pair.weight * coefficient for coefficient in loss.coefficients]
+                # Rows behind the last answer that has a coefficient have no gradient.
+                stops = [stop for (_, stop), each in zip(stream.layout.spans, loss.coefficients, strict=False) if each]
+                active.append((stream.kept, stream.kept + max(stops, default=0)))
         windows = self._plan.begin_backward(active)
         if active:
             upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)

@@ -5,6 +5,7 @@ It has no tensors, so that a simulated step is planned as a real one.
 
 from collections.abc import Callable, Sequence
 
+from edged.align.dpo.layout import Layout
 from edged.align.feedback.pair import TokenPair
 from edged.scheduler.task import CUTTABLE_UNITS
 from edged.settings.load import AlignSettings
@@ -41,7 +42,7 @@ class StepPlan:
         """
         self.needs_reference, self.keep_graph = needs_reference, keep_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)
-        self._window, self._layers, self._adapters = align.window_tokens, layers, adapters
+        self._align, self._window, self._layers, self._adapters = align, align.window_tokens, layers, adapters
         self._groups = groups_of(pairs, min((1 if keep_graph else 2) * align.window_tokens, most_tokens))
         self.groups_done = -1
         self.next_group()
@@ -64,8 +65,7 @@ class StepPlan:
         """Start the current group again: plan all its units."""
         forward: list[Work] = [("graph", self._rows)] * (self._layers if self.graphed else 0)
         for kind, pairs in (("score", filter(self.needs_reference, self.pairs)), ("head", self.pairs)):
-            # Without a prompt an answer's first token has no predictor.
-            scored = sum(len(pair.chosen) + len(pair.rejected) - (0 if pair.prompt else 2) for pair in pairs)
+            scored = sum(sum(Layout.of(pair, self._align).scored_tokens) for pair in pairs)
             forward += [(kind, min(self.head_size, scored - at)) for at in range(0, scored, self.head_size)]
         self.begin_backward([(0, self._rows)])
         self.units[:0] = forward

@@ -38,6 +38,11 @@ class TokenPair:
         """Tokens that one forward computes: the prompt once, and both answers."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
+    @property
+    def single(self) -> bool:
+        """Whether it is a rating of one answer: a good one has no `rejected`, a bad one no `chosen`."""
+        return not (self.chosen and self.rejected)
+
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
         """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)

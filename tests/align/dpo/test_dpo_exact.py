@@ -35,6 +35,11 @@ CPU = torch.device("cpu")
 BETA = 0.3
 
 
+def slow(*values: Any) -> Any:
+    """Parameters that only the long run takes."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -85,24 +90,23 @@ def take_step(
     pairs: dict[str, list[TokenPair]],
     window: int,
     chunk: int,
-    loss: str = "sigmoid",
     preempt_at: tuple[int, ...] = (),
     keep_graph: bool = False,
     broken: str = "",
     suspicion: OutlierDetector | None = None,
-    sft_weight: float = 0.0,
     cut_to: Callable[[], int] = lambda: 0,
     ahead: Callable[[], bool] = lambda: False,
+    **settings: Any,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
 
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     Every adapter's pairs are judged by `suspicion`. Of each unit `cut_to` says how many rows are computed at once.
     Before each unit `ahead` says whether a chunk of the next group's forward comes first.
+    `settings` are those of the loss.
     """
-    align = AlignSettings(
-        rank=4, alpha=8.0, beta=BETA, window_tokens=window, loss_threshold=0.0, loss=loss, sft_weight=sft_weight
-    )
+    fixed = {"rank": 4, "alpha": 8.0, "beta": BETA, "window_tokens": window, "loss_threshold": 0.0}
+    align = AlignSettings(**fixed | {"sft_weight": 0.0} | settings)
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(align, slots=4)
@@ -168,6 +172,28 @@ def unit_gradients(
     return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
+def peft_model(base: PreTrainedModel) -> Any:
+    base.set_attn_implementation("eager")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, lora)
+
+
+def load_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    own = dict(model.named_parameters())
+    for key, value in weights.items():
+        # Over a quantized base TRL would have them in bfloat16.
+        own[key.replace(".weight", ".default.weight")].data = value.clone()
+
+
+def gradients_of(model: Any, weights: dict[str, torch.Tensor]) -> Gradients:
+    """What `backward` left in a PEFT model, by edged's names."""
+    named = {key.replace(".default.weight", ".weight"): value.grad for key, value in model.named_parameters()}
+    return {
+        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
+        for name in {key.rpartition(".lora_")[0] for key in weights}
+    }
+
+
 def trl_gradients(
     base: PreTrainedModel,
     pairs: list[TokenPair],
@@ -175,19 +201,17 @@ def trl_gradients(
     folder: Path,
     loss: str = "sigmoid",
     sft_weight: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
-    base.set_attn_implementation("eager")
-    model = get_peft_model(
-        base,
-        LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
+    model = peft_model(base)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
         beta=BETA,
         loss_type=[loss, "sft"],
         loss_weights=[1.0, sft_weight],
+        label_smoothing=label_smoothing,
         report_to=[],
         use_cpu=True,
         bf16=False,
@@ -196,10 +220,7 @@ def trl_gradients(
         disable_dropout=True,
     )
     trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=byte_tokenizer())
-    own = dict(trainer.model.named_parameters())
-    for key, value in weights.items():
-        # Over a quantized base TRL would have them in bfloat16.
-        own[key.replace(".weight", ".default.weight")].data = value.clone()
+    load_weights(trainer.model, weights)
     width = max(len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs)
     ids, attention, completion = [], [], []
     for answer in ("chosen", "rejected"):
@@ -221,16 +242,7 @@ def trl_gradients(
     trainer.precompute_ref_logps = True
     value = trainer._compute_loss(trainer.model, inputs, return_outputs=False)
     value.backward()
-    named = {
-        k.replace(".default.weight", ".weight"): p.grad
-        for k, p in trainer.model.named_parameters()
-        if p.grad is not None
-    }
-    linears = {key.rpartition(".lora_")[0] for key in weights}
-    return {
-        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
-        for name in linears
-    }, float(value)
+    return gradients_of(trainer.model, weights), float(value)
 
 
 def worst_error(got: Gradients, wanted: Gradients) -> float:
@@ -252,7 +264,7 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
     assert worst_error(got, wanted) <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [3, *map(slow, range(3))])
 @pytest.mark.parametrize(("kind", "window"), [("llama", 500), ("gemma2", 37)])
 def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, seed: int, tmp_path: Path) -> None:
     pairs, generator = make_pairs(19), random.Random(seed)
@@ -265,7 +277,7 @@ def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, see
     assert worst_error(got, whole.gradients["ann"]) <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, *map(slow, (0, 2))])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_forwards_that_are_computed_ahead_of_the_backward_before_them_change_no_gradient(kind: str, seed: int) -> None:
     # Four groups of a pair each.
@@ -336,7 +348,7 @@ WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, Fals
 
 
 @WAYS
-@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), ("gemma2", "ipo")])
+@pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), slow("gemma2", "ipo")])
 def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
 ) -> None:
@@ -430,7 +442,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
                 peak = max(peak, live)
         return peak
 
-    short, deep, long = extra_bytes(2, 60), extra_bytes(8, 60), extra_bytes(2, 120)
+    short, deep, long = extra_bytes(2, 60), extra_bytes(5, 60), extra_bytes(2, 120)
     assert deep <= 1.1 * short, "more layers need no more memory"
     # Twice the answers: the head's gradients, the upstream and one layer's K/V accumulators double; the graph does not.
     assert long <= 1.9 * short

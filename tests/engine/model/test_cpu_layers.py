@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from edged.align.dpo.decoder import Branches
-from edged.align.dpo.pair_layout import Piece
+from edged.align.dpo.layout import Piece
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.lora.segments import NO_SLOT
