@@ -25,18 +25,21 @@ _MOST_ACCOUNTS = 1024
 
 
 class LoopWork(Generic[T]):
-    """A coroutine whose time on the event loop's thread is counted, step by step, until `settle` is called."""
+    """A coroutine whose time on the event loop's thread is counted, step by step, until `settle` is called.
+
+    To give it up counts again: a client who asks and leaves, over and over, costs others as much as one who stays.
+    """
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> None:
         """`begin` makes the coroutine."""
         self.spent_s = 0.0
         self.spend: Callable[[float], None] | None = None
         """Called with the seconds of each step."""
-        self._begin = begin
+        self._begin, self._settled = begin, False
 
     def settle(self) -> None:
         """Count no further step: what follows is at the engine's pace, or at that of who reads the answer."""
-        self.spend = None
+        self._settled = True
 
     def __await__(self) -> Generator[Any, Any, T]:
         work = self._begin()
@@ -50,14 +53,14 @@ class LoopWork(Generic[T]):
                 result: T = done.value
                 return result
             finally:
-                if self.spend is not None:
+                if self.spend is not None and not self._settled:
                     seconds = time.thread_time() - began_s
                     self.spent_s += seconds
                     self.spend(seconds)
             try:
                 step, sent = work.send, (yield waits_for)
             except BaseException as error:
-                step, sent = work.throw, error
+                step, sent, self._settled = work.throw, error, False
 
 
 class LoopShare:

@@ -3,7 +3,7 @@ both ways of units against autograd. What fails is the reason why the model is n
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 
 import numpy as np
@@ -19,7 +19,7 @@ from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
-from edged.engine.model.probe import close, own_logits
+from edged.engine.model.probe import like_own, own_logits
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import segments_of, take_of
 from edged.runtime import logs
@@ -90,13 +90,13 @@ def _tokens(model: ServedModel, count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, model.shape.vocab_size, count)
 
 
-def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray) -> torch.Tensor:
+def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, attention: str) -> torch.Tensor:
     """Return the logits of transformers' own forward, with an adapter's leaves."""
     tokens = torch.as_tensor(ids, device=model.device)
     if state is None:
-        return own_logits(model.model, tokens)
+        return own_logits(model.model, tokens, attention)
     with model.lora.training([LoraRows(0, len(ids), LoraParameters(state.weights, state.spec.scaling, {}))]):
-        return own_logits(model.model, tokens)
+        return own_logits(model.model, tokens, attention)
 
 
 def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
@@ -122,7 +122,7 @@ def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
             for own, segment in zip(got, segments, strict=True):
                 own.append(logits[segment.rows])
         right = [
-            close(model, torch.cat(own), _adapted(model, state, ids))
+            like_own(model, torch.cat(own), partial(_adapted, model, state, ids))
             for own, state, ids in zip(got, every, texts, strict=True)
         ]
     return "" if all(right) else "a mixed batch answers differently from its own attention"
@@ -133,30 +133,39 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
 
     Where linears get no gradient by autograd, their names are put into `dead`, and no step is computed.
     """
-    logps = []
-    with torch.enable_grad():
-        for answer in (pair.chosen, pair.rejected):
-            logits = _adapted(model, state, np.array((*pair.prompt, *answer)))
-            targets = torch.tensor(answer, device=model.device)[:, None]
-            logps.append(logits[_PROMPT - 1 : -1].log_softmax(-1).gather(1, targets).sum())
-    chosen, rejected = (float(logp.detach()) for logp in logps)
     # The reference's log-probabilities are the policy's own, so that the loss is far from flat.
-    pair = replace(pair, ref_chosen_logp=chosen, ref_rejected_logp=rejected)
-    answers = answer_logps((chosen, rejected), (chosen, rejected), (_CHOSEN, _REJECTED))
-    towards, away = preference_loss(answers, align).coefficients
-    total = towards * logps[0] + away * logps[1]
-    found = torch.autograd.grad(total, state.parameters(), allow_unused=True)
-    dead += [name for name, a in zip(state.weights, found[::2], strict=True) if a is None]
+    known = [float(logp.detach()) for logp in _answer_logps(model, state, pair, "eager")]
+    pair = replace(pair, ref_chosen_logp=known[0], ref_rejected_logp=known[1])
+    towards, away = preference_loss(answer_logps(known, known, (_CHOSEN, _REJECTED)), align).coefficients
+
+    @cache
+    def own(attention: str) -> torch.Tensor:
+        chosen, rejected = _answer_logps(model, state, pair, attention)
+        found = torch.autograd.grad(towards * chosen + away * rejected, state.parameters(), allow_unused=True)
+        dead[:] = [name for name, a in zip(state.weights, found[::2], strict=True) if a is None]
+        return torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+
+    wanted = own("eager")
     if dead:
         return ""
-    wanted = torch.cat([gradient.flatten() for gradient in found])
     for window in (_WINDOW, pair.tokens):
         settings = align.model_copy(update={"window_tokens": window})
         got = _gradients(model, settings, AdapterStep(state, [pair], []), keep_graph=window == pair.tokens)
-        if not close(model, got, wanted, _ROUNDING):
+        if not like_own(model, got, own, _ROUNDING):
             apart = (got - wanted).norm() / wanted.norm()
             return f"a DPO step's gradient differs from autograd's by {apart:.2g} of its norm"
     return ""
+
+
+def _answer_logps(model: ServedModel, state: AdapterState, pair: TokenPair, attention: str) -> list[torch.Tensor]:
+    """Return the log-probabilities of a pair's answers by transformers' own forward, with a graph."""
+    logps = []
+    with torch.enable_grad():
+        for answer in (pair.chosen, pair.rejected):
+            logits = _adapted(model, state, np.array((*pair.prompt, *answer)), attention)
+            targets = torch.tensor(answer, device=model.device)[:, None]
+            logps.append(logits[_PROMPT - 1 : -1].log_softmax(-1).gather(1, targets).sum())
+    return logps
 
 
 def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, keep_graph: bool) -> torch.Tensor:

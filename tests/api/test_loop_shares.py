@@ -209,6 +209,32 @@ async def test_what_follows_once_an_answer_has_begun_does_not_count() -> None:
         await asyncio.wait_for(ask(settles=False), 0.5)
 
 
+async def test_to_give_up_what_had_begun_counts() -> None:
+    """Clients that ask and leave make others wait by leaving, too."""
+    shares = LoopShares(Clock())
+    shares.of("bob")
+
+    async def answer(work: list[LoopWork[None]]) -> None:
+        work[0].settle()
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            until_s = time.thread_time() + 0.1
+            while time.thread_time() < until_s:
+                pass
+
+    work: list[LoopWork[None]] = []
+    work.append(LoopWork(lambda: answer(work)))
+    task = asyncio.create_task(shares.of("ann").run(work[0]))
+    await asyncio.sleep(0.0)
+    await asyncio.sleep(0.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(shares.of("ann").run(LoopWork(lambda: asyncio.sleep(0.0))), 0.5)
+
+
 async def test_work_that_fails_or_is_cancelled_ends_as_it_would_by_itself() -> None:
     shares = LoopShares(Clock())
 

@@ -36,10 +36,12 @@ def test_models_that_ended_in_a_traceback_are_served_or_say_why_not(tmp_path: Pa
 
 
 def test_in_16_bits_a_lost_state_does_not_pass_for_rounding(tmp_path: Path) -> None:
-    rows = examined(tmp_path, "falcon_h1", "llama", "--dtype", "bfloat16")
+    rows = examined(tmp_path, "falcon_h1", "llama", "phimoe", "--dtype", "bfloat16")
     assert rows["falcon_h1"].served == "refused"
     assert 'call "get_conv_state" of their cache' in rows["falcon_h1"].reason
     assert (rows["llama"].served, rows["llama"].trained) == ("yes", "yes")
+    # Rounding chooses other experts, which says nothing against the model.
+    assert (rows["phimoe"].served, rows["phimoe"].trained) == ("yes", "yes")
 
 
 def test_the_page_tells_of_every_architecture() -> None:
