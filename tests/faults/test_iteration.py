@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def lost(_: ServedModel) -> None:
 def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    submitted = threading.Event()
+
     def run(*_: Any, **__: Any) -> RunnerOutput:
+        submitted.wait(60)
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     with running_engine(tmp_path, fails=True, guard__held_out_share=0.0) as (engine, client):
@@ -59,6 +63,7 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
         monkeypatch.setattr(engine.built.runner, "run", run)
         engine.submit_pairs(random_pairs(4))
         engine.submit(request("r", random_ids(9, 1)))
+        submitted.set()
         client.wait(lambda: "r" in client.finished)
         assert "illegal memory access" in client.finished["r"].error
     assert not client.of(PairRetired)
