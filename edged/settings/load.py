@@ -184,9 +184,6 @@ class AlignSettings(Section):
     sft_weight: float = setting(
         1.0, "sigmoid, ipo, simpo: weight of the chosen answer's NLL per token beside preference loss (RPO)", ge=0.0
     )
-    unpaired: Literal["off", "apo", "kto"] = setting(
-        "off", "learn from ratings without an opposite one: off, APO-zero, KTO"
-    )
     learning_rate: Positive = setting(5e-4, "AdamW's step size; less for steps of less than micro_batch_pairs")
     weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0.0)
     max_grad_norm: Positive = setting(1.0, "gradients are clipped to this L2 norm")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -46,10 +47,12 @@ class AdapterStep:
         detector: OutlierDetector | None = None,
         step_scale: float = 1.0,
         untested: bool = False,
+        ratings: Literal["apo", "kto"] = "apo",
     ) -> None:
         """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
 
-        Where the version is `untested`, strange pairs cast doubt on it first.
+        Where the version is `untested`, strange pairs cast doubt on it first. `ratings` is the loss of ratings of
+        single answers: APO-zero, or KTO, which compares those of a step with each other.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
@@ -74,7 +77,7 @@ class AdapterStep:
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
         self._align = state.settings.now.align
-        self.mismatched = self._mismatches()
+        self.mismatched = self._mismatches() if ratings == "kto" else []
         """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
         self._origins: list[float] = []
         """Log-ratios of the `mismatched` ones so far."""
@@ -86,7 +89,7 @@ class AdapterStep:
     def _mismatches(self) -> list[TokenPair]:
         """Each rated answer's prompt with the answer before (TRL's pairs for KTO's KL); none of a single rating."""
         rated = [pair for pair in (*self.fresh, *self.replay) if pair.single]
-        if self._align.unpaired != "kto" or len(rated) < 2:
+        if len(rated) < 2:
             return []
         answers = [pair.chosen or pair.rejected for pair in rated]
         return [
