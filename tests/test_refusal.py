@@ -42,7 +42,15 @@ def test_the_first_refusal_ends_at_once_and_is_remembered(tmp_path: Path, manage
     assert '"event": "start_refused"' in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize(("before", "wait_s", "wrong"), [("2", 10, "model"), ("40", 300, "settings")])
+@pytest.mark.parametrize(
+    ("before", "wait_s", "wrong"),
+    [
+        ("2", 10, "model"),
+        ("40", 300, "settings"),
+        pytest.param("2", 10, "settings", marks=pytest.mark.slow),
+        pytest.param("40", 300, "model", marks=pytest.mark.slow),
+    ],
+)
 def test_later_refusals_wait_longer_and_systemd_is_told(
     tmp_path: Path, manager: Manager, before: str, wait_s: int, wrong: str
 ) -> None:
