@@ -14,7 +14,7 @@ smallest and the largest.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,18 +96,31 @@ def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) 
     )
 
 
-def played(plan: SimulationPlan, noisy: bool) -> dict[str, Any]:
+def played(plan: SimulationPlan, noisy: bool, simulation: type[Simulation] = Simulation) -> dict[str, Any]:
     """Return the report of one run."""
     hardware = SimulatedHardware.of(plan)
     if noisy:
         hardware = replace(hardware, device=replace(hardware.device, noise=NOISE))
-    return Simulation(plan, hardware, lambda _line: None).play(read_trace(plan.trace, plan.seed))
+    return simulation(plan, hardware, lambda _line: None).play(read_trace(plan.trace, plan.seed))
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """Return each figure's median and range over the seeds."""
-    middles = {figure.path: Middle.of([figure.of(report) for report in reports]) for figure in FIGURES}
-    return {path: middle and [middle.median, middle.low, middle.high] for path, middle in middles.items()}
+    return {figure.path: spread([figure.of(report) for report in reports]) for figure in FIGURES}
+
+
+def spread(values: Sequence[float | None]) -> list[float] | None:
+    """Return median, lowest and highest of the known values; None if there is none."""
+    middle = Middle.of(values)
+    return None if middle is None else [middle.median, middle.low, middle.high]
+
+
+def cell(figure: ReportFigure, values: list[float] | None) -> str:
+    """Return a table's cell of a figure's `spread`."""
+    if values is None:
+        return "–"
+    middle, low, high = (f"{value:.{figure.digits}f}" for value in values)
+    return middle if low == high else f"{middle} ({low}–{high})"
 
 
 def bound(plan: SimulationPlan) -> dict[str, float]:
@@ -141,17 +154,10 @@ def frontier(rows: list[dict[str, Any]]) -> Figure:
 
 def table(rows: list[dict[str, Any]], bounds: list[dict[str, float]]) -> Iterator[str]:
     """Yield lines of a Markdown table, the offline optimum last."""
-
-    def cell(row: dict[str, Any], figure: ReportFigure) -> str:
-        if row[figure.path] is None:
-            return "–"
-        middle, low, high = (f"{value:.{figure.digits}f}" for value in row[figure.path])
-        return middle if low == high else f"{middle} ({low}–{high})"
-
-    lines = [
-        [row["policy"], f"{row['knob']} = {row['value']:g}" if row["knob"] else "", *(cell(row, f) for f in FIGURES)]
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        knob = f"{row['knob']} = {row['value']:g}" if row["knob"] else ""
+        lines.append([row["policy"], knob, *(cell(figure, row[figure.path]) for figure in FIGURES)])
     shares = "; ".join(f"{one['reachable_share']:.3f} to {one['at_most_share']:.3f}" for one in bounds)
     lines.append(["offline", "one server, prompts alone", "0", shares, "", "", ""])
     yield from markdown(["policy", "knob", *(figure.title for figure in FIGURES)], lines)

@@ -1,4 +1,4 @@
-"""What should be the default: pairs of `scheduler.policy` and `fairness.policy` on chat, bursts and agents together.
+"""The verdict on defaults: pairs of `scheduler.policy` and `fairness.policy` on chat, bursts and agents together.
 
     python -m benchmarks.simulated.verdict TRACE [--devices agx-orin-32gb-maxn,...] [--pairs mace,mace+vtc,...]
                                   [--loads chat,bursts,agents] [--seconds 120] [--seeds 0,1,2] [--output FILE]
@@ -22,14 +22,12 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.simulated.applications import Play, load
-from benchmarks.simulated.frontier import NOISE
+from benchmarks.simulated.frontier import cell, played, spread
 from benchmarks.support.command import finish, keep, markdown, names, option, parse, say
 from edged.bench.arrivals import Arrivals
-from edged.bench.load_run import ADAPTER
-from edged.bench.summary import ATTAINMENT, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
-from edged.bench.traces import Arrival, read_trace
-from edged.engine.request import EngineBusy, Request
-from edged.engine.sampling.params import Sampling
+from edged.bench.summary import ATTAINMENT, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, ReportFigure
+from edged.bench.traces import Arrival
+from edged.engine.request import Request
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings
@@ -58,18 +56,10 @@ _FAR = 0.9
 class SharedSimulation(Simulation):
     """A simulation whose requests are of several users."""
 
-    def _submit(self, arrival: Arrival, due_s: float) -> str:
-        number = next(self._numbers)
+    def _request(self, number: int, arrival: Arrival) -> Request:
         chance = random.Random(f"user {self._plan.seed} {number}")
         user = chance.choices(range(USERS), [0.5**user for user in range(USERS)])[0]
-        name, prompt = f"request-{number}", arrival.prompt_ids
-        sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
-        self.recorder.expect(name, due_s, len(prompt))
-        try:
-            self.engine.submit(Request(name, prompt, sampling, ADAPTER, turn=f"user-{user}", pace=self._plan.pace))
-        except EngineBusy:
-            self.recorder.refuse(name)
-        return name
+        return replace(super()._request(number, arrival), turn=f"user-{user}")
 
 
 def settings_of(pair: str, **sections: Any) -> Settings:
@@ -95,9 +85,7 @@ def served(options: Namespace, device: str, kind: str, pair: str, seed: int) -> 
         seed=seed,
         pace=Pace(6.0 * TOKENS_PER_WORD) if chat else None,
     )
-    hardware = SimulatedHardware.of(plan)
-    hardware = replace(hardware, device=replace(hardware.device, noise=NOISE))
-    return SharedSimulation(plan, hardware, lambda _line: None).play(read_trace(plan.trace, seed))
+    return played(plan, noisy=True, simulation=SharedSimulation)
 
 
 def completed(options: Namespace, device: str, pair: str, seed: int) -> dict[str, Any]:
@@ -172,7 +160,7 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         here = [row for row in rows if row["load"] == kind]
         for device, pair in dict.fromkeys((row["device"], row["pair"]) for row in here):
             own = [row for row in here if (row["device"], row["pair"]) == (device, pair)]
-            lines.append([device, f"`{pair}`", *(_cell(figure, own) for figure in FIGURES[kind])])
+            lines.append([device, f"`{pair}`", *(cell(f, spread([row[f.path] for row in own])) for f in FIGURES[kind])])
         yield from (f"**{kind}**", "", *markdown(["device", "pair", *(f.title for f in FIGURES[kind])], lines), "")
     ranking = verdict(rows)
     columns = [name for name in (*SHARES, "by requests", "by first tokens") if name in ranking[0]]
@@ -180,14 +168,6 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
         [f"`{row['pair']}`", *(f"{row[name]:.3f}" for name in columns), ", ".join(row["far_behind"])] for row in ranking
     ]
     yield from markdown(["pair", *columns, "every seed below 0.9 of the best"], lines)
-
-
-def _cell(figure: ReportFigure, rows: list[dict[str, Any]]) -> str:
-    middle = Middle.of([row[figure.path] for row in rows])
-    if middle is None:
-        return "–"
-    median, low, high = (f"{value:.{figure.digits}f}" for value in (middle.median, middle.low, middle.high))
-    return median if low == high else f"{median} ({low}–{high})"
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         with self._counted():
             super().connection_lost(exc)
-            self.header_came()
+            self._header_came()
             if self._stall_timer is not None:
                 self._stall_timer.cancel()
 
@@ -77,7 +77,7 @@ class Connection(web.RequestHandler):
 
     async def _handle_request(self, *arguments: Any) -> tuple[web.StreamResponse, bool]:
         """Handle a request, from its first look at the header to the last byte, when it is its account's turn."""
-        self.header_came()
+        self._header_came()
         self._work = LoopWork(partial(super()._handle_request, *arguments))
         return await self._shares.of(self._account).run(self._work)
 
@@ -95,7 +95,7 @@ class Connection(web.RequestHandler):
         finally:
             self._shares.of(self._account).take(time.thread_time() - began_s)
 
-    def header_came(self) -> None:
+    def _header_came(self) -> None:
         """Stop the header's timer: the first request is known; for later ones `limits.idle_s` holds."""
         if self._header_timer is not None:
             self._header_timer.cancel()

@@ -151,15 +151,18 @@ class LoadRun(ABC):
 
     def _submit(self, arrival: Arrival, due_s: float) -> str:
         """Send a request that is due at `due_s`; return its id."""
-        number = next(self._numbers)
-        request_id = f"request-{number}"
-        sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
-        self.recorder.expect(request_id, due_s, len(arrival.prompt_ids))
+        request = self._request(next(self._numbers), arrival)
+        self.recorder.expect(request.request_id, due_s, len(arrival.prompt_ids))
         try:
-            self.engine.submit(Request(request_id, arrival.prompt_ids, sampling, ADAPTER, pace=self._plan.pace))
+            self.engine.submit(request)
         except EngineBusy:
-            self.recorder.refuse(request_id)
-        return request_id
+            self.recorder.refuse(request.request_id)
+        return request.request_id
+
+    def _request(self, number: int, arrival: Arrival) -> Request:
+        """Return the request of that number."""
+        sampling = Sampling(max_tokens=arrival.output_tokens, seed=number, ignore_eos=True)
+        return Request(f"request-{number}", arrival.prompt_ids, sampling, ADAPTER, pace=self._plan.pace)
 
     def _look(self, start_s: float) -> None:
         """Record the engine's busy times so far, and from time to time print a line of progress."""

@@ -134,13 +134,14 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
     Where linears get no gradient by autograd, their names are put into `dead`, and no step is computed.
     """
     # The reference's log-probabilities are the policy's own, so that the loss is far from flat.
-    known = [float(logp.detach()) for logp in _answer_logps(model, state, pair, "eager")]
+    answered = cache(partial(_answer_logps, model, state, pair))
+    known = [float(logp.detach()) for logp in answered("eager")]
     pair = replace(pair, ref_chosen_logp=known[0], ref_rejected_logp=known[1])
     towards, away = preference_loss(answer_logps(known, known, (_CHOSEN, _REJECTED)), align).coefficients
 
     @cache
     def own(attention: str) -> torch.Tensor:
-        chosen, rejected = _answer_logps(model, state, pair, attention)
+        chosen, rejected = answered(attention)
         found = torch.autograd.grad(towards * chosen + away * rejected, state.parameters(), allow_unused=True)
         dead[:] = [name for name, a in zip(state.weights, found[::2], strict=True) if a is None]
         return torch.cat([gradient.flatten() for gradient in found if gradient is not None])

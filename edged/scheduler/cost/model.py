@@ -205,11 +205,10 @@ class CostModel:
         tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
         if not tokens:
             return 0.0
-        once, low, high, decode, key, pair, finetune, adapter, beside, past = self._prices
-        knee = self._knee
+        once, _, _, decode, key, pair, finetune, adapter, beside, _ = self._prices
         return (
             once
-            + (low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee))
+            + self._packed_s(tokens)
             + decode * load.decodes
             + key * load.context
             + pair * load.pairs
@@ -220,15 +219,18 @@ class CostModel:
 
     def prompt_s(self, tokens: int, context: int = 0) -> float:
         """Return the priced seconds of a prompt's `tokens` alone in a forward, after `context` others."""
-        once, low, high, _, _, pair, *_, past = self._prices
+        once, pair = self._prices[0], self._prices[5]
+        return once + self._packed_s(tokens) + pair * (tokens * (context + 0.5 * tokens)) if tokens else 0.0
+
+    def _packed_s(self, tokens: int) -> float:
+        """Return what a forward's `tokens` cost, whatever they are: less up to the knee than beyond it."""
+        _, low, high, *_, past = self._prices
         knee = self._knee
-        packed_s = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
-        return once + packed_s + pair * (tokens * (context + 0.5 * tokens)) if tokens else 0.0
+        return low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """Return the longest chunk, up to `most` tokens after `context` others, that keeps `load` within `limit_s`."""
-        once, low, high, decode, key, pair, extra, adapter, beside, past = self._prices
-        knee = self._knee
+        once, _, _, decode, key, pair, extra, adapter, beside, _ = self._prices
         base = load.prefill_tokens + load.decodes + load.finetune_tokens
         fixed = once + decode * load.decodes + key * load.context + pair * load.pairs + adapter * load.adapters
         fixed += extra * load.finetune_tokens + (beside if load.decodes else 0.0)
@@ -236,9 +238,7 @@ class CostModel:
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
         def chunk_s(count: int) -> float:
-            tokens = base + count
-            packed = low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
-            return packed + count * (slope + curve * count)
+            return self._packed_s(base + count) + count * (slope + curve * count)
 
         if chunk_s(most) <= left_s:
             return most
