@@ -71,6 +71,21 @@ def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path) -> Non
     assert "numbers that are not finite" in client.finished["during"].error
 
 
+@pytest.mark.parametrize("loss", ["orpo", "dft"])
+def test_pairs_are_learned_scored_and_held_out_by_losses_of_other_texts_and_weights(loss: str, tmp_path: Path) -> None:
+    settings = {"align__loss": loss, "guard__held_out_share": 0.5, "guard__min_pairs": 2, "guard__evaluate_every": 1}
+    bounds = {"guard__max_kl_nats": 100.0, "guard__max_nll_change": 100.0}
+    with running_engine(tmp_path, **settings, **bounds) as (engine, client):
+        engine.test_with([TokenPair(-1, "", (3, 4), (5, 6), (7, 8))])
+        engine.submit_pairs(random_pairs(12))
+        client.wait(lambda: len(client.of(PairRetired)) == 12 and client.of(VersionTested))
+    assert {record.state for record in client.of(PairRetired)} == {"trained", "held_out"}
+    scored = client.of(PairScored)
+    assert {record.split for record in scored} == {"prequential", "held_out"}
+    # Ids are about equally unlikely under random weights: 256 of them.
+    assert all(record.loss > 4.0 for record in scored), "how much is left to learn"
+
+
 def test_a_version_that_strays_too_far_is_taken_back_and_later_steps_are_smaller(tmp_path: Path) -> None:
     settings = {
         "align__learning_rate": 0.05,

@@ -18,8 +18,8 @@ from edged.align.adapters.adapter import AdapterFiles
 from edged.engine.model.loading import ModelRefused
 from edged.rebuild.rebuild import Rebuild
 from edged.rebuild.scores import greedy_agreement, score
-from edged.rebuild.training import RebuildError, Recipe
-from edged.settings.load import load_settings
+from edged.rebuild.training import RebuildError, Recipe, check_loss
+from edged.settings.load import AlignSettings, load_settings
 from tests.api.live import running
 from tests.api.test_adapters import teach
 from tests.api.test_quarantine import until
@@ -210,3 +210,16 @@ def test_without_trl_the_way_out_is_named(tmp_path: Path) -> None:
     assert f"`{sys.executable} -P -m pip install trl`" in result.stderr
     assert "tools/install --with rebuild" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"loss": "orpo"}, 'align.loss = "orpo" is none of TRL\'s DPOTrainer: set it to "sigmoid" or "ipo"'),
+        ({"label_smoothing": 0.1}, "align.label_smoothing = 0.1: TRL's DPO smooths no labels: set it to 0"),
+    ],
+    ids=["loss", "smoothing"],
+)
+def test_losses_that_trl_would_compute_otherwise_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RebuildError, match=problem):
+        check_loss(AlignSettings(**settings))

@@ -28,8 +28,9 @@ class PairOutcome:
     trained: bool
     verdict: Verdict
     score: PairScored | None = None
+    objective: float = 0.0
     count: int = 1
-    """How often its loss counts in the mean: see `ExampleLoss`."""
+    """How often the objective counts in the step's mean: see `ExampleLoss`."""
 
 
 class AdapterStep:
@@ -57,7 +58,7 @@ class AdapterStep:
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
         self.loss = float("nan")
-        """Mean loss of the pairs that were not left out; NaN when all were."""
+        """Mean objective of the pairs that were not left out; NaN when all were."""
         self.grad_norm = 0.0
         self.error = ""
         """Reason why its optimizer step was not taken, or ""."""
@@ -154,7 +155,7 @@ class AdapterStep:
         known = replace(pair, ref_chosen_logp=answers[0].ref_logp, ref_rejected_logp=answers[1].ref_logp)
         new = fresh and not pair.epochs_done and not pair.single
         score = pair_score(pair, self.version, "prequential", answers, loss) if new else None
-        self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.count))
+        self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.objective, loss.count))
         return loss if train else None
 
     def _rating_loss(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss:
@@ -184,7 +185,8 @@ class AdapterStep:
         kept = [outcome for outcome in self._taken if not outcome.verdict.why]
         if self.doubted or self.burst or not kept:
             return
-        self.loss = sum(outcome.count * outcome.loss for outcome in kept) / sum(outcome.count for outcome in kept)
+        total = sum(outcome.count * outcome.objective for outcome in kept)
+        self.loss = total / sum(outcome.count for outcome in kept)
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:

@@ -6,7 +6,7 @@ log-probabilities of whole answers is one function here.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from edged.align.feedback.pair import PairScored, Split, TokenPair
@@ -46,15 +46,23 @@ def answer_logps(
 
 @dataclass(frozen=True, slots=True)
 class ExampleLoss:
-    """An example's loss, and d (`count` * loss) / d log-probability of each of its answers.
+    """An example's loss, and d (`count` * objective) / d log-probability of each of its answers.
 
-    A step's loss and gradient are means over examples, each of which counts `count` times.
+    A step's objective and gradient are means over examples, each of which counts `count` times.
     """
 
     loss: float
+    """How much there is left to learn."""
     coefficients: tuple[float, ...]
     reward_margin: float = 0.0
     count: int = 1
+    weighted: float | None = None
+    """The objective, where that is not the loss: DFT's is small where an answer is all but impossible."""
+
+    @property
+    def objective(self) -> float:
+        """What the coefficients are derived from."""
+        return self.loss if self.weighted is None else self.weighted
 
 
 def preference_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
@@ -70,7 +78,7 @@ def preference_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> Exa
     chosen, *rest = found.coefficients
     if align.loss in ("sigmoid", "ipo", "simpo"):
         chosen -= align.sft_weight / max(answers[0].tokens, 1)
-    return ExampleLoss(found.loss, (chosen, *rest), margin, found.count)
+    return replace(found, coefficients=(chosen, *rest), reward_margin=margin)
 
 
 def scores_prompt(align: AlignSettings, pair: TokenPair) -> bool:
@@ -127,8 +135,8 @@ def _sft_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLo
     "dft" has each token's probability, not differentiated, as its weight (Wu et al. 2025 Eq. 9).
     """
     chosen = answers[0]
-    total = chosen.weighted if align.loss == "dft" else chosen.logp
-    return ExampleLoss(-total / max(chosen.tokens, 1), (-1.0, 0.0), count=chosen.tokens)
+    weighted = -chosen.weighted / max(chosen.tokens, 1) if align.loss == "dft" else None
+    return ExampleLoss(-chosen.mean, (-1.0, 0.0), count=chosen.tokens, weighted=weighted)
 
 
 _LOSSES: dict[str, Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]] = {
