@@ -61,7 +61,7 @@ class ExampleLoss:
 
     @property
     def objective(self) -> float:
-        """What the coefficients are derived from."""
+        """The quantity of which the coefficients are derivatives."""
         return self.loss if self.weighted is None else self.weighted
 
 
