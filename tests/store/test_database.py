@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -424,3 +426,113 @@ def test_a_callback_that_raises_does_not_end_the_writer_silently(store, error):
         store.write(note("later")).result(20)
     assert "its writer failed" in store.failed, "the daemon looks at this, and ends"
     assert "first" in store.read(notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("file is not a database", ": the file is damaged; stop edged, move the file away, then restore a copy"),
+        ("database disk image is malformed", ": the file is damaged; stop edged, move the file away"),
+        ("database is locked", ": another program kept it locked for 30 s; close that program"),
+        ("database or disk is full", ": make room on the disk"),
+        ("unable to open database file", ": check that this user may write to the file and its folder"),
+        ("attempt to write a readonly database", ": check that this user may write to the file and its folder"),
+        ("no such table: nothing", ""),
+    ],
+)
+def test_an_error_of_the_database_is_counted_and_names_the_file_and_the_way_out(store, caplog, text, way_out):
+    def fails(db):
+        raise sqlite3.OperationalError(text)
+
+    for count in (1, 2):
+        with pytest.raises(StoreError) as told:
+            store.read(fails)
+        assert str(told.value).startswith(f'database "{store.path}": {text}{way_out}')
+        assert bool(way_out) or str(told.value).endswith(text)
+        assert store.errors == count
+    damaged = "malformed" in text
+    assert (store.problem == str(told.value)) == damaged
+    assert [record.message for record in caplog.records] == ([str(told.value)] if damaged else []), "it is logged once"
+    with pytest.raises(StoreError, match=text):
+        store.write(fails, alone=True).result()
+    with pytest.raises(KeyError):
+        store.write(lambda db: {}["what a function raises itself is not the database's"]).result()
+    assert (store.errors, store.failed, store.suspect) == (3, "", "")
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC])
+@pytest.mark.parametrize("alone", [False, True])
+def test_after_a_failed_sync_nothing_is_written_and_the_mark_outlives_the_store(store, code, alone):
+    def fails(db):
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = code
+        raise error
+
+    store.write(note("before")).result()
+    mark = store.path.with_name("edged.db.suspect")
+    with pytest.raises(StoreError, match="disk I/O error"):
+        store.write(fails, alone=alone).result()
+    assert store.failed == (
+        f'database "{store.path}": the disk did not keep what was written (disk I/O error); edged ends, and takes no '
+        f'feedback when it is started again, until "{mark}" is removed: see dmesg for what the disk has'
+    )
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ disk I/O error\n", mark.read_text())
+    for later in (False, True):
+        with pytest.raises(StoreError) as refused:
+            store.write(note("after"), alone=later).result()
+        assert str(refused.value) == store.failed
+    assert store.read(notes) == ["before"]
+    store.close()
+    again = Store(store.path)
+    assert (again.failed, again.read(notes)) == ("", ["before"])
+    assert again.suspect == (
+        f'the disk failed under the database (see "{mark}"): no feedback is taken until somebody has looked at it '
+        f"(dmesg, edged doctor; edged restore takes a backup), and has removed that file"
+    )
+    mark.unlink()
+    assert again.suspect == ""
+    again.close()
+
+
+def test_a_problem_is_over_with_the_next_commit_but_damage_is_not(store, caplog):
+    def fills(db):
+        db.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for _ in range(2):
+        with pytest.raises(StoreError, match="make room"):
+            store.write(fills).result()
+    assert store.problem == f'database "{store.path}": database or disk is full: make room on the disk'
+    store.write(note("again")).result()
+    assert store.problem == ""
+    told = [record.message for record in caplog.records]
+    assert told == [f'database "{store.path}": database or disk is full: make room on the disk', told[1]]
+    assert told[1].endswith("can be written again")
+
+    def damaged(db):
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+    with pytest.raises(StoreError, match="damaged"):
+        store.read(damaged)
+    store.write(note("more")).result()
+    assert "malformed" in store.problem
+
+
+def test_writes_are_timed_and_told_by_the_name_of_their_function(store):
+    told = []
+    store.on_writes = lambda times, commit_s: told.append((times, commit_s))
+
+    def waits(db, seconds):
+        time.sleep(seconds)
+
+    store.write(functools.partial(functools.partial(waits, seconds=0.05))).result()
+    store.write(waits_alone := functools.partial(waits, seconds=0.05), alone=True).result()
+    store.write(lambda db: None).result()
+    (together, commit_s), (alone, beside_s), *_ = told
+    assert waits_alone.func is waits
+    for (times,) in (together, alone):
+        assert times.job == f"{__name__}.{waits.__qualname__}"
+        assert 0 <= times.waited_s < 30
+        assert 0.05 <= times.ran_s < 30
+    assert 0 <= commit_s < 30
+    assert 0 <= beside_s < 30
