@@ -59,6 +59,9 @@ def test_a_socket_that_its_process_has_closed_is_not_roots(tmp_path: Path) -> No
     assert loopback_uid(("127.0.0.1", 0xA2F4), ("127.0.0.1", 0x1F90), tmp_path) is None
     (tmp_path / "tcp").write_text(CLOSED.replace("0        0 0 3", "65534        0 99 3"))
     assert loopback_uid(("127.0.0.1", 0xA2F4), ("127.0.0.1", 0x1F90), tmp_path) == 65534
+    title, _, first = (tmp_path / "tcp").read_text().splitlines()[:3]
+    (tmp_path / "tcp").write_text(f"{title}\n{first}\n")
+    assert loopback_uid(("127.0.0.1", 0xA2F4), ("127.0.0.1", 0x1F90), tmp_path) == 65534
 
 
 def test_a_connection_that_no_table_has_is_nobodys(tmp_path: Path) -> None:
@@ -169,7 +172,7 @@ def test_every_caller_is_told_what_it_may_and_by_which_rule(monkeypatch: pytest.
     rules = [{"peers": ["uid:8"], "roles": []}, {"peers": ["uid:9"], "roles": ["use", "train"], "users": ["bo", "a*"]}]
     found = access(rules=rules)
     admin, nobody = found.of_peer(Peer(0, "root", frozenset())), found.of_peer(Peer(8, "", frozenset()))
-    assert (str(admin.label), admin.rule) == ('peer "root" (uid 0)', "root is admin")
+    assert (str(admin.label), admin.name, admin.rule) == ('peer "root" (uid 0)', "root", "root is admin")
     assert found.of_peer(Peer(990, "edged", frozenset())).rule == "the daemon's own account is admin"
     assert found.of_peer(Peer(7, "x", frozenset({777}))).rule == 'members of group "edged" are admins'
     for role in ("use", "train", "metrics", "admin"):
@@ -185,7 +188,7 @@ def test_every_caller_is_told_what_it_may_and_by_which_rule(monkeypatch: pytest.
     with pytest.raises(ApiError) as refused:
         app.demand_user(None, "ann", "eve", "bo")
     error = refused.value
-    assert (error.status, error.code) == (403, "forbidden_user")
+    assert (error.status, error.code, error.user) == (403, "forbidden_user", "eve")
     assert str(error) == 'user "eve" is not for peer "app" (uid 9), who may speak for bo, a* (access.rules[1])'
     with pytest.raises(ApiError, match="has train, use "):
         app.demand_role("admin")
@@ -246,9 +249,10 @@ async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.Monkey
 
     async def who(request: web.Request) -> web.Response:
         try:
-            return web.Response(text=(await found.caller(request)).label)
+            caller = await found.caller(request)
+            return web.Response(text=f"{caller.label}: {', '.join(sorted(caller.roles))}")
         except ApiError as error:
-            return web.Response(status=error.status, text=error.code)
+            return web.Response(status=error.status, text=f"{error.code}: {error}")
 
     app = web.Application()
     app.router.add_get("/", who)
@@ -259,7 +263,10 @@ async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.Monkey
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[1][1]}/"
-        me = str(await Accounts().peer(os.geteuid()))
+        me = f"{await Accounts().peer(os.geteuid())}: admin"
+        told = (
+            'invalid_api_key: send "Authorization: Bearer TOKEN" with a token that [access] knows (`edged token new`)'
+        )
 
         async def ask(http: ClientSession, address: str = url, shown: str = "") -> tuple[int, str]:
             async with http.get(address, headers={"Authorization": shown} if shown else {}) as answer:
@@ -270,13 +277,17 @@ async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.Monkey
             assert len(asked) == 1, "a connection's owner is looked up once"
             assert await ask(local, "http://localhost/", "Bearer nonsense") == (200, me)
             found.configure(AccessSettings(tokens=[AccessToken(name="web", sha256=token_hash("one"), roles=["use"])]))
-            assert await ask(http, shown="Bearer one") == (200, 'token "web"')
-            assert await ask(http) == (401, "invalid_api_key")
+            assert await ask(http, shown="Bearer one") == (200, 'token "web": use')
+            assert await ask(http) == (401, told)
             assert await ask(local, "http://localhost/") == (200, me)
-            found.configure(AccessSettings())
+            rules = [{"peers": ["gid:600"], "roles": ["metrics"]}]
+            found.configure(AccessSettings.model_validate({"rules": rules}))
+            monkeypatch.setattr("edged.api.access.unix_peer", lambda connection: (5001, 600))
+            assert await ask(local, "http://localhost/") == (200, "peer of uid 5001: metrics"), "its process' own group"
         monkeypatch.setattr("edged.api.access.loopback_uid", lambda *ends: None)
         async with ClientSession() as http:
-            assert await ask(http) == (401, "invalid_api_key")
+            message = "nobody can tell which account of this box connects: use the Unix socket, or make a token"
+            assert await ask(http) == (401, f"invalid_api_key: {message}")
     finally:
         await runner.cleanup()
 

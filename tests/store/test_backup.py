@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+import edged
 from edged.align.feedback.pair import VersionPublished
-from edged.store import Store
+from edged.store import Store, utc_now, utc_text
 from edged.store.adapters import forget_files, insert_version, set_version_saved
+from edged.store.archive import CHUNK_BYTES
 from edged.store.backup import BackupError, staged, stream, write_file
 from edged.store.base_models import serve_base
 from edged.store.completions import insert_completion
@@ -320,3 +322,29 @@ def test_a_link_in_the_place_of_the_draft_is_not_written_through(tmp_path: Path)
     assert not target.is_symlink()
     assert target.stat().st_mode & 0o777 == 0o600
     assert victim.read_text() == "somebody's"
+
+
+def test_the_manifest_says_when_and_of_what_size_and_large_files_come_in_pieces(store, data, tmp_path):
+    folder = add_version(store, 1)
+    large = bytes(range(256)) * (CHUNK_BYTES // 256) + b"and more"
+    (folder / "adapter_model.safetensors").write_bytes(large)
+    (folder / "edged.json").write_text(
+        json.dumps({"sha256": {"adapter_model.safetensors": hashlib.sha256(large).hexdigest()}})
+    )
+    began = utc_text(utc_now())
+    manifest = verify(back_up(data, tmp_path / "x.tar")).manifest
+    facts = manifest["files"]["adapters/base/ada/v000001/adapter_model.safetensors"]
+    assert facts == {"bytes": CHUNK_BYTES + 8, "sha256": hashlib.sha256(large).hexdigest()}
+    assert manifest["files"]["config.toml"]["bytes"] == len("[model]\n")
+    assert began <= manifest["created_at"] <= utc_text(utc_now())
+    assert (manifest["format"], manifest["edged"], manifest["data_dir"]) == (1, edged.__version__, str(data))
+
+
+def test_versions_are_copied_where_they_cannot_be_linked(store, data, tmp_path, monkeypatch):
+    def refuses(source, target):
+        raise OSError("another file system")
+
+    add_version(store, 1)
+    monkeypatch.setattr("os.link", refuses)
+    contents = verify(back_up(data, tmp_path / "x.tar"))
+    assert [item["version"] for item in contents.manifest["adapters"]] == [1]

@@ -11,9 +11,11 @@ import pytest
 from edged.align.feedback.pair import VersionPublished
 from edged.store import Store, StoreError
 from edged.store.adapters import forget_adapter, insert_version
+from edged.store.application_runs import add_run, forget_runs, latest_runs, salt
 from edged.store.completions import (
     Choice,
     completions_of_prompt,
+    content_text,
     get_completion,
     insert_completion,
     prompt_key,
@@ -89,6 +91,37 @@ def test_equal_prompts_have_equal_keys_and_different_ones_do_not():
     assert (
         len({prompt_key(chat, None), prompt_key(None, "Hi"), prompt_key(None, None, (1,)), prompt_key([], None)}) == 4
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("Hi", "Hi"),
+        ([{"type": "text", "text": "a"}, {"type": "image_url"}, {"text": 3}, "b"], "a\n3"),
+        (None, ""),
+        ({"text": "no list"}, ""),
+    ],
+)
+def test_a_messages_text_is_its_content_or_its_text_parts(content, text):
+    assert content_text({"role": "user", "content": content}) == text
+    assert content_text({"role": "user"}) == ""
+
+
+def test_the_latest_runs_are_of_a_type_or_of_each_and_go_with_their_user(store):
+    def add_runs(db):
+        for number, (kind, user) in enumerate([("plan", "ann"), ("chat", "bob"), ("plan", "bob"), ("chat", "ann")]):
+            row = {column.name: 0 for column in db["application_runs"].columns if column.name != "id"}
+            add_run(db, {**row, "created_at": f"2025-01-0{number + 1}", "application": kind, "user": user})
+
+    store.write(add_runs).result()
+    days = [
+        [run["created_at"][-1] for run in store.read(lambda db, k=k: latest_runs(db, k))] for k in (None, "plan", "x")
+    ]
+    assert days == [["1", "2", "3", "4"], ["1", "3"], []]
+    store.write(lambda db: forget_runs(db, "plan", ["ann", "eve"])).result()
+    left = [(run["application"], run["user"]) for run in store.read(latest_runs)]
+    assert left == [("chat", "bob"), ("plan", "bob"), ("chat", "ann")]
+    assert len(store.read(salt)) >= 16
 
 
 def test_completions_of_a_prompt_are_those_of_the_same_learner_newest_first(store):

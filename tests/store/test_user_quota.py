@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlite_utils import Database
 
 from edged.align.feedback.signals import Feedback, record_pair, record_signal
 from edged.settings.live import Live
@@ -126,3 +127,19 @@ def test_so_many_pairs_of_a_user_wait_to_be_learned_and_any_number_where_none_is
     store.write(lambda db: quota.demand_room(db, "bob")).result()
     store.write(lambda db: set_pair_state(db, 1, "trained", 1, 1, "")).result()
     teach(store, quota, "good", "one more")
+
+
+def test_sums_of_so_many_users_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.store.user_quota._MOST_USERS", 2)
+    counted: list[str] = []
+    real = stored_bytes
+
+    def count(db: Database, user: str) -> int:
+        counted.append(user)
+        return real(db, user)
+
+    monkeypatch.setattr("edged.store.user_quota.stored_bytes", count)
+    footprint = UserQuota(keeping(5000), lambda: 0.0)
+    for user in ("ann", "bob", "ann", "bob", "eve", "eve", "ann"):
+        store.write(lambda db, user=user: footprint.demand_room(db, user)).result()
+    assert counted == ["ann", "bob", "eve", "ann"]

@@ -1,0 +1,158 @@
+"""Forgetting without a daemon: the files, the rows that came meanwhile, the log and the tombstone, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from edged.align.feedback.pair import VersionPublished
+from edged.store import Store, erasure
+from edged.store.adapters import insert_version
+from edged.store.completions import insert_completion, users_of_completion
+from edged.store.data_dir import erase_folder
+from edged.store.forgetting import deleted, finish_forgetting, forget_stopped
+from tests.store.rows import MOMENT, completion
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "edged.db")
+    yield store
+    store.close()
+
+
+def say(store: Store, name: str, user: str, **more: object) -> None:
+    row = completion(name, f"{user} hid the brass key under the third flower pot", user=user, **more)
+    store.write(lambda db: insert_completion(db, row)).result()
+
+
+def make(store: Store, user: str, base: str = "base") -> Path:
+    """Files of a version and its row."""
+    folder = store.path.parent / "adapters" / base / user / "v000001"
+    folder.mkdir(parents=True)
+    (folder / "edged.json").write_text(f'{{"adapter": "{user}"}}')
+    row = asdict(VersionPublished(user, 1, 0, "trained"))
+    store.write(lambda db: insert_version(db, MOMENT, row)).result()
+    return folder
+
+
+def rows(store: Store, table: str, column: str = "adapter") -> list[str]:
+    return store.read(lambda db: [row[column] for row in db.query(f"SELECT * FROM {table} ORDER BY rowid")])
+
+
+def test_a_stopped_daemons_user_goes_with_files_of_all_bases_and_the_log(store: Store) -> None:
+    for user in ("ann", "bob"):
+        say(store, f"c-{user}", user)
+        make(store, user)
+    other = make(store, "ann", "other")
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert {table: count for table, count in told["rows_deleted"].items() if count} == {
+        "adapter_versions": 1,
+        "completions": 1,
+    }
+    assert (told["verified"], told["vacuumed"], told["searched"]["texts"]) == (True, True, 1)
+    assert (told["searched"]["found"], told["searched"]["files"]) == ([], [])
+    assert not other.parent.exists()
+    assert [path.name for path in (store.path.parent / "adapters" / "base").iterdir()] == ["bob"]
+    assert (rows(store, "completions"), rows(store, "adapter_versions")) == (["bob"], ["bob"])
+    assert store.read(erasure.unfinished) == []
+    assert store.log_path.stat().st_size == 0
+    assert b"ann" not in store.path.read_bytes()
+
+
+def test_nothing_stored_is_told_and_files_alone_are_something(store: Store) -> None:
+    assert forget_stopped(store, "ann") is None
+    assert store.read(erasure.unfinished) == []
+    folder = store.path.parent / "adapters" / "base" / "ann"
+    folder.mkdir(parents=True)
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert not any(told["rows_deleted"].values())
+    assert not folder.exists()
+
+
+def test_an_interrupted_forgetting_is_finished_with_what_the_engine_wrote_since(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    say(store, "old", "ann")
+    store.write(lambda db: erasure.begin_forgetting(db, "ann", "2025-02-02")).result()
+    folder = make(store, "ann")
+    kept = make(store, "bob")
+    say(store, "new", "ann", created_at="2025-03-03")
+    assert finish_forgetting(store, store.path.parent / "adapters") == []
+    assert not folder.parent.exists()
+    assert kept.exists()
+    assert rows(store, "adapter_versions") == ["bob"]
+    assert rows(store, "completions", "id") == ["new"], "what came after is new"
+    assert store.read(erasure.unfinished) == []
+    told = [record.getMessage() for record in caplog.records if "forgetting" in record.getMessage()]
+    assert told[0] == "forgetting ann was interrupted: it is finished now"
+    assert told[1].startswith("forgetting ann: a search of ")
+    assert told[1].endswith("columns and all files found nothing")
+    assert finish_forgetting(store, store.path.parent / "adapters") == []
+
+
+def test_files_that_stay_keep_the_tombstone_and_their_user_from_being_served(
+    store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays = make(store, "ann").parent
+    goes = make(store, "ann", "other").parent
+    real = erase_folder
+
+    def erase(folder: Path) -> None:
+        if folder == stays:
+            raise PermissionError("not this one")
+        real(folder)
+
+    monkeypatch.setattr("edged.store.adapters.erase_folder", erase)
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert (told["verified"], told["searched"]["files"]) == (False, [str(stays), str(stays / "v000001" / "edged.json")])
+    assert not goes.exists(), "the others are gone then"
+    assert finish_forgetting(store, store.path.parent / "adapters") == ["ann"]
+    assert [name for name, _ in store.read(erasure.unfinished)] == ["ann"]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors[0].startswith("forgetting ann: its files cannot be deleted (not this one): ")
+    assert errors[1].startswith("forgetting ann: the search found ")
+    monkeypatch.undo()
+    assert finish_forgetting(store, store.path.parent / "adapters") == []
+    assert store.read(erasure.unfinished) == []
+
+
+def test_whether_files_went_is_told_and_only_the_disk_may_refuse(caplog: pytest.LogCaptureFixture) -> None:
+    assert deleted("ann", lambda: None)
+    assert caplog.records == []
+
+    def fails() -> None:
+        raise ValueError("a defect")
+
+    with pytest.raises(ValueError, match="a defect"):
+        deleted("ann", fails)
+
+
+def test_files_that_bear_the_name_or_name_the_adapter_are_found(tmp_path: Path) -> None:
+    for name, text in {
+        "ann/v1.json": "{}",
+        "bob/a.json": '{"adapter": "ann"}',
+        "bob/b.json": '{"adapter": "anna"}',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "bob" / "a.txt").write_text('{"adapter": "ann"}')
+    (tmp_path / "bob" / "c.json").mkdir()
+    (tmp_path / "bob" / "d.json").write_bytes(b'\xff{"adapter": "ann"}')
+    found = erasure.search_files(tmp_path, "ann")
+    assert found[0] == str(tmp_path / "ann")
+    assert sorted(found[1:]) == [str(tmp_path / "bob" / "a.json"), str(tmp_path / "bob" / "d.json")]
+
+
+def test_a_completion_is_of_who_asked_and_who_answered(store: Store) -> None:
+    say(store, "both", "ann", adapter="shared")
+    say(store, "base", "ann", adapter=None)
+    found = [store.read(lambda db, name=name: users_of_completion(db, name)) for name in ("both", "base", "none")]
+    assert found == [{"ann", "shared"}, {"ann"}, set()]
