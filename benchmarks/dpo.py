@@ -123,7 +123,8 @@ class _EdgedLearner:
         from benchmarks.support.local_engine import LocalEngine
 
         settings: dict[str, dict[str, Any]] = {
-            "model": {"device": job.device, "dtype": job.dtype},
+            # Nothing is served: no decode iterations need be captured.
+            "model": {"device": job.device, "dtype": job.dtype, "graph_memory_mb": 0},
             "cache": {"memory_mb": 256},
             "align": {
                 "rank": job.rank,

@@ -8,7 +8,7 @@ forward that computes its first tokens, in milliseconds and in lengths of the pi
 ran when it came, and the number of units that ended in between. The floor of a delay is none, as nothing must be read
 or computed before a prompt is begun. Beside a piece's length stands its floor: what this machine must read and compute
 for it, attention aside, at the bandwidth and the rate that it reached when the benchmark began. Without --model: a
-random-weight Llama of SmolLM2-135M's shape.
+random-weight Llama, of SmolLM2-135M's shape unless --size says another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, finish, markdown, model_folder, option, parse
+from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SEED, SIZE, finish, markdown, model_folder, option, parse
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header, unit
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
@@ -161,23 +161,25 @@ def main() -> None:
         option("--requests", "arrivals", 200, 20),
         option("--gap-s", "mean pause before one", 0.5, 0.1),
         option("--adapters", "users whose pairs are learned", 2),
+        SIZE,
         SEED,
         DEVICE,
         quick="a 4 M parameter model and few requests",
     )
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
-        size = "4m" if options.quick else "135m"
-        chosen = options.model or random_model(Path(folder), options.pairs, options.format, size)
-        report = {"model": options.model.name if options.model else f"{size} random-weight Llama"}
+        chosen = options.model or random_model(Path(folder), options)
+        report = {"model": options.model.name if options.model else f"{options.size} random-weight Llama"}
         report |= run(chosen, options)
     finish(options, report, table(report))
 
 
-def random_model(folder: Path, pairs: Path, format: Any, size: str) -> Path:
+def random_model(folder: Path, options: Namespace) -> Path:
     """Write a random-weight Llama with a tokenizer that was trained on the pairs."""
-    apart(lambda: write_random_llama(folder, SHAPES[size]))
-    texts = (pair[key] for _, pair in read_pairs(pairs, format) if isinstance(pair, dict) for key in ("chosen",))
-    tokenizer = write_tokenizer(folder, texts, SHAPES[size].vocab)
+    shape = SHAPES[options.size]
+    apart(lambda: write_random_llama(folder, shape, device_dtype(options.device)))
+    pairs = read_pairs(options.pairs, options.format)
+    texts = (pair[key] for _, pair in pairs if isinstance(pair, dict) for key in ("chosen",))
+    tokenizer = write_tokenizer(folder, texts, shape.vocab)
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+DEVICE = torch.device(os.environ.get("EDGED_TEST_DEVICE", "cpu"))
+"""Where engines of tests compute; what they are compared with is computed on the CPU."""
 SPECIALS = ["<pad>", "<s>", "</s>"]
 VOCAB = len(SPECIALS) + 256
 CHAT_TEMPLATE = (

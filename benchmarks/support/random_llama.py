@@ -59,7 +59,13 @@ def config_of(shape: Shape) -> LlamaConfig:
 def write_random_llama(directory: Path, shape: Shape, dtype: str = "float32", seed: int = 0) -> Path:
     """Write config and weights of `dtype` to `directory` as save_pretrained does, and return it."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config_of(shape), dtype=getattr(torch, dtype)).save_pretrained(directory)
+    # A GPU draws billions of numbers in a second, processors in a minute.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=getattr(torch, dtype))
+    model.save_pretrained(directory)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return directory
 
 

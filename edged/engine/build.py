@@ -19,6 +19,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.memory_model import page_count
+from edged.engine.model.norms import fuse_norms
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
 from edged.engine.native.library import FEW_ROWS, kernels
@@ -56,6 +57,9 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     if model.device.type == "cuda":
         # Triton launches on the thread's current device, whatever its tensors say.
         torch.cuda.set_device(model.device)
+        # cuDNN's attention builds a plan for every new length, some 100 ms each; texts of pairs have any length.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        fuse_norms(model.model)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     try_lora(model, settings.align, settings.align.max_active_adapters)

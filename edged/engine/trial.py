@@ -11,7 +11,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterState, LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
-from edged.align.dpo.decoder import LoraParameters, LoraRows
+from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
 from edged.align.dpo.loss import answer_logps, preference_loss
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.pair import TokenPair
@@ -95,7 +95,8 @@ def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, at
     tokens = torch.as_tensor(ids, device=model.device)
     if state is None:
         return own_logits(model.model, tokens, attention)
-    with model.lora.training([LoraRows(0, len(ids), LoraParameters(state.weights, state.spec.scaling, {}))]):
+    weights = scaled(state.weights, state.spec.scaling, model.dtype)
+    with model.lora.training([LoraRows(0, len(ids), LoraParameters(weights, state.spec.scaling, {}))]):
         return own_logits(model.model, tokens, attention)
 
 
@@ -174,7 +175,7 @@ def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, ke
     kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
     tap = LayerTap(model)
     step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep_graph)
-    model.lora.load(0, member.state.weights, member.leaves.scaling)
+    model.lora.load(0, member.state.weights, member.state.spec.scaling)
     try:
         while step.group.tokens_left or step.units_left()[0][0] != "step":
             if not step.group.tokens_left:
@@ -192,4 +193,4 @@ def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, ke
             step.group.advance(size)
     finally:
         tap.remove()
-    return torch.cat([gradient.flatten() for both in member.leaves.gradients.values() for gradient in both])
+    return torch.cat([gradient.flatten() for both in member.gradients.values() for gradient in both])

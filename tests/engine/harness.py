@@ -19,7 +19,7 @@ from edged.engine.sampling.params import Sampling
 from edged.governors.limits import EngineLimits
 from edged.settings.load import Settings, load_settings
 from tests.cache.integrity import check_trie
-from tests.models import save_tiny
+from tests.models import DEVICE, save_tiny
 
 
 class Client:
@@ -91,7 +91,7 @@ def running_engine(
     model = tmp_path / f"model-{kind}"
     if not model.exists():
         save_tiny(model, kind)
-    overrides = {"model.device": "cpu", "cache.page_size": 8, "cache.memory_mb": 4}
+    overrides = {"model.device": str(DEVICE), "model.dtype": "float32", "cache.page_size": 8, "cache.memory_mb": 4}
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     made: Settings = load_settings(environ={}, overrides=overrides)
     client = Client()

@@ -186,7 +186,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "align__window_tokens": window,
         "align__replay_share": 0.0,
         "guard__held_out_share": 0.0,
-        "scheduler__idle_quantum_ms": 1.0,
+        "scheduler__idle_quantum_ms": 0.1,
         "align__keep_graph": False,
         "model__short_layers": short_layers,
     }

@@ -22,7 +22,7 @@ from edged.engine.sequence import Sequence, SequenceStatus
 from edged.settings.load import load_settings
 from tests.cache.integrity import check_pool
 from tests.engine.harness import Client, random_ids, request, running_engine
-from tests.models import save_tiny, tiny_model
+from tests.models import DEVICE, save_tiny, tiny_model
 
 PAGE, LAYERS, KV_HEADS = 8, 3, 2
 ON = {"cache.pruning": "on", "cache.pruned_tokens": 48, "cache.prune_recent": 16, "cache.prefix_sharing": False}
@@ -32,7 +32,8 @@ def forced(tmp_path: Path, **settings: Any) -> ForcedDecoding:
     model = tmp_path / "model"
     if not model.exists():
         save_tiny(model)
-    overrides = {"model.device": "cpu", "cache.page_size": PAGE, "cache.memory_mb": 4, **ON}
+    overrides = {"model.device": str(DEVICE), "model.dtype": "float32", "model.graph_memory_mb": 0}
+    overrides |= {"cache.page_size": PAGE, "cache.memory_mb": 4, **ON}
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     return ForcedDecoding(model, load_settings(environ={}, overrides=overrides))
 
@@ -119,7 +120,7 @@ def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_wh
     assert times >= 3
     assert sequence.compacted is not None
     assert (sequence.compacted.counts != 6).any(), "the heads' budgets differ"
-    torch.testing.assert_close(torch.stack(got), oracle.logits(ids)[100:], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.stack(got).cpu(), oracle.logits(ids)[100:], atol=2e-4, rtol=0)
     plain = tiny_model()(torch.tensor([ids])).logits[0, 100:]
     assert (torch.stack(got)[20:] - plain[20:]).abs().max() > 0.1, "what went makes a difference"
 
@@ -151,7 +152,7 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
     assert replayed[3] == replayed[7] == 4
     assert replayed[19] == replayed[-1]
     assert sequence.compacted is not None
-    torch.testing.assert_close(torch.stack(got), oracle.logits(ids)[60:], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.stack(got).cpu(), oracle.logits(ids)[60:], atol=2e-4, rtol=0)
 
 
 def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,7 @@ def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch:
             other = driver.begin(second[:-1], room=1)
             pool.release(spare)
     assert other is not None
-    torch.testing.assert_close(torch.stack(got), oracle.logits(first)[160:], atol=2e-4, rtol=0)
+    torch.testing.assert_close(torch.stack(got).cpu(), oracle.logits(first)[160:], atol=2e-4, rtol=0)
     wanted = tiny_model()(torch.tensor([second])).logits[0, -1]
     torch.testing.assert_close(driver.step([other], second[-1:])[0], wanted, atol=2e-4, rtol=0)
     for sequence in (pruned, other):

@@ -143,7 +143,7 @@ def test_when_the_gpus_own_allocator_has_too_little_prompts_are_computed_in_smal
 
 def test_decodes_that_are_too_many_are_preempted_and_not_failed(tmp_path: Path) -> None:
     prompts = [random_ids(30, seed) for seed in range(8)]
-    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, cache__prefix_sharing=False, model__graph_memory_mb=0) as (engine, client):
         wanted = answers(engine, client, "before", prompts, tokens=20)
         with shortage(layer(engine), lambda hidden: 3 < rows(hidden) <= 8) as raised:
             assert answers(engine, client, "short", prompts, tokens=20) == wanted

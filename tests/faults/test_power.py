@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx2
@@ -174,6 +175,13 @@ def check_cuts(life: Life, folder: Path, times: int, seed: int) -> None:
         assert not problem(life, folder, now_s), f"after {now_s - life.records[0].at_s:.3f} s"
 
 
+def all_taken(data: Path) -> bool:
+    """Whether no user's pair in the database is still to be learned."""
+    with contextlib.closing(sqlite3.connect(data / "edged.db")) as db:
+        (count,) = db.execute("SELECT count(*) FROM pairs WHERE state = 'queued'").fetchone()
+    return not count
+
+
 def check_restarts(life: Life, folder: Path, times: int, seed: int) -> None:
     """What learns again after a cut has learned every pair once in the end."""
     for number, now_s in enumerate(cuts(life, folder / "kept", times, seed)):
@@ -182,7 +190,7 @@ def check_restarts(life: Life, folder: Path, times: int, seed: int) -> None:
         whole = newest_whole(again / "data")
         with running(again, life.model, **SETTINGS) as daemon, daemon.http() as http:
             assert http.get("/v1/adapters/sam").json()["version"] >= whole
-            until(lambda: not http.get("/v1/adapters/sam").json()["pairs_queued"], lambda: daemon.log, within_s=60)
+            until(partial(all_taken, again / "data"), lambda: daemon.log, within_s=60)
             assert daemon.stop() == 0
         check_trained_once(again / "data", {n for n, at_s in life.taught.items() if at_s <= now_s})
 

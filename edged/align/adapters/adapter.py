@@ -122,9 +122,9 @@ class AdapterState:
         """
         align, group = self.settings.now.align, self._optimizer.param_groups[0]
         try:
-            for name, leaves in self.weights.items():
-                for leaf, gradient in zip(leaves, gradients[name], strict=True):
-                    leaf.grad = gradient / count
+            sums = [gradient for name in self.weights for gradient in gradients[name]]
+            for leaf, gradient in zip(self.parameters(), torch._foreach_div(sums, count), strict=True):
+                leaf.grad = gradient
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")

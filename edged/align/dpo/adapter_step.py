@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
-from edged.align.dpo.decoder import LoraParameters
+from edged.align.dpo.decoder import LoraLeaves, LoraParameters, scaled
 from edged.align.dpo.loss import AnswerLogps, ExampleLoss, pair_score, preference_loss, rating_loss
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
@@ -72,8 +72,10 @@ class AdapterStep:
         """Whether pairs look strange to a version that is not tested yet: then no optimizer step was taken."""
         self.strange = ""
         """Reason why its gradient is far too large, or ""; then no optimizer step was taken."""
-        gradients = {n: (torch.zeros_like(a), torch.zeros_like(b)) for n, (a, b) in state.weights.items()}
-        self.leaves = LoraParameters(state.weights, state.spec.scaling, gradients)
+        self.gradients: LoraLeaves = {
+            name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in state.weights.items()
+        }
+        """Sums of the pairs' gradients so far, in fp32."""
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
@@ -97,6 +99,15 @@ class AdapterStep:
             TokenPair(pair.pair_id, self.adapter, pair.prompt, answer, ())
             for pair, answer in zip(rated, answers[-1:] + answers[:-1], strict=True)
         ]
+
+    def parameters(self, dtype: torch.dtype) -> LoraParameters:
+        """Return its matrices for the backward passes of a step, in the dtype of computation."""
+        weights = {name: (a.detach(), b.detach()) for name, (a, b) in self.state.weights.items()}
+        leaves = scaled(weights, self.state.spec.scaling, dtype)
+        for a, b in leaves.values():
+            a.requires_grad_()
+            b.requires_grad_()
+        return LoraParameters(leaves, self.state.spec.scaling, self.gradients)
 
     @property
     def examples(self) -> list[TokenPair]:
@@ -125,7 +136,7 @@ class AdapterStep:
 
     @property
     def _totals(self) -> list[torch.Tensor]:
-        return [total for pair in self.leaves.gradients.values() for total in pair]
+        return [total for pair in self.gradients.values() for total in pair]
 
     def mark(self) -> None:
         """Save the state between two micro-batches, to which `restart` returns."""
@@ -194,7 +205,7 @@ class AdapterStep:
             weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
                 rest = (count, weight, self._most_norm(), self._step_scale)
-                self.grad_norm = self.state.step(self.leaves.gradients, *rest)
+                self.grad_norm = self.state.step(self.gradients, *rest)
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested
             except FloatingPointError as error:

@@ -36,7 +36,7 @@ def branches_of(
         earlier = decoder.read_kv(layer, stream.pages, begin) if begin else None
         leaves += [tensor.requires_grad_(True) for tensor in earlier or ()]
         pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
-        branches.append(Branches(first - start, last - start, begin, pieces, earlier))
+        branches.append(Branches(first - start, last - start, begin, pieces, earlier, group.masks))
         owners.append(stream)
     return branches, owners, leaves
 
@@ -49,9 +49,10 @@ def matrices(rows: Sequence[LoraRows], names: Sequence[str]) -> list[torch.Tenso
 def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Iterator[torch.Tensor]) -> None:
     """Add the gradients of `matrices` to each adapter's totals."""
     for part in rows:
-        for name in names:
-            for total in part.leaves.gradients[name]:
-                total.add_(next(gradients))
+        own = [next(gradients) for _ in range(2 * len(names))]
+        a, b = zip(*(part.leaves.gradients[name] for name in names), strict=True)
+        torch._foreach_add_(a, own[::2])
+        torch._foreach_add_(b, own[1::2], alpha=part.leaves.scaling)
 
 
 def upstream_of(
@@ -125,13 +126,16 @@ class RecomputeBackward:
             outputs += [keys, values]
             upstream += self._own_gradients(branches, owners, keys)
         inputs = [*([hidden] if layer else []), *earlier, *matrices(rows, names)]
-        gradients = map(present, torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
+        gradients = iter(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
         if layer:
-            self._upstream[start:stop] = next(gradients)
+            self._upstream[start:stop] = present(next(gradients))
         for branch, stream in zip(branches, owners, strict=True):
             if branch.earlier is not None:
-                self._add_earlier(stream.row, next(gradients), next(gradients))
-        add_gradients(rows, names, gradients)
+                keys, values = next(gradients), next(gradients)
+                # None where all of it is hidden from the window.
+                if keys is not None and values is not None:
+                    self._add_earlier(stream.row, keys, values)
+        add_gradients(rows, names, map(present, gradients))
 
     def _own_gradients(
         self, branches: Sequence[Branches], owners: Sequence[PairForward], keys: torch.Tensor

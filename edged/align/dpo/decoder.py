@@ -1,7 +1,7 @@
 """The served model's interface to fine-tune units: single layers with autograd, KV by page, and the head."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,16 +12,24 @@ from edged.align.dpo.layout import Piece
 LoraLeaves = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Linear's name -> (A [rank, in], B [out, rank])."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
+Masks = dict[tuple[int, int, int | None], torch.Tensor]
+"""Attention masks of the last queries of a text, by the numbers of queries and of keys, and the sliding window."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraParameters:
-    """One adapter's LoRA matrices as autograd's leaves; `gradients` (fp32) are totals that are added to in place."""
+    """One adapter's LoRA matrices in a backward pass; `gradients` (fp32) are totals that are added to in place."""
 
     weights: LoraLeaves
+    """A, and B times the scaling factor, in the dtype of computation: autograd's leaves (see `scaled`)."""
     scaling: float
     """LoRA's scaling factor, alpha / rank."""
     gradients: LoraLeaves
+
+
+def scaled(weights: LoraLeaves, scaling: float, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return A, and B times the scaling factor, of each linear in the dtype of computation."""
+    return {name: (a.to(dtype), (b * scaling).to(dtype)) for name, (a, b) in weights.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class Branches:
     """One pair inside a window of rows: window rows [first, last) are the pair's flat rows from `start` on.
 
     `earlier` are the pair's keys and values [kv_heads, start, head_dim] before the window, None when `start` is 0.
+    `masks` keeps the masks of the attention for the layers that follow.
     """
 
     first: int
@@ -45,6 +54,7 @@ class Branches:
     start: int
     pieces: tuple[Piece, ...]
     earlier: KeysValues | None
+    masks: Masks = field(default_factory=dict)
 
 
 class Decoder(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from edged.align.dpo.decoder import Decoder
+from edged.align.dpo.decoder import Decoder, Masks
 from edged.align.dpo.layout import Layout, Piece
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
@@ -134,6 +134,8 @@ class MicroBatch:
         self.rows, self.kept_rows = row, kept
         self.owners = owner
         """Number of all streams' scored texts: answers and, for some losses, prompts."""
+        self.masks: Masks = {}
+        """Masks of the policy's attention, for all layers."""
         self.last = torch.empty(row, decoder.hidden_size, dtype=decoder.dtype, device=decoder.device)
         self._new_inputs = lambda: (
             LayerInputs(decoder.layer_count, kept, decoder.hidden_size, decoder.dtype, decoder.device)

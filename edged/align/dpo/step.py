@@ -41,7 +41,7 @@ class DpoStep:
         self.adapters = tuple(self.members)
         self.finished = False
         self._release = release
-        self._leaves = {member.adapter: member.leaves for member in members}
+        self._leaves = {member.adapter: member.parameters(decoder.dtype) for member in members}
         self.keeps_graph = keep_graph
         self._plan = StepPlan(
             [pair for member in members for pair in member.examples],

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from edged.align.dpo.decoder import Masks
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
@@ -13,8 +14,6 @@ from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
 from edged.tensors.device_copy import upload
 
 _TILE_COLUMNS = 6
-Masks = dict[int | None, torch.Tensor]
-"""Attention masks of a segment's queries, by sliding window."""
 
 
 @dataclass(slots=True)

@@ -4,17 +4,18 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import compress, pairwise
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from edged.align.dpo.decoder import Branches
+from edged.align.dpo.decoder import Branches, Masks
 from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.cpu import NativeDecode
 from edged.engine.attention.cpu_sparse import RowsByHead, ragged_decode
-from edged.engine.attention.packed_batch import Masks, PackedBatch, Prefill
+from edged.engine.attention.packed_batch import PackedBatch, Prefill
 from edged.engine.kv.store import KvStore
 
 IMPLEMENTATION = "edged_paged"
@@ -64,7 +65,8 @@ def paged_attention(
         raise ValueError("the model's attention is not plainly causal (it passes a mask)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(module.layer_idx, scale, sliding_window, softcap)  # type: ignore[arg-type]
-    return current_pass().attend(call, query[0], key[0], value[0])[None], None
+    # Not [0], whose gradient is a copy.
+    return current_pass().attend(call, query.squeeze(0), key.squeeze(0), value.squeeze(0)).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -95,16 +97,17 @@ def attend(
 def attend_to_last(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Masks
 ) -> torch.Tensor:
-    """Attend causally, where the last query's own key is the last key; `masks` caches the masks by window."""
+    """Attend causally, where the last query's own key is the last key; `masks` caches the masks."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
     if queries == keys and window is None and call.softcap is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scaling, enable_gqa=grouped)
-    if window not in masks:
+    kind = queries, keys, window
+    if kind not in masks:
         own = torch.arange(keys - queries, keys, device=query.device)
-        masks[window] = causal_mask(keys, own, window, query.dtype)
-    return attend(call, query, key, value, masks[window])
+        masks[kind] = causal_mask(keys, own, window, query.dtype)
+    return attend(call, query, key, value, masks[kind])
 
 
 def causal_mask(keys: int, own: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -243,14 +246,33 @@ class BranchAttention:
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         self.keys, self.values = key, value
+        # All is cut by splits: each slice would have a gradient as large as the whole.
+        rows = iter(query.split([piece.stop - piece.start for own in self._branches for piece in own.pieces], dim=1))
+        sizes = [branch.last - branch.first for branch in self._branches]
         outputs = []
-        for branch in self._branches:
-            whole = [part[:, branch.first : branch.last] for part in (key, value)]
-            if branch.earlier is not None:
-                whole = [torch.cat(parts, dim=1) for parts in zip(branch.earlier, whole, strict=True)]
+        for branch, *own in zip(self._branches, key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True):
+            runs = _runs(branch)
+            keys, values = (_cut(part, branch, runs, index) for index, part in enumerate(own))
             for piece in branch.pieces:
-                keys, values = _without(piece.hidden, *(part[None, :, : piece.stop] for part in whole))
-                start = branch.first + piece.start - branch.start
-                rows = query[None, :, start : start + piece.stop - piece.start]
-                outputs.append(attend_to_last(call, rows, keys, values, {})[0].transpose(0, 1))
+                low, high = piece.hidden or (0, 0)
+                seen = [stop <= piece.stop and not low <= start < high for start, stop in runs]
+                k, v = (torch.cat(list(compress(parts, seen)), dim=1).unsqueeze(0) for parts in (keys, values))
+                out = attend_to_last(call, next(rows).unsqueeze(0), k, v, branch.masks)
+                outputs.append(out.squeeze(0).transpose(0, 1))
         return torch.cat(outputs)
+
+
+def _runs(branch: Branches) -> list[tuple[int, int]]:
+    """Return the runs [start, stop) of a branch's flat rows that each piece sees whole or not at all."""
+    ends = {0, branch.start, branch.start + branch.last - branch.first}
+    for piece in branch.pieces:
+        ends |= {piece.stop, *(piece.hidden or ())}
+    return list(pairwise(sorted(ends)))
+
+
+def _cut(own: torch.Tensor, branch: Branches, runs: list[tuple[int, int]], index: int) -> list[torch.Tensor]:
+    """Return the rows of each run: the branch's `own` and those before, of which `index` 0 are keys and 1 values."""
+    before = [stop - start for start, stop in runs if stop <= branch.start]
+    after = [stop - start for start, stop in runs[len(before) :]]
+    earlier = [] if branch.earlier is None else branch.earlier[index].split(before, dim=1)
+    return [*earlier, *own.split(after, dim=1)]

@@ -47,7 +47,7 @@ class LoraLinear(LinearWrapper):
         y = self.base(x)
         state = self._runs
         if state.training:
-            return y + self._update(x, state.training)
+            return self._updated(x, y, state.training)
         if state.tiles is not None:
             from edged.engine.lora import triton as triton_lora
 
@@ -97,16 +97,15 @@ class LoraLinear(LinearWrapper):
             # Not index_add_, which on the CPU takes ten times as long.
             out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))
 
-    def _update(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
-        """Return each adapter's update of its own rows, with autograd."""
-        # With one adapter nothing is copied, in the forward and in the backward.
-        alone = len(rows) == 1
-        parts = [x] if alone else x.split([part.stop - part.start for part in rows], dim=1)
-        updates = []
-        for own, part in zip(parts, rows, strict=True):
-            a, b = part.leaves.weights[self.name]
-            updates.append((own @ a.t().to(x.dtype)) @ (b.t() * part.leaves.scaling).to(x.dtype))
-        return updates[0] if alone else torch.cat(updates, dim=1)
+    def _updated(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
+        """Return `y` with each adapter's update of its own rows, with autograd."""
+        # By splits: each slice would have a gradient as large as the whole.
+        sizes = [part.stop - part.start for part in rows]
+        parts = []
+        for own, out, part in zip(x.squeeze(0).split(sizes), y.squeeze(0).split(sizes), rows, strict=True):
+            a, b = (matrix.to(x.dtype) for matrix in part.leaves.weights[self.name])
+            parts.append(torch.addmm(out.to(x.dtype), own @ a.t(), b.t()))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
 class LoraSlots:

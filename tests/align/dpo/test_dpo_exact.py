@@ -29,10 +29,11 @@ from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import segments_of, take_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, FeedbackSettings, Settings
-from tests.models import ARCHITECTURES, byte_tokenizer, tiny_model
+from tests.models import ARCHITECTURES, DEVICE, byte_tokenizer, tiny_model
 
-CPU = torch.device("cpu")
 BETA = 0.3
+ROUNDING = 1e-5 if DEVICE.type == "cpu" else 3e-5
+"""Largest share of a gradient that two orders of fp32 sums differ by: a GPU adds up more of them at once."""
 
 
 def slow(*values: Any) -> Any:
@@ -61,11 +62,11 @@ def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPa
 def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
-    state = AdapterState(name, spec, Live(Settings(align=align)), CPU)
+    state = AdapterState(name, spec, Live(Settings(align=align)), DEVICE)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
         for _, b in state.weights.values():
-            b.normal_(0.0, 0.05, generator=generator)
+            b.copy_(torch.empty(b.shape).normal_(0.0, 0.05, generator=generator))
     state.version = 1
     return state
 
@@ -108,7 +109,7 @@ def take_step(
     """
     fixed = {"rank": 4, "alpha": 8.0, "beta": BETA, "window_tokens": window, "loss_threshold": 0.0}
     align = AlignSettings(**fixed | {"sft_weight": 0.0} | settings)
-    base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
+    base.requires_grad_(False).to(DEVICE).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(align, slots=4)
     kv = model.new_kv(80, 8)
@@ -134,8 +135,8 @@ def take_step(
             taken = group.take(n)
             segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
             with torch.inference_mode():
-                batch = pack(segments, kv, CPU)
-                tap.arm([take_of(group, taken, segments, CPU)])
+                batch = pack(segments, kv, DEVICE)
+                tap.arm([take_of(group, taken, segments, DEVICE)])
                 with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
                     model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
                 tap.arm([])
@@ -159,7 +160,7 @@ def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
     take = state.step
 
     def step(gradients: Gradients, pairs: int, *more: float) -> float:
-        into[state.name] = {name: (a / pairs, b / pairs) for name, (a, b) in gradients.items()}
+        into[state.name] = {name: (a.cpu() / pairs, b.cpu() / pairs) for name, (a, b) in gradients.items()}
         return take(gradients, pairs, *more)
 
     state.step = step  # type: ignore[method-assign]
@@ -262,7 +263,7 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
     got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep_graph=keep_graph)
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
-    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(got, wanted) <= ROUNDING
 
 
 @pytest.mark.parametrize("seed", [3, *map(slow, range(3))])
@@ -273,9 +274,9 @@ def test_wherever_units_are_cut_gradients_equal_trls(kind: str, window: int, see
     got, step, weights = unit_gradients(tiny_model(kind), pairs, window, 23, preempt_at=(3, 9, 20), cut_to=cut)
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
-    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(got, wanted) <= ROUNDING
     whole = take_step(tiny_model(kind), {"ann": pairs}, window, 23)
-    assert worst_error(got, whole.gradients["ann"]) <= 1e-5
+    assert worst_error(got, whole.gradients["ann"]) <= ROUNDING
 
 
 @pytest.mark.parametrize("seed", [1, *map(slow, (0, 2))])
@@ -302,7 +303,7 @@ def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     got, step, weights = unit_gradients(tiny_model("llama"), pairs, 16, chunk=500, loss="ipo")
     wanted, loss = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss="ipo")
     assert step.loss == pytest.approx(loss, rel=1e-5)
-    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(got, wanted) <= ROUNDING
 
 
 @pytest.mark.parametrize("keep_graph", [True, False])
@@ -316,7 +317,7 @@ def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
     got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep_graph=keep_graph, **how)
     wanted, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, **how)
     plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
-    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(got, wanted) <= ROUNDING
     assert worst_error(plain, wanted) > 0.1
 
 
@@ -360,7 +361,7 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
         wanted, value = trl_gradients(
             tiny_model(kind), scored_by_base(kind, own), together.before[name], tmp_path, loss
         )
-        assert worst_error(together.gradients[name], wanted) <= 1e-5
+        assert worst_error(together.gradients[name], wanted) <= ROUNDING
         member, single = together.members[name], alone.members[name]
         assert member.loss == pytest.approx(value, rel=1e-5)
         assert (member.trained, member.state.version) == (len(own), 2)
@@ -383,7 +384,7 @@ def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window:
     assert broken.members["bob"].state.version == 1
     for name in ("ann", "cyd"):
         assert broken.members[name].error == ""
-        assert worst_error(broken.gradients[name], whole.gradients[name]) <= 1e-5
+        assert worst_error(broken.gradients[name], whole.gradients[name]) <= ROUNDING
 
 
 def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> None:
@@ -405,15 +406,16 @@ def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int,
     )
     for name, member in shaken.members.items():
         assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
-        assert worst_error(shaken.gradients[name], calm.gradients[name]) <= 1e-5
+        assert worst_error(shaken.gradients[name], calm.gradients[name]) <= ROUNDING
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the profiler's bytes are those of the processor")
 def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times_length() -> None:
     """Peak bytes of one pair's backward units, beyond the layers' inputs, which are kept by design."""
 
     def extra_bytes(layers: int, length: int) -> int:
         align = AlignSettings(rank=4, alpha=8.0, window_tokens=16, loss_threshold=0.0)
-        base = tiny_model("llama", num_hidden_layers=layers, vocab_size=259).requires_grad_(False)
+        base = tiny_model("llama", num_hidden_layers=layers, vocab_size=259).requires_grad_(False).to(DEVICE)
         base.set_attn_implementation(IMPLEMENTATION)
         model = ServedModel(base)
         model.attach_lora(align, slots=1)
@@ -426,8 +428,8 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         free = iter(range(1, 80))
         segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
         with torch.inference_mode():
-            batch = pack(segments, kv, CPU)
-            tap.arm([take_of(step.group, taken, segments, CPU)])
+            batch = pack(segments, kv, DEVICE)
+            tap.arm([take_of(step.group, taken, segments, DEVICE)])
             with attention_pass(PagedAttention(batch, kv)):
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])
@@ -472,7 +474,7 @@ def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
     pairs = make_pairs(19)
     recomputed, _, _ = unit_gradients(tiny_model(kind), pairs, 16, 1000)
     kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep_graph=True)
-    assert worst_error(kept, recomputed) <= 1e-5
+    assert worst_error(kept, recomputed) <= ROUNDING
     assert step.trained == 2
 
 
@@ -483,11 +485,11 @@ def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: 
     poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
     wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep_graph=keep_graph)
     suspicion = OutlierDetector(FeedbackSettings())
-    suspicion.recall(OutlierHistory(losses=[max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
+    suspicion.recall(OutlierHistory(losses=[1.001 * max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
     mixed = [good[0], poison, good[1]]
     got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep_graph=keep_graph, suspicion=suspicion)
     assert [outcome.trained for outcome in step.outcomes] == [True, False, True]
     assert step.outcomes[1].verdict.why.startswith("outlying: its loss is ")
-    assert worst_error(got, wanted) <= 1e-5
+    assert worst_error(got, wanted) <= ROUNDING
     assert (step.trained, step.loss) == (alone.trained, pytest.approx(alone.loss, rel=1e-5))
     assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
