@@ -91,6 +91,13 @@ def test_equal_prompts_have_equal_keys_and_different_ones_do_not():
     assert (
         len({prompt_key(chat, None), prompt_key(None, "Hi"), prompt_key(None, None, (1,)), prompt_key([], None)}) == 4
     )
+    # Stored rows keep the keys of the edged that wrote them.
+    known = [prompt_key(chat, None), prompt_key(None, "Hé"), prompt_key(None, None, (1, 2))]
+    assert known == [
+        "3030ef7283bfdb0bfb6b7952f4d4c81f",
+        "0840007810f044d84f159f32174d03de",
+        "c11660ae5fea9e98d0a2a746964fd6de",
+    ]
 
 
 @pytest.mark.parametrize(
