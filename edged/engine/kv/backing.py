@@ -100,7 +100,7 @@ class CudaMemory(Backing):
     gives_back = True
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve, map and try out the memory. Raises CudaMemoryError, and then holds nothing."""
+        """Reserve, map and try out the memory. Raises CudaMemoryError or MemoryError, and then holds nothing."""
         self._device = device
         try:
             self._driver = ctypes.CDLL("libcuda.so.1")
@@ -196,6 +196,6 @@ def back(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ba
     if getattr(torch.cuda.get_device_properties(device), "is_integrated", False):
         try:
             return CudaMemory(shape, dtype, device)
-        except CudaMemoryError as error:
+        except (CudaMemoryError, MemoryError) as error:
             log.warning("K/V pages cannot be given back to the box: %s", error)
     return Backing(torch.zeros(shape, dtype=dtype, device=device))
