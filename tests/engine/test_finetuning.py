@@ -428,6 +428,7 @@ def test_an_import_is_answered_after_its_row_is_written(tmp_path: Path) -> None:
     row: Future[None] = Future()
     with running_engine(tmp_path, **RARELY_SAVED) as (engine, client):
         learn_twice(engine, client)
+        client.wait(lambda: bool(client.of(VersionSaved)))
         weights = engine.weights("ann").result(20)[1]
         saver = engine.built.finetuning._writer
         journal = saver._journal
