@@ -138,8 +138,13 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
 
     nan = {**tensors, name: tensors[name].clone().fill_(float("nan"))}
     cases = [
-        (changed(tensors, r=8), "its rank is 8, align.rank is 4"),
-        (changed(tensors, lora_alpha=16), "its lora_alpha is 16, align.alpha is 8"),
+        (
+            archive(peft_adapter(tmp_path / "wide", rank=8)),
+            "its rank is 8, align.rank is 4: raise align.rank, or train",
+        ),
+        (changed(tensors, lora_alpha="much"), "its lora_alpha is 'much': give a number"),
+        (changed(tensors, alpha_pattern={"q_proj": None}), "its lora_alpha is 'None': give a number"),
+        (changed({}), "it has no tensors"),
         (changed(tensors, peft_type="IA3"), "only LORA is served"),
         (changed(tensors, use_dora=True), "use_dora = true is not supported"),
         (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),

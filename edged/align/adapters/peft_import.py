@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from edged.align.adapters.adapter import LoraSpec
+from edged.align.adapters.adapter import LoraSpec, peft_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
@@ -26,14 +26,27 @@ class ImportRefused(ValueError):
 
 
 def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """Read a PEFT folder's weights by PEFT's names, in fp32, all finite and fitting `spec`. Raises ImportRefused."""
+    """Read a PEFT folder's weights by PEFT's names, in fp32, all finite, as an adapter of `spec`'s rank and scaling
+    that answers the same. Raises ImportRefused.
+
+    Zeros fill lower ranks, and linears that it does not adapt; these stay zero, since their gradients are. Another
+    scaling (alpha, rsLoRA, patterns) goes into B.
+    """
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / WEIGHTS).exists():
             way_out = "convert it where you trust it, with peft's model.save_pretrained(DIRECTORY)"
             pickle = f"{name} is a pickle, which can run any code when it is loaded"
             raise ImportRefused(f"{pickle}: only {WEIGHTS} is read; {way_out}")
-    _check_config(_config(folder / CONFIG), spec)
-    return _weights(folder / WEIGHTS, spec)
+    config = _config(folder / CONFIG)
+    _check_config(config)
+    found = _weights(folder / WEIGHTS, spec)
+    weights = {name: torch.zeros(shape) for name, shape in spec.peft_shapes().items()}
+    for linear in spec.shapes:
+        a, b = (found.get(peft_name(linear, part)) for part in "AB")
+        if a is not None and b is not None:
+            weights[peft_name(linear, "A")][: len(a)] = a
+            weights[peft_name(linear, "B")][:, : len(a)] = b * (_scaling(config, linear, len(a)) / spec.scaling)
+    return weights
 
 
 def most_bytes(spec: LoraSpec) -> int:
@@ -56,20 +69,28 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_config(config: dict[str, Any], spec: LoraSpec) -> None:
-    """Raise ImportRefused for an adapter of another kind or size than the served ones."""
+def _check_config(config: dict[str, Any]) -> None:
+    """Raise ImportRefused for an adapter of another kind than the served ones."""
     if config.get("peft_type") != "LORA":
         raise ImportRefused(f"peft_type is {config.get('peft_type')!r}: only LORA is served")
-    for name in ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
+    for name in ("use_dora", "modules_to_save", "fan_in_fan_out"):
         if config.get(name):
             raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")
     if config.get("bias", "none") != "none":
         raise ImportRefused(f"bias = {config['bias']!r} is not supported: train one with bias none")
-    if config.get("r") != spec.rank:
-        raise ImportRefused(f"its rank is {config.get('r')!r}, align.rank is {spec.rank}: both must be equal")
-    alpha = config.get("lora_alpha")
-    if not isinstance(alpha, int | float) or not math.isclose(alpha, spec.alpha):
-        raise ImportRefused(f"its lora_alpha is {alpha!r}, align.alpha is {spec.alpha:g}: both must be equal")
+    alphas = config.get("alpha_pattern") or {}
+    for alpha in (config.get("lora_alpha"), *(alphas.values() if isinstance(alphas, dict) else [alphas])):
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ImportRefused(f"its lora_alpha is {str(alpha)[:40]!r}: give a number")
+
+
+def _scaling(config: dict[str, Any], linear: str, rank: int) -> float:
+    """Return the factor of a linear's update, as PEFT has it (rsLoRA: Kalajdzievski 2023)."""
+    from peft.utils.other import get_pattern_key  # slow to import
+
+    alphas = config.get("alpha_pattern") or {}
+    alpha = alphas.get(get_pattern_key(alphas, linear), config["lora_alpha"])
+    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
@@ -79,15 +100,21 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
         if size > most_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
-            _check_names(set(file.keys()), set(wanted))
-            for name, shape in wanted.items():
-                part = file.get_slice(name)
+            names = set(file.keys())
+            _check_names(names, set(wanted))
+            for name in sorted(names):
+                down, (rows, columns) = name.replace(".lora_B.", ".lora_A."), wanted[name]
+                part, rank = file.get_slice(name), (*file.get_slice(down).get_shape(), 0)[0]
+                if not 0 < rank <= spec.rank:
+                    way_out = f"raise align.rank, or train one of at most {spec.rank}"
+                    raise ImportRefused(f"its rank is {rank}, align.rank is {spec.rank}: {way_out}")
+                shape = (rank, columns) if name == down else (rows, rank)
                 if (found := tuple(part.get_shape())) != shape:
                     needed = f"this model needs {shape}: it was trained for another model"
                     raise ImportRefused(f"{name} has the shape {found}, {needed}")
                 if (dtype := part.get_dtype()) not in _DTYPES:
                     raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
-            tensors = {name: file.get_tensor(name).float() for name in wanted}
+            tensors = {name: file.get_tensor(name).float() for name in sorted(names)}
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
     except (OSError, SafetensorError) as error:
@@ -99,8 +126,10 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
 
 
 def _check_names(found: set[str], wanted: set[str]) -> None:
-    if missing := sorted(wanted - found):
-        why = "it was trained with other target_modules or for another model"
-        raise ImportRefused(f"{missing[0]} is missing ({len(missing)} of {len(wanted)} tensors): {why}")
     if more := sorted(found - wanted):
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")
+    if not found:
+        raise ImportRefused("it has no tensors: it was trained for another model")
+    parts = (".lora_A.", ".lora_B.")
+    if missing := sorted({name.replace(*way) for name in found for way in (parts, parts[::-1])} - found):
+        raise ImportRefused(f"{missing[0]} is missing: A and B of a linear belong together")
