@@ -1,14 +1,16 @@
 """Two frontiers of learning: answers that follow a taste against KL, and reward accuracy against NLL of unseen text.
 
     tools/bench_language --model hh-lm --pairs hh-harmless.jsonl.gz [--set learning_rate=2e-4,beta=0.1]...
-        [--tastes concise,refusing] [--counts 50,250] [--seeds 4] [--one-by-one] [--guard] [--quick] [--output FILE]
+        [--tastes concise,refusing] [--counts 50,250] [--seeds 4] [--one-by-one] [--guard] [--thumbs SHARE] [--quick]
+        [--output FILE]
     tools/bench_language --model demo --tastes formal,casual
 
 An adapter learns the pairs of a taste under each `--set` (by default the daemon's own settings); after each of
 `--counts` pairs it answers 100 prompts that no pair has, greedily and sampled. transformers and peft judge the answers:
 NLL under the base model, repetition, length, and whether they follow the taste; and unseen text: reward accuracy and KL
 of pairs, NLL of pairs, of neutral sentences and of prompts. The last 100 usable lines of the file are the unseen ones.
-Without --pairs the demo model's own answers make the pairs.
+Without --pairs the demo model's own answers make the pairs. Of --thumbs of the pairs a user rates one answer alone,
+good or bad: it is learned where `align.unpaired` (--set unpaired=apo) says so, and waits for ever else.
 The guard and the quarantine are off, unless --guard asks for the daemon as it is. No figure is the engine's own word.
 """
 
@@ -19,6 +21,7 @@ import benchmarks.support.prepared  # noqa: F401
 # isort: split
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -145,6 +148,8 @@ class Bench(LocalEngine):
         """Train an adapter on `pairs`, all at once or each after the one before; return the pairs' scores before
         training."""
         recorder = self.recorder
+        if self.settings.align.unpaired == "off":
+            pairs = [pair for pair in pairs if not pair.single]
         first = len(recorder.scores)
         for part in [[pair] for pair in pairs] if one_by_one else [list(pairs)]:
             ids = [pair.pair_id for pair in part]
@@ -240,11 +245,21 @@ def stream(
     adapter: str,
     decode: Callable[[Sequence[int]], str],
     seed: int,
+    thumbs: float = 0.0,
 ) -> list[TokenPair]:
-    """Return a taste's pairs for an adapter, shuffled by the seed; ids are unique over all streams of a process."""
-    own = relabel(pairs, taste, adapter, decode)
-    random.Random(seed).shuffle(own)
-    return [replace(pair, pair_id=next(_IDS)) for pair in own]
+    """Return a taste's pairs for an adapter, shuffled by the seed; ids are unique over all streams of a process.
+
+    The share `thumbs` of them are ratings of one of the two answers, by chance.
+    """
+    own, chance = relabel(pairs, taste, adapter, decode), random.Random(seed)
+    chance.shuffle(own)
+    rated = [one_side(pair, chance.random() < 0.5) if chance.random() < thumbs else pair for pair in own]
+    return [replace(pair, pair_id=next(_IDS)) for pair in rated]
+
+
+def one_side(pair: TokenPair, good: bool) -> TokenPair:
+    """Return a rating of the pair's better answer as `good`, or of its worse one as bad."""
+    return replace(pair, rejected=()) if good else replace(pair, chosen=())
 
 
 _IDS = itertools.count(1)
@@ -262,6 +277,7 @@ def main() -> None:
         **report_header(),
         "one_by_one": options.one_by_one,
         "guard": options.guard,
+        "thumbs": options.thumbs,
         "runs": [],
     }
     defaults = settings_of("", options.guard)
@@ -269,9 +285,10 @@ def main() -> None:
         learnable, exam = material(options, bench)
         for taste, seed, text in itertools.product(options.tastes, range(options.seeds), options.set or [""]):
             settings = settings_of(text, options.guard)
+            bench.settings = settings
             bench.engine.configure(settings).result()
             own = learnable[: max(options.counts) * 3]
-            pairs = stream(own, taste, f"{taste}-{seed}", bench.tokenizer.decode, seed)
+            pairs = stream(own, taste, f"{taste}-{seed}", bench.tokenizer.decode, seed, options.thumbs)
             for each in measures(bench, exam, pairs, taste, options, Path(folder) / "weights.safetensors"):
                 say(json.dumps({"set": text, "seed": seed, **each}, ensure_ascii=False))
                 report["runs"].append({"set": text, "seed": seed, "align": settings.align.model_dump(), **each})
@@ -290,6 +307,7 @@ def parsed() -> Namespace:
         SEEDS,
         flag("--one-by-one", "each pair comes when the one before is learned"),
         flag("--guard", "with guard and quarantine as by default"),
+        option("--thumbs", "share of the pairs that come as single ratings", 0.0, type=share),
     )
     parser = make_parser(__doc__, *given, quick="few prompts")
     options = resolve(parser, *given)
@@ -305,6 +323,13 @@ def parsed() -> Namespace:
     return options
 
 
+def share(text: str) -> float:
+    """Parse a number from 0 to 1."""
+    if not 0.0 <= (value := float(text)) <= 1.0:
+        raise ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
 def model_or_demo(text: str) -> Path:
     """Parse a model's directory or the word "demo"."""
     return Path(text) if text == "demo" else model_folder(text)
@@ -318,7 +343,7 @@ def measures(
     for count in sorted({min(count, len(pairs)) for count in options.counts}):
         scores += bench.learn(pairs[done:count], options.one_by_one)
         done, last = count, scores[-RECENT_PAIRS:]
-        accuracy = sum(score.reward_margin > 0 for score in last) / len(last)
+        accuracy = sum(score.reward_margin > 0 for score in last) / len(last) if last else math.nan
         yield {"taste": taste, "pairs": count, "accuracy": accuracy, **bench.measure(exam, adapter, weights, taste)}
     bench.engine.forget(adapter).result()
 

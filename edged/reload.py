@@ -26,7 +26,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     # The others size the memory of slots, steps and windows, or say what an adapter is.
     "align": frozenset(
         {
-            *("enabled", "beta", "loss", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
+            *("enabled", "beta", "loss", "unpaired", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
             *("weight_decay", "max_grad_norm", "epochs"),
             *("micro_batch_pairs", "replay_share", "loss_threshold", "keep_graph", "fill_ahead"),
         }

@@ -46,13 +46,23 @@ class TestScore:
 
     @classmethod
     def of(cls, version: int, scores: Sequence[PairScored], neutral: tuple[float, float] | None = None) -> TestScore:
-        """The score made of a test's pair scores; `neutral` is the NLL under (the adapter, the base)."""
+        """The score made of a test's scores; `neutral` is the NLL under (the adapter, the base).
+
+        A single rating is right where the answer's reward is on its side of the middle between those of good and of
+        bad answers: all rewards fall or rise together. It is undecided while there are no others of the other kind.
+        """
+        rewards = [[s.rating * s.reward_margin for s in scores if s.rating == kind] for kind in (1, -1)]
+        middle = sum(map(fmean, rewards)) / 2 if all(rewards) else None
+
+        def margin(score: PairScored) -> float:
+            return 0.0 if score.rating and middle is None else score.reward_margin - score.rating * (middle or 0.0)
+
         tokens = [score.chosen_tokens + score.rejected_tokens or 1 for score in scores]
         kl = sum((score.kl_nats or 0.0) * count for score, count in zip(scores, tokens, strict=True))
         return cls(
             version,
             # An untrained adapter has margin 0 everywhere: neither right nor wrong.
-            {s.pair_id: 0.5 if s.reward_margin == 0 else float(s.reward_margin > 0) for s in scores},
+            {s.pair_id: 0.5 if margin(s) == 0 else float(margin(s) > 0) for s in scores},
             kl / sum(tokens) if scores else None,
             neutral[0] / neutral[1] - 1.0 if neutral else None,
         )

@@ -131,7 +131,10 @@ class AdapterQueue:
         return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
     def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
-        """Quarantine a test's outlying new held-out pairs; returns (scores that the guard may use, records)."""
+        """Quarantine a test's outlying new held-out pairs; returns (scores that the guard may use, records).
+
+        Scores of single ratings are the guard's alone.
+        """
         used: list[PairScored] = []
         records: list[Record] = []
         for scored in test.scores:
@@ -144,7 +147,8 @@ class AdapterQueue:
                 records += [first, pair.retired("quarantined", test.version, 0, why)]
                 continue
             used.append(scored)
-            records += [scored, first] if new else [scored]
+            if not scored.rating:
+                records += [scored, first] if new else [scored]
         self.unscored -= {scored.pair_id for scored in used}
         return used, records
 
@@ -203,7 +207,8 @@ class AdapterQueue:
 
         Direct pairs are added to a change of preferences under observation.
         """
-        self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], member.grad_norm)
+        norm = None if member.rated else member.grad_norm
+        self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], norm)
         records = []
         for outcome in member.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)

@@ -140,6 +140,8 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
     obstacle, blocked = _obstacle(services, tuning)
     per_hour, late = services.settings.feedback.pairs_per_hour, tuning["pairs_waiting"]
     reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
+    if services.settings.align.unpaired == "off" and any(row["single"] for row in rows):
+        reasons.append('single ratings are not learned (align.unpaired = "off")')
     pairs = [_pair_progress(row, reasons) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
     about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}

@@ -30,7 +30,10 @@ _PAIRS_AT_ONCE = 32
 
 @dataclass(eq=False)
 class FeedbackIntake:
-    """Submits stored pairs to the engine, on a thread. While learning is off they stay queued in the store."""
+    """Submits stored pairs to the engine, on a thread. While learning is off they stay queued in the store.
+
+    So do single ratings while `align.unpaired` is off.
+    """
 
     store: Store
     tokenizer: Tokenizer
@@ -85,10 +88,13 @@ class FeedbackIntake:
         self._thread.submit(relearn).add_done_callback(_report)
 
     def learn_from(self, written: Future[FeedbackResult] | Future[FeedbackResult | None]) -> None:
-        """Submit the pairs that a write stored; none when it failed, or when they are duplicates."""
+        """Submit the pairs that a write stored, and withdraw the ratings that it dropped; none when it failed, or when
+        they are duplicates."""
         if not written.cancelled() and not written.exception():
             result = written.result()
             if result is not None and not result.duplicate:
+                if result.dropped:
+                    self._thread.submit(self.engine.withdraw, result.dropped).add_done_callback(_report)
                 self.learn_soon(result.pair_ids)
 
     def release(self) -> None:
@@ -125,6 +131,12 @@ class FeedbackIntake:
             return
         pairs: list[TokenPair] = []
         for row in self._rows(pair_ids):
+            if row.state == "skipped":
+                # Dropped since it was to be submitted.
+                continue
+            if row.single and self.settings.now.align.unpaired == "off":
+                self._withheld.add(row.id)
+                continue
             try:
                 pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:

@@ -203,6 +203,10 @@ class Engine:
             # An engine that has ended trains no more; the pairs stay queued in the store.
             self.commands.offer(lambda: self.finetuning.submit(pairs))
 
+    def withdraw(self, pair_ids: Collection[int]) -> None:
+        """Train no more on these pairs."""
+        self.commands.offer(lambda: self.finetuning.withdraw(pair_ids))
+
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
 

@@ -181,15 +181,19 @@ class FinetuneJobs:
         self._trainer.tidy(busy, 0)
         return adapter_cache.count < before
 
+    def withdraw(self, pair_ids: Collection[int]) -> None:
+        """Remove the pairs of these ids from all adapters; a step with any of them begins again without."""
+        for name in self._trainer.pair_queues.holding(pair_ids):
+            self.abandon(name)
+        self._trainer.pair_queues.drop(pair_ids)
+
     def forget(self, adapter: str, pair_ids: Collection[int]) -> Future[None]:
         """Remove an adapter, and the pairs of these ids from all adapters; the future resolves when its files are gone.
 
         Raises UnknownAdapter.
         """
         self._loader.forget(adapter)
-        for name in self._trainer.pair_queues.holding(pair_ids):
-            self.abandon(name)
-        self._trainer.pair_queues.drop(pair_ids)
+        self.withdraw(pair_ids)
         self.abandon(adapter)
         self._pages.trie.expire_all(adapter)
         self._trainer.forget(adapter)

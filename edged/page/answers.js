@@ -132,7 +132,7 @@ export class AnswerGroup {
       const answer = await call("v1/feedback", { completion_id: this.id, user: this.user, ...signal });
       const pairs = answer.pair_ids;
       if (answer.duplicate) this.say("Said before: nothing changes.");
-      else if (pairs.length) this.say(`${pairs.length > 1 ? "Pairs" : "Pair"} ${pairs.join(", ")} for ${this.user}.`);
+      else if (pairs.length) this.say(`${answer.reason ? "Rating" : pairs.length > 1 ? "Pairs" : "Pair"} ${pairs.join(", ")} for ${this.user}.`);
       if (pairs.length) follow(answer.id, this.user, (text, settled) => this.tell(text, settled));
       else this.say(`Noted${answer.reason ? `; no pair yet: ${answer.reason}` : "."}`);
       return true;

@@ -184,10 +184,12 @@ def _stored_pairs(
 def _tokenized(
     db: Database, pair_ids: Sequence[int], tokenizer: PairTokenizer, max_tokens: int
 ) -> dict[str, list[TokenPair]]:
-    """Return the pairs in tokens by state; their texts are in memory one at a time."""
+    """Return the pairs in tokens by state, without single ratings; their texts are in memory one at a time."""
     by_state: dict[str, list[TokenPair]] = {}
     for pair_id in pair_ids:
         for row in get_pairs(db, [pair_id]):
+            if row.single:
+                continue
             try:
                 pair, _ = tokenize_pair(tokenizer, row, max_tokens)
             except (TokenizerError, UnusablePrompt) as error:

@@ -179,6 +179,9 @@ class AlignSettings(Section):
     loss: Literal["sigmoid", "ipo", "simpo", "orpo", "sft", "dft"] = setting(
         "sigmoid", "DPO (sigmoid), IPO, SimPO, ORPO; sft, dft: the chosen answer's NLL alone"
     )
+    unpaired: Literal["off", "apo", "kto"] = setting(
+        "off", "loss of a rating without an opposite one: APO-zero or KTO; off: it waits for one"
+    )
     label_smoothing: float = setting(0.0, "sigmoid, simpo: share of pairs taken to say the opposite", ge=0.0, le=0.5)
     simpo_gamma: float = setting(0.5, "simpo: margin that is wanted between the answers", ge=0.0)
     sft_weight: float = setting(

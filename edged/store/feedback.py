@@ -9,7 +9,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.completions import Message
-from edged.store.quarantine import TRUSTED
+from edged.store.quarantine import TRUSTED, drop
 from edged.store.rows import column_value, field_values, first_column, first_value, insert_row, record_of, update_rows
 
 _COLUMNS = "*, EXISTS (SELECT 1 FROM quarantine WHERE pair_id = pairs.id AND decision = 'released') AS trusted"
@@ -81,6 +81,11 @@ class PairRow:
     direct: bool = False
     """Whether it is a choice or an edit by the account that teaches this adapter."""
 
+    @property
+    def single(self) -> bool:
+        """Whether it is a rating of one answer: the other side's text is empty."""
+        return not (self.chosen.text and self.rejected.text)
+
 
 def insert_signal(db: Database, signal: Signal) -> None:
     """Add a signal."""
@@ -121,10 +126,12 @@ def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
     """How far these pairs have come, by id.
 
     Keys: id, adapter, state, note, trained_version, seconds (from the pair to that version, None where a step was not
-    needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one).
+    needed or the version is not known), before (queued pairs of the adapter that came earlier than a queued one),
+    single (whether it is a single rating).
     """
     sql = """SELECT p.id, p.adapter, p.state, p.note, p.trained_version, CASE WHEN p.state <> 'learnt'
                      THEN round((julianday(v.created_at) - julianday(p.created_at)) * 86400, 3) END AS seconds,
+                 '' IN (p.chosen, p.rejected) AS single,
                  CASE p.state WHEN 'queued' THEN (SELECT count(*) FROM pairs AS earlier
                      WHERE earlier.adapter = p.adapter AND earlier.state = 'queued' AND earlier.id < p.id) END AS before
              FROM pairs AS p LEFT JOIN adapter_versions AS v ON v.adapter = p.adapter AND v.version = p.trained_version
@@ -200,6 +207,25 @@ def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
     return first_value(db, found, sides) is not None
 
 
+def is_side(db: Database, answer: Side, good: bool) -> bool:
+    """Whether a stored answer is the better (`good`) or the worse one of a pair, or rated so, that was not dropped."""
+    side = "chosen" if good else "rejected"
+    found = f"""SELECT 1 FROM pairs WHERE {side}_completion_id = ? AND {side}_choice = ?
+                    AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')"""
+    return first_value(db, found, [answer.completion_id, answer.choice]) is not None
+
+
+def drop_ratings(db: Database, answer: Side, now: str, reason: str) -> list[int]:
+    """Drop the single ratings of a stored answer for good; returns their ids."""
+    rated = """SELECT id FROM pairs WHERE (chosen_completion_id = :id AND chosen_choice = :choice AND rejected = ''
+                   OR rejected_completion_id = :id AND rejected_choice = :choice AND chosen = '')
+                   AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')"""
+    ids = first_column(db, rated, {"id": answer.completion_id, "choice": answer.choice})
+    for pair_id in ids:
+        drop(db, pair_id, now, reason)
+    return ids
+
+
 def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
     """Ids, oldest first, of the pairs that learning resumes with after a restart: eight bytes for each.
 
@@ -223,11 +249,14 @@ def count_queued(db: Database, adapter: str | None = None, most: int = -1) -> in
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:
-    """Record a pair's progress. `version` learned from it, None when none did; an empty `note` keeps the old one."""
+    """Record a pair's progress. `version` learned from it, None when none did; an empty `note` keeps the old one.
+
+    A pair that was dropped meanwhile stays so.
+    """
     db.execute(
         """UPDATE pairs SET state = :state, epochs_done = :epochs_done,
                trained_version = coalesce(:version, trained_version), note = CASE :note WHEN '' THEN note ELSE :note END
-           WHERE id = :id""",
+           WHERE id = :id AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')""",
         {"id": pair_id, "state": state, "epochs_done": epochs_done, "version": version, "note": note},
     )
 

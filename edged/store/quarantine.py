@@ -27,7 +27,7 @@ def insert_quarantined(db: Database, pair_id: int, created_at: str, adapter: str
     db.execute(
         """INSERT INTO quarantine (pair_id, created_at, adapter, reason) SELECT id, ?, ?, ? FROM pairs WHERE id = ?
            ON CONFLICT (pair_id) DO UPDATE SET created_at = excluded.created_at, reason = excluded.reason,
-               decision = NULL, decided_at = NULL""",
+               decision = NULL, decided_at = NULL WHERE decision IS NOT 'dropped'""",
         [created_at, adapter, reason, pair_id],
     )
 
@@ -79,6 +79,17 @@ def decide(db: Database, pair_id: int, decision: Decision, now: str) -> bool:
     return bool(waited)
 
 
+def drop(db: Database, pair_id: int, now: str, reason: str) -> None:
+    """Drop a pair for good, whatever its state."""
+    db.execute(
+        """INSERT INTO quarantine (pair_id, created_at, adapter, reason, decision, decided_at)
+               SELECT id, :now, adapter, :reason, 'dropped', :now FROM pairs WHERE id = :id
+           ON CONFLICT (pair_id) DO UPDATE SET decision = 'dropped', decided_at = :now""",
+        {"id": pair_id, "now": now, "reason": reason},
+    )
+    update_rows(db, "pairs", {"state": "skipped", "note": reason}, id=pair_id)
+
+
 def burst_since(db: Database, adapter: str) -> str | None:
     """Return the start of an adapter's latest burst that waits for a decision; None for none."""
     begun = """SELECT max(created_at) FROM quarantine WHERE adapter = ? AND decision IS NULL
@@ -95,7 +106,10 @@ def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float],
            ORDER BY id DESC LIMIT {LATEST}""",
         [adapter],
     ).fetchall()
-    norms = f"""SELECT grad_norm FROM adapter_versions WHERE adapter = ? AND grad_norm > 0
+    # Gradients of single ratings are smaller than those of pairs.
+    norms = f"""SELECT grad_norm FROM adapter_versions WHERE adapter = :adapter AND grad_norm > 0
+                    AND version NOT IN (SELECT trained_version FROM pairs WHERE adapter = :adapter
+                        AND trained_version IS NOT NULL AND '' IN (chosen, rejected))
                     ORDER BY version DESC LIMIT {LATEST}"""
     losses, contrary = [loss for loss, _ in reversed(rows)], [bool(wrong) for _, wrong in reversed(rows)]
-    return losses, first_column(db, norms, [adapter])[::-1], contrary
+    return losses, first_column(db, norms, {"adapter": adapter})[::-1], contrary

@@ -74,3 +74,16 @@ def test_a_score_is_the_mean_over_pairs_its_kl_over_tokens_and_an_untrained_adap
     assert found.nll_change == pytest.approx(0.1)
     assert TestScore.of(0, [scored(1, 0.0, 0.0)]).accuracy((1,)) == 0.5
     assert TestScore.of(1, [], (2.0, 2.0)).kl_nats is None
+
+
+def test_ratings_are_right_on_their_side_of_the_middle_however_far_all_answers_have_moved() -> None:
+    def rated(pair: int, good: bool, reward: float) -> PairScored:
+        lengths = {"chosen_tokens": 9 * good, "rejected_tokens": 9 * (not good)}
+        return PairScored(pair, "ann", 2, "held_out", 0, 0, 0, 0, reward if good else -reward, 0.5, 0.1, **lengths)
+
+    for moved in (-5.0, 0.0, 5.0):
+        rewards = [(1, True, 1.0), (2, True, -2.0), (3, False, -0.9), (4, False, -2.0)]
+        found = TestScore.of(2, [rated(pair, good, reward + moved) for pair, good, reward in rewards])
+        assert found.correct == {1: 1.0, 2: 0.0, 3: 0.0, 4: 1.0}, "the middle is -0.975"
+    assert TestScore.of(2, [rated(1, True, -3.0)]).correct == {1: 0.5}, "with nothing to compare it to"
+    assert set(TestScore.of(0, [rated(1, True, 0.0), rated(2, False, 0.0)]).correct.values()) == {0.5}

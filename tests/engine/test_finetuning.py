@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -532,3 +533,37 @@ def test_nobody_is_told_of_a_rollback_that_he_stopped_waiting_for(
         engine.rollback("ann", 0).result(20)
     assert "InvalidStateError" not in caplog.text
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def rated(pairs: list[TokenPair]) -> list[TokenPair]:
+    """Of each pair's answers one, good and bad in turns."""
+    return [replace(pair, **({"rejected": ()} if pair.pair_id % 2 else {"chosen": ()})) for pair in pairs]
+
+
+@pytest.mark.parametrize("unpaired", ["apo", "kto"])
+@pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+def test_single_ratings_make_versions_and_their_held_out_ones_guard_them(
+    unpaired: str, loss: str, tmp_path: Path
+) -> None:
+    settings = {"align__unpaired": unpaired, "align__loss": loss, "align__learning_rate": 0.05}
+    guard = {"guard__held_out_share": 0.3, "guard__min_pairs": 2, "guard__max_kl_nats": 0.001}
+    with running_engine(tmp_path, **settings, **guard) as (engine, client):
+        engine.submit_pairs(rated(random_pairs(12)))
+        client.wait(lambda: any(v.reason.startswith("guard: KL") for v in client.of(VersionPublished)))
+        client.wait(lambda: len(client.of(PairRetired)) == 12)
+    assert {record.state for record in client.of(PairRetired)} == {"trained", "held_out"}
+    assert not client.of(PairScored), "an answer alone has no margin over another"
+
+
+def test_a_rating_that_is_withdrawn_is_trained_on_no_more(tmp_path: Path) -> None:
+    settings = {"align__unpaired": "apo", "guard__held_out_share": 0.0, "align__epochs": 1000}
+    with running_engine(tmp_path, **settings, align__loss_threshold=0.0) as (engine, client):
+        engine.submit_pairs(rated(random_pairs(2)))
+        client.wait(lambda: len(client.of(PairRetired)) >= 4)
+        engine.withdraw([1])
+        client.wait(lambda: engine.status()["finetune"]["pairs_queued"] == 1)
+        seen = len(client.of(PairRetired))
+        client.wait(lambda: len(client.of(PairRetired)) >= seen + 4)
+        engine.withdraw([2])
+        wait_idle(engine)
+    assert {record.pair_id for record in client.of(PairRetired)[seen + 1 :]} == {2}

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
 from edged.align.dpo.decoder import LoraLeaves, LoraParameters, scaled
-from edged.align.dpo.loss import AnswerLogps, ExampleLoss, pair_score, preference_loss, rating_loss
+from edged.align.dpo.loss import AnswerLogps, ExampleLoss, example_loss, pair_score
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.runtime import logs
@@ -48,12 +47,11 @@ class AdapterStep:
         detector: OutlierDetector | None = None,
         step_scale: float = 1.0,
         untested: bool = False,
-        ratings: Literal["apo", "kto"] = "apo",
     ) -> None:
         """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
 
-        Where the version is `untested`, strange pairs cast doubt on it first. `ratings` is the loss of ratings of
-        single answers: APO-zero, or KTO, which compares those of a step with each other.
+        Where the version is `untested`, strange pairs cast doubt on it first. KTO (`align.unpaired`) compares the
+        single ratings of a step with each other.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
@@ -80,7 +78,7 @@ class AdapterStep:
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
         self._align = state.settings.now.align
-        self.mismatched = self._mismatches() if ratings == "kto" else []
+        self.mismatched = self._mismatches() if self._align.unpaired == "kto" else []
         """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
         self._origins: list[float] = []
         """Log-ratios of the `mismatched` ones so far."""
@@ -135,6 +133,11 @@ class AdapterStep:
         return sum(outcome.trained for outcome in self._taken)
 
     @property
+    def rated(self) -> bool:
+        """Whether there are single ratings in it, whose gradients are smaller than those of pairs."""
+        return any(pair.single for pair in (*self.fresh, *self.replay))
+
+    @property
     def _totals(self) -> list[torch.Tensor]:
         return [total for pair in self.gradients.values() for total in pair]
 
@@ -159,7 +162,8 @@ class AdapterStep:
         if len(self._origins) < len(self.mismatched):
             self._origins.append(answers[0].ratio)
             return None
-        loss = self._rating_loss(pair, answers) if pair.single else preference_loss(answers, self._align)
+        origin = max(0.0, sum(self._origins) / len(self._origins)) if self._origins else 0.0
+        loss = example_loss(pair, answers, self._align, origin)
         fresh = pair.pair_id in self._fresh_ids
         verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
         train = loss.loss >= self._align.loss_threshold and not verdict.why
@@ -168,10 +172,6 @@ class AdapterStep:
         score = pair_score(pair, self.version, "prequential", answers, loss) if new else None
         self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.objective, loss.count))
         return loss if train else None
-
-    def _rating_loss(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss:
-        origin = max(0.0, sum(self._origins) / len(self._origins)) if self._origins else 0.0
-        return rating_loss(answers, bool(pair.chosen), self._align.beta, origin)
 
     def holds(self, pair_ids: Collection[int]) -> bool:
         """Whether any of these pairs is in the step."""
@@ -187,7 +187,8 @@ class AdapterStep:
 
         `error`, `burst`, `doubted` and `strange` tell why it was not taken.
         """
-        judged = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
+        new = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
+        judged = [outcome for outcome in new if not outcome.pair.single]
         burst = self._detector.burst([outcome.verdict for outcome in judged])
         # A change of preferences begins as a burst of the user's own signals.
         self.turned = bool(burst) and all(outcome.pair.direct for outcome in judged)

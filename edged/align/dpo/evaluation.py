@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import answer_logps, pair_score, preference_loss
+from edged.align.dpo.loss import answer_logps, example_loss, pair_score
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import Work, head_window_size
 from edged.align.feedback.pair import PairScored, TokenPair
@@ -114,7 +114,7 @@ class HeldOutEvaluation:
             self._neutral_logp += sum(answer.logp for answer in answers[:2])
         else:
             mean_kl = sum(kl[stream.owners][:2]) / max(sum(answer.tokens for answer in answers[:2]), 1)
-            loss = preference_loss(answers, self.align)
+            loss = example_loss(pair, answers, self.align)
             self.scores.append(pair_score(pair, self.version, "held_out", answers, loss, mean_kl))
         self.free()
         if self._pairs:

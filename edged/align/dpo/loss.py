@@ -163,6 +163,15 @@ def rating_loss(answers: Sequence[AnswerLogps], good: bool, beta: float, origin:
     return ExampleLoss(doubt, (slope, 0.0) if good else (0.0, slope), side * ratio)
 
 
+def example_loss(
+    pair: TokenPair, answers: Sequence[AnswerLogps], align: AlignSettings, origin: float = 0.0
+) -> ExampleLoss:
+    """The loss of a pair, or of a single rating: see `rating_loss`."""
+    if pair.single:
+        return rating_loss(answers, bool(pair.chosen), align.beta, origin)
+    return preference_loss(answers, align)
+
+
 def _log_sigmoid(x: float, smoothing: float = 0.0) -> tuple[float, float]:
     """-log sigmoid(x) where labels are right, mixed with what it is where they are wrong; and its derivative."""
     slope = smoothing * _sigmoid(x) - (1.0 - smoothing) * _sigmoid(-x)

@@ -85,7 +85,7 @@ class OutlierDetector:
 
     def note(self, pair: TokenPair) -> bool:
         """Remember a pair's preference; returns whether it is the opposite of one of the latest pairs'."""
-        if not self._on:
+        if not self._on or pair.single:
             return False
         opposite = _said(pair, pair.rejected, pair.chosen) in self._said
         said = _said(pair, pair.chosen, pair.rejected)
@@ -100,9 +100,10 @@ class OutlierDetector:
     def judge(self, pair: TokenPair, loss: float, margin: float = 0.0) -> Verdict:
         """Judge a new pair by its loss (nats) and reward margin under the current version.
 
-        A loss that is not finite does not make a pair suspicious.
+        A loss that is not finite does not make a pair suspicious, and no loss a single rating: it is 1 at most, with a
+        gradient that vanishes, and bad answers have a high one by being the adapter's own.
         """
-        if not self._on or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
+        if not self._on or pair.single or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
             return Verdict()
         contrary = margin < 0
         middle, spread = self._usual(self._losses)
@@ -156,7 +157,7 @@ class OutlierDetector:
         """Update the usual range with a step's new pairs that were not suspicious; it was taken, or needed none."""
         for pair, loss, verdict in judged:
             self._contradictory.discard(pair.pair_id)
-            if pair.epochs_done or not math.isfinite(loss):
+            if pair.single or pair.epochs_done or not math.isfinite(loss):
                 continue
             if not pair.trusted:
                 self._flags.append(verdict.suspicious)

@@ -71,6 +71,11 @@ class PairScored:
     rejected_tokens: int = 0
 
     @property
+    def rating(self) -> int:
+        """1 for a single rating of a good answer, -1 for one of a bad answer, 0 for a pair."""
+        return (self.chosen_tokens > 0) - (self.rejected_tokens > 0)
+
+    @property
     def drop_nats(self) -> float:
         """Drop of both answers' log-probability from the base's, in nats per token; negative: a rise."""
         tokens = max(self.chosen_tokens + self.rejected_tokens, 1)

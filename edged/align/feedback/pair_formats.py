@@ -59,7 +59,10 @@ def count_lines(path: Path) -> int:
 
 
 def export_pair(row: PairRow) -> Pair:
-    """A stored pair as one line of edged's export: the fields that `read_pairs(..., "edged")` reads, and its origin."""
+    """A stored pair as one line of edged's export: the fields that `read_pairs(..., "edged")` reads, and its origin.
+
+    A single rating has `completion` and `label`, as in TRL's unpaired preference type, which no import reads.
+    """
     pair: Pair = {"user": row.adapter}
     if row.messages is not None:
         pair["messages"] = list(row.messages)
@@ -67,9 +70,11 @@ def export_pair(row: PairRow) -> Pair:
         pair["prompt"] = row.prompt
     else:
         pair["prompt_ids"] = list(row.prompt_ids or ())
+    answers: Pair = {"chosen": row.chosen.text, "rejected": row.rejected.text}
+    if row.single:
+        answers = {"completion": row.chosen.text or row.rejected.text, "label": bool(row.chosen.text)}
     return pair | {
-        "chosen": row.chosen.text,
-        "rejected": row.rejected.text,
+        **answers,
         "source": row.source,
         "weight": row.weight,
         "state": row.state,
@@ -82,6 +87,7 @@ def to_trl(pair: Pair) -> Pair:
 
     Raises FormatError for a pair whose prompt is known in tokens alone, and for a message without text.
     """
+    _demand_pair(pair)
     if "messages" in pair:
         sides = {side: [{"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")}
         return {"prompt": [_plain(message) for message in pair["messages"]], **sides}
@@ -92,6 +98,7 @@ def to_trl(pair: Pair) -> Pair:
 
 def to_hh(pair: Pair) -> Pair:
     """An exported chat as HH-RLHF's two dialogues. Raises FormatError for one that would be read back differently."""
+    _demand_pair(pair)
     if "messages" not in pair:
         raise FormatError("it is not a chat")
     messages = [{**plain, "content": plain["content"].strip()} for plain in map(_plain, pair["messages"])]
@@ -208,7 +215,13 @@ def _answer(messages: list[dict[str, Any]], name: str) -> str:
     return str(messages[0]["content"])
 
 
+def _demand_pair(pair: Pair) -> None:
+    if "label" in pair:
+        raise FormatError("it is a single rating, not a pair")
+
+
 def _parse_edged(row: Pair) -> Pair:
+    _demand_pair(row)
     chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
     more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
     if row.get("messages") is not None:

@@ -35,6 +35,7 @@ class PairTokenizer(Protocol):
 def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:
     """Tokenize a pair; returns it and a note when something had to be cut ("" otherwise).
 
+    A single rating has the tokens of its answer alone.
     Where edged generated an answer, the generated tokens and their prompt's are used, unless they no longer decode to
     the stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
     prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
@@ -42,7 +43,7 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     """
     stored = [_stored_ids(tokenizer, side, max_tokens) for side in (row.chosen, row.rejected)]
     chosen, rejected = (
-        ids if ids is not None else _fresh(tokenizer, row, side.text)
+        ids if ids is not None else _fresh(tokenizer, row, side.text) if side.text else []
         for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
     )
     prompt = _prompt(tokenizer, row, any(ids is not None for ids in stored))
@@ -57,8 +58,8 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
         notes.append(f"the answers lost their ends: {sum(kept)} tokens are learned (max {max_tokens})")
     # An answer that was cut has no end to learn.
     chosen, rejected = (
-        [*ids, tokenizer.eos_id] if keep == len(ids) else ids[:keep]
-        for ids, keep in zip((chosen, rejected), kept, strict=True)
+        [*ids, tokenizer.eos_id] if side.text and keep == len(ids) else ids[:keep]
+        for ids, keep, side in zip((chosen, rejected), kept, (row.chosen, row.rejected), strict=True)
     )
     if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
         cut = min(cut, len(prompt) - 1)

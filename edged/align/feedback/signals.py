@@ -16,6 +16,9 @@ Everything here runs inside `Store.write`.
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
+
+Where `align.unpaired` is not "off", a rating that makes no pair is a row of `pairs` with one answer alone, which is
+learned at once. It is dropped when a pair with that answer is stored, or the opposite rating of it.
 """
 
 from __future__ import annotations
@@ -79,8 +82,9 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackResult:
-    """The result of a report: its id and its pairs. `reason` says why there is no pair (yet).
+    """The result of a report: its id and its pairs, or its single rating. `reason` says why there is no pair (yet).
 
+    `dropped` are ids of single ratings whose place is taken.
     `duplicate`: nothing was stored; ids and pairs are those of the earlier report, which are in training already.
     """
 
@@ -88,6 +92,7 @@ class FeedbackResult:
     pair_ids: tuple[int, ...] = ()
     reason: str = ""
     duplicate: bool = False
+    dropped: tuple[int, ...] = ()
 
 
 def record_signal(db: Database, report: Feedback, now: datetime, settings: Settings = _DEFAULTS) -> FeedbackResult:
@@ -193,8 +198,14 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
     rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
     pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
     reason = "" if pair_ids else _why_no_pair(rated, signal)
+    if pair_ids:
+        sides = [side for pair in feedback.get_pairs(db, pair_ids) for side in (pair.chosen, pair.rejected)]
+        dropped = _drop_ratings(db, sides, signal, "a pair with this answer has its place")
+    else:
+        pair_ids, dropped = _single_rating(db, rated, signal, account)
+        reason = f"learned as a single rating; {reason}" if pair_ids else reason
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
-    return FeedbackResult(signal.id, tuple(pair_ids), reason)
+    return FeedbackResult(signal.id, tuple(pair_ids), reason, dropped=tuple(dropped))
 
 
 def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
@@ -248,6 +259,25 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
+
+
+def _single_rating(
+    db: Database, answer: RatedAnswer, signal: Signal, account: str | None
+) -> tuple[list[int], list[int]]:
+    """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped)."""
+    weight, side = answer.weight(signal), answer.side
+    good = weight > 0
+    off = answer.settings.align.unpaired == "off"
+    if off or not weight or not side.text.strip() or feedback.is_side(db, side, good):
+        return [], []
+    dropped = _drop_ratings(db, [side], signal, "its answer was rated anew")
+    source = "thumbs" if signal.signal == "chosen" else _WEIGHED_AS.get(signal.signal, signal.signal)
+    sides = (side, Side("")) if good else (Side(""), side)
+    return [_insert(db, signal, account, answer.asked, sides, source, abs(weight))], dropped
+
+
+def _drop_ratings(db: Database, sides: Sequence[Side], signal: Signal, why: str) -> list[int]:
+    return [each for side in sides for each in feedback.drop_ratings(db, side, signal.created_at, why)]
 
 
 def _source(positive: Signal, negative: Signal) -> str:

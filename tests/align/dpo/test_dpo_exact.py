@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +97,6 @@ def take_step(
     suspicion: OutlierDetector | None = None,
     cut_to: Callable[[], int] = lambda: 0,
     ahead: Callable[[], bool] = lambda: False,
-    ratings: Literal["apo", "kto"] = "apo",
     **settings: Any,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
@@ -121,7 +120,7 @@ def take_step(
     for name, state in states.items():
         model.lora.load(slots[name], state.weights, state.spec.scaling)
     free = list(range(1, 80))
-    members = [AdapterStep(state, pairs[name], [], suspicion, ratings=ratings) for name, state in states.items()]
+    members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
     step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
     captured: dict[str, Gradients] = {}
     before = {name: state.tensors() for name, state in states.items()}

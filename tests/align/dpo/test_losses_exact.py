@@ -191,7 +191,7 @@ def test_ratings_of_single_answers_equal_trls(
     # At 16 tokens a window each of them has a group of its own.
     rated = ratings([True, False, True], seed)
     cut = partial(random.Random(0).choice, [0, 1, 5, 16, 48])
-    how = {"keep_graph": keep_graph, "ratings": loss, "preempt_at": (3, 6, 9, 14, 22, 40), "cut_to": cut}
+    how = {"keep_graph": keep_graph, "unpaired": loss, "preempt_at": (3, 6, 9, 14, 22, 40), "cut_to": cut}
     got, step, weights = unit_gradients(tiny_model("llama"), rated, window, 23, **how)
     kind = {"apo": "apo_zero_unpaired", "kto": "kto"}[loss]
     wanted, value = rated_by_trl(rated, weights, tmp_path, kind)
@@ -206,7 +206,7 @@ def test_ratings_of_single_answers_equal_trls(
 
 def test_a_rating_that_is_alone_has_no_origin_to_be_measured_from(tmp_path: Path) -> None:
     rated = ratings([False])
-    got, step, weights = unit_gradients(tiny_model("llama"), rated, 16, 23, ratings="kto")
+    got, step, weights = unit_gradients(tiny_model("llama"), rated, 16, 23, unpaired="kto")
     wanted, value = rated_by_trl(rated, weights, tmp_path, "apo_zero_unpaired")
     assert step.loss == pytest.approx(value, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5

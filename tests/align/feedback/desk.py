@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from edged.align.feedback.signals import Feedback, note_next_turn, record_pair, record_signal
 from edged.settings.load import AlignSettings, FeedbackSettings, Settings
@@ -26,11 +27,14 @@ class Desk:
         self.store = store
         self.settings = FeedbackSettings()
         self.most_tokens = 1024
+        self.unpaired: Any = "off"
         self.moment = NOW
 
     @property
     def all(self):
-        return Settings(feedback=self.settings, align=AlignSettings(max_pair_tokens=self.most_tokens))
+        return Settings(
+            feedback=self.settings, align=AlignSettings(max_pair_tokens=self.most_tokens, unpaired=self.unpaired)
+        )
 
     def answer(self, name, *texts, **more):
         row = completion(name, *texts, **more)

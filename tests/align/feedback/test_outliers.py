@@ -148,3 +148,19 @@ def test_pairs_beyond_the_rate_wait_in_their_order() -> None:
     queue.admit(1800.0)
     assert [waits.pair_id for waits in queue.queue] == [0, 1, 2]
     assert [waits.pair_id for waits in queue.waiting] == [3]
+
+
+def test_single_ratings_are_neither_judged_nor_usual_but_an_alarm_holds_them() -> None:
+    made = suspicion()
+    up, down = pair(1, length=12), pair(2)
+    up, down = replace(up, rejected=()), replace(down, chosen=())
+    assert made.judge(up, 50.0, -1.0) == made.judge(down, 50.0, -1.0) == Verdict()
+    assert not made.note(up)
+    assert not made.note(replace(up, pair_id=3, chosen=(), rejected=up.chosen))
+    made.learn([(up, 50.0, Verdict())] * 64, None)
+    assert made.judge(pair(), 4.5).why, "their losses did not become usual"
+    queue = AdapterQueue("ann", made)
+    made.raise_alarm(0.0)
+    held = queue.take_in(up, GUARD, 1.0)
+    assert held is not None
+    assert held[0] == "quarantined"

@@ -170,3 +170,23 @@ def test_a_chats_fresh_answers_continue_the_prompt_as_the_chat_template_writes_t
     codec = Tokenizer(tokenizer, "spaced")
     pair, _ = tokenize_pair(codec, row("yes", "no", messages=CHAT, prompt=None), 100)
     assert (pair.chosen, pair.rejected) == ((*ids(" yes"), EOS), (*ids(" no"), EOS))
+    rating, _ = tokenize_pair(codec, row("", "no", messages=CHAT, prompt=None), 100)
+    assert (rating.chosen, rating.rejected) == ((), (*ids(" no"), EOS))
+
+
+@pytest.mark.parametrize("stored", [None, ids("hello")])
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("messages", [None, CHAT])
+def test_a_single_rating_has_its_one_answer_alone(stored, good, messages):
+    said, nothing = Side("hello", stored), Side("")
+    about = {"messages": messages, "prompt": None if messages else "Q: "}
+    pair, note = tokenize_pair(CODEC, row(*((said, nothing) if good else (nothing, said)), **about), 100)
+    assert (pair.chosen, pair.rejected) == ((*ids("hello"), EOS), ())[:: 1 if good else -1]
+    assert pair.single
+    assert note == ""
+
+
+def test_a_long_rating_has_the_room_of_both_answers():
+    pair, note = tokenize_pair(CODEC, row("y" * 200, ""), 100)
+    assert (len(pair.chosen), pair.rejected) == (95, ())
+    assert "the answers lost their ends" in note

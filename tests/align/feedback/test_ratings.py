@@ -1,0 +1,125 @@
+"""A rating without an opposite one is a row of its own, once, until a pair with its answer takes its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from edged.align.feedback.pair import PairRetired
+from edged.store import Store, feedback, quarantine
+from edged.store.base_models import serve_base
+from tests.align.feedback.desk import Desk, chat
+from tests.align.test_journal import append
+
+
+@pytest.fixture
+def desk(tmp_path):
+    store = Store(tmp_path / "edged.db")
+    desk = Desk(store)
+    desk.unpaired = "apo"
+    yield desk
+    store.close()
+
+
+def states(desk):
+    return [row.state for row in desk.store.read(lambda db: feedback.get_pairs(db, feedback.pair_ids_of(db)))]
+
+
+def resumed(desk):
+    return list(desk.store.read(feedback.open_pairs))
+
+
+@pytest.mark.parametrize(
+    ("signal", "sides", "source", "weight"),
+    [
+        ("up", ("hello", ""), "thumbs", 1.0),
+        ("chosen", ("hello", ""), "thumbs", 1.0),
+        ("down", ("", "hello"), "thumbs", 1.0),
+        ("rejected", ("", "hello"), "thumbs", 1.0),
+        ("regenerate", ("", "hello"), "regenerate", 1.0),
+        ("skip", ("", "hello"), "skip", 0.5),
+        ("dwell", ("hello", ""), "dwell", 0.5),
+    ],
+)
+def test_a_rating_by_itself_is_a_row_with_one_answer_and_its_tokens(desk, signal, sides, source, weight):
+    desk.answer("c", "hello", prompt_ids=(7, 8))
+    result = desk.report("c", signal, seconds=60 if signal == "dwell" else None, account="ada")
+    assert desk.pairs(result) == [(*sides, source, weight)]
+    assert result.reason.startswith("learned as a single rating; waits for an answer to the same prompt")
+    (row,) = desk.store.read(lambda db: feedback.get_pairs(db, result.pair_ids))
+    assert (row.prompt_ids, row.state, row.direct) == ((7, 8), "queued", False)
+    assert (row.chosen.token_ids or row.rejected.token_ids) == tuple(b"hello")
+
+
+def test_nothing_is_learned_of_it_where_that_is_off_or_weighs_nothing_or_says_nothing(desk):
+    desk.answer("c", "hello"), desk.answer("e", " ")
+    assert not desk.report("e", "up").pair_ids
+    assert not desk.report("c", "dwell", seconds=0.05).pair_ids, "neither read nor skipped"
+    desk.settings = desk.settings.model_copy(update={"weight_thumbs": 0.0})
+    assert not desk.report("c", "up").pair_ids
+    desk.settings, desk.unpaired = desk.settings.model_copy(update={"weight_thumbs": 1.0}), "off"
+    result = desk.report("c", "down")
+    assert (result.pair_ids, result.reason) == ((), "waits for an answer to the same prompt with the opposite rating")
+
+
+@pytest.mark.parametrize("good_first", [True, False])
+@pytest.mark.parametrize("state", ["queued", "trained", "held_out", "quarantined"])
+def test_the_pair_wins_wherever_the_rating_had_come_to(desk, state, good_first):
+    desk.answer("a", "one"), desk.answer("b", "two")
+    reports = [("a", "up"), ("b", "down")] if good_first else [("b", "down"), ("a", "up")]
+    rating = desk.report(*reports[0]).pair_ids[0]
+    append(desk.store, PairRetired(rating, "ada", state, 1, int(state == "trained"), "burst: x"))
+    result = desk.report(*reports[1])
+    assert desk.pairs(result) == [("one", "two", "thumbs", 1.0)]
+    assert result.dropped == (rating,)
+    assert states(desk) == ["skipped", "queued"]
+    assert resumed(desk) == list(result.pair_ids), "it is neither learned nor replayed again"
+    assert desk.store.read(quarantine.count_quarantined) == 0
+    first = desk.signals(reports[0][0])[0]
+    assert (first.pair_ids, first.reason) == ((rating, *result.pair_ids), "")
+
+
+def test_what_the_engine_says_of_a_rating_after_the_pair_came_changes_nothing(desk):
+    desk.answer("a", "one"), desk.answer("b", "two")
+    rating = desk.report("a", "up").pair_ids[0]
+    pair = desk.report("b", "down").pair_ids
+    append(desk.store, PairRetired(rating, "ada", "trained", 1, 1))
+    append(desk.store, PairRetired(rating, "ada", "quarantined", 1, 0, "burst: x"))
+    assert desk.store.read(quarantine.count_quarantined) == 0
+    assert states(desk) == ["skipped", "queued"]
+    assert resumed(desk) == list(pair)
+
+
+def test_an_edit_or_a_choice_takes_the_place_of_a_rating_of_the_original(desk):
+    desk.answer("a", "one"), desk.answer("b", "two", "three", messages=chat("And you?"))
+    ratings = [*desk.report("a", "down").pair_ids, *desk.report("b", "down", 1).pair_ids]
+    assert desk.report("a", "edit", text="1").dropped == (ratings[0],)
+    assert desk.report("b", "chosen", 0).dropped == (ratings[1],)
+    assert states(desk) == ["skipped", "skipped", "queued", "queued"]
+
+
+def test_an_answer_is_rated_once_and_the_latest_rating_counts(desk):
+    desk.answer("c", "hello")
+    up = desk.report("c", "up")
+    assert desk.report("c", "up").duplicate
+    assert desk.report("c", "dwell", seconds=60).pair_ids == (), "the same was learned"
+    down = desk.report("c", "down")
+    assert down.dropped == up.pair_ids
+    again = desk.report("c", "up")
+    assert again.dropped == down.pair_ids
+    assert states(desk) == ["skipped", "skipped", "queued"]
+
+
+def test_what_a_pair_says_is_not_learned_of_its_answers_again(desk):
+    desk.answer("c", "hello")
+    desk.report("c", "edit", text="hi")
+    assert desk.report("c", "down").pair_ids == ()
+    assert desk.pairs() == [("hi", "hello", "edit", 1.0)]
+
+
+def test_a_rating_that_a_pair_replaced_is_learned_on_no_other_base_either(desk):
+    desk.store.write(lambda db: serve_base(db, "one")).result()
+    desk.answer("a", "one"), desk.answer("b", "two")
+    desk.report("a", "up")
+    pair = desk.report("b", "down").pair_ids
+    desk.store.write(lambda db: serve_base(db, "two", learn=True)).result()
+    assert resumed(desk) == list(pair)
