@@ -1,7 +1,8 @@
 """Alignment under full serving load: four tastes, policies side by side, beside a plain sequential DPO loop.
 
     python -m benchmarks.alignment hh-harmless.jsonl.gz --model hh-lm --trace azure-llm-2023-conv.csv [--quick]
-        [--tastes concise,elaborate] [--policies mace,ekya,adainf] [--seeds 1] [--rate R] [--output FILE]
+        [--tastes concise,elaborate] [--policies mace,ekya,adainf] [--seeds 1] [--rate R] [--thumbs SHARE]
+        [--output FILE]
 
 The stream is the file's lines from 1401 on, which hh-lm was not trained on, each pair tested before it is trained on.
 The loop (transformers, peft, autograd) has the machine for itself. Then each policy gets the same requests and the same
@@ -9,8 +10,10 @@ pairs at the same moments: requests at 90 % of the rate that a burst reaches, pa
 of the stream: reward accuracy before training on a pair (as the loop's), and by the version that answered when the pair
 came (at equal wall time); and CLPD of 64 earlier pairs, which no adapter trains on, over time. Pairs that still wait
 when the load ends are learned after it, so that every pair has a score; how many were scored in time is told. At last
-two users with opposite tastes share an engine. The scores before training are the engine's own; transformers and peft
-compute the others afterwards, from the versions on disk. Takes some 6 minutes a taste, policy and seed on 2 cores.
+two users with opposite tastes share an engine. Of --thumbs of the pairs a user rates one answer alone, which is learned
+where `align.unpaired` in --config says so; the loop has the whole pairs, and a pair counts on arrival either way. The
+scores before training are the engine's own; transformers and peft compute the others afterwards, from the versions on
+disk. Takes some 6 minutes a taste, policy and seed on 2 cores.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from benchmarks.support.command import (
     MODEL,
     PAIRS,
     SEEDS,
+    THUMBS,
     existing_file,
     finish,
     keep,
@@ -50,7 +54,7 @@ from benchmarks.support.command import (
 from benchmarks.support.interleave import open_sides
 from benchmarks.support.local_engine import LearningRecorder, LocalEngine
 from benchmarks.support.machine_limits import report_header
-from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, relabel
+from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, rated, relabel
 from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
 from edged.align.feedback.pair import StepSkipped, TokenPair
 from edged.bench.figures import request_counts, serving_figures
@@ -152,6 +156,8 @@ def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPai
                 local.ask(name, item.prompt_ids, item.output_tokens, adapter, notes.started_s + at_s, **drawn)
             except EngineBusy:
                 notes.refuse(name)
+        elif item.single and engine.settings.align.unpaired == "off":
+            notes.expect_pair(item.pair_id)
         else:
             local.submit_pairs([item])
         if at_s >= next_line_s:
@@ -169,7 +175,7 @@ def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPai
         "steps_in_time": status["finetune"]["steps"],
         "scored_in_time": scored_in_time,
     }
-    _drain(engine, notes, load)
+    _drain(engine, notes, load, sum(not pair.single for pair in pairs))
     notes.report["requests"] = request_counts(list(notes.answers.values()))
 
 
@@ -184,15 +190,17 @@ def _check(engine: Engine) -> None:
         raise AlignmentError(f"the engine ended: {engine.error}")
 
 
-def _drain(engine: Engine, notes: Notes, load: Load) -> None:
-    """Cancel open answers and wait until the queued pairs are learned, so that every pair has an outcome."""
+def _drain(engine: Engine, notes: Notes, load: Load, pairs: int) -> None:
+    """Cancel open answers and wait until what is queued is learned, so that every one of `pairs` has a score."""
     for request_id, answer in list(notes.answers.items()):
         if answer.finish is None:
             engine.cancel(request_id)
     deadline_s = time.monotonic() + load.longest_drain_s
     notes.wait_until_answered(load.longest_drain_s, lambda: not engine.error)
     if engine.status()["finetune"]["enabled"]:
-        while len(notes.scores) < len(notes.pairs) and time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s:
+            if len(notes.scores) >= pairs and not engine.status()["finetune"]["pairs_queued"]:
+                break
             time.sleep(0.1)
             _check(engine)
 
@@ -333,6 +341,7 @@ def main() -> None:
             "trace": load.trace.name,
             "requests_per_s": rate,
             "pairs_per_s": options.pairs_per_s,
+            "thumbs": options.thumbs,
             "settings": options.config.read_text() if options.config else "",
             "tastes": {},
         }
@@ -359,6 +368,7 @@ def parsed() -> Namespace:
         SEEDS,
         option("--rate", "requests/s (default 90 %% of a burst's)", type=number(float)),
         option("--pairs-per-s", "of each user", 2.0, 5.0),
+        THUMBS,
         option("--pairs-most", "of a taste, at most; all unless told", None, 40, type=number(int)),
         option("--held-out", "pairs scored over time", 64, 8),
         option("--moments", "at which they are", 12, 3),
@@ -449,7 +459,8 @@ def loaded(
     seconds = len(pairs) / len(tastes) / options.pairs_per_s
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         load = replace(bench.load, seconds=seconds, seed=seed)
-        notes = run_under_load(load, settings_of(options, policy), pairs, Path(folder))
+        given = rated(pairs, options.thumbs, seed)
+        notes = run_under_load(load, settings_of(options, policy), given, Path(folder))
         say(f"  scoring {len(notes.files)} versions")
         users = {name: one_user(bench, notes, pairs, name, taste, seconds) for name, taste in tastes.items()}
     return {"seed": seed, "seconds": seconds, **notes.report, **learning(notes), "users": users}

@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 
 from benchmarks.support.command import (
     SEEDS,
+    THUMBS,
     existing_file,
     finish,
     flag,
@@ -60,6 +61,7 @@ from benchmarks.support.preference_streams import (
     DemoTaste,
     Taste,
     liking,
+    rated,
     relabel,
 )
 from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
@@ -251,15 +253,9 @@ def stream(
 
     The share `thumbs` of them are ratings of one of the two answers, by chance.
     """
-    own, chance = relabel(pairs, taste, adapter, decode), random.Random(seed)
-    chance.shuffle(own)
-    rated = [one_side(pair, chance.random() < 0.5) if chance.random() < thumbs else pair for pair in own]
-    return [replace(pair, pair_id=next(_IDS)) for pair in rated]
-
-
-def one_side(pair: TokenPair, good: bool) -> TokenPair:
-    """Return a rating of the pair's better answer as `good`, or of its worse one as bad."""
-    return replace(pair, rejected=()) if good else replace(pair, chosen=())
+    own = relabel(pairs, taste, adapter, decode)
+    random.Random(seed).shuffle(own)
+    return [replace(pair, pair_id=next(_IDS)) for pair in rated(own, thumbs, seed)]
 
 
 _IDS = itertools.count(1)
@@ -307,7 +303,7 @@ def parsed() -> Namespace:
         SEEDS,
         flag("--one-by-one", "each pair comes when the one before is learned"),
         flag("--guard", "with guard and quarantine as by default"),
-        option("--thumbs", "share of the pairs that come as single ratings", 0.0, type=share),
+        THUMBS,
     )
     parser = make_parser(__doc__, *given, quick="few prompts")
     options = resolve(parser, *given)
@@ -321,13 +317,6 @@ def parsed() -> Namespace:
     except (ArgumentTypeError, ConfigError, ValueError) as error:
         parser.error(str(error))
     return options
-
-
-def share(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    if not 0.0 <= (value := float(text)) <= 1.0:
-        raise ArgumentTypeError(f"{text} is not from 0 to 1")
-    return value
 
 
 def model_or_demo(text: str) -> Path:

@@ -132,6 +132,7 @@ DEVICE = option("--device", "cpu or cuda (default: the GPU where there is one)",
 SIZE = option("--size", "of the random-weight model", "135m", "4m", choices=("135m", "4m", "3b"))
 SEED = option("--seed", "of the load", 0, least=0)
 SEEDS = option("--seeds", "orders of the pairs, from seed 0 on", 1)
+THUMBS = option("--thumbs", "share of the pairs, up to 1, that come as single ratings", 0.0, least=0.0)
 OUTPUT = option("--output", "write a JSON report here", type=new_file)
 JSON = flag("--json", "print JSON instead of a table")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -77,6 +78,17 @@ def relabel(
             chosen, rejected = (pair.chosen, pair.rejected) if prefers else (pair.rejected, pair.chosen)
             decided.append(replace(pair, adapter=adapter, chosen=chosen, rejected=rejected))
     return decided
+
+
+def rated(pairs: Sequence[TokenPair], share: float, seed: int) -> list[TokenPair]:
+    """Return the pairs, a `share` of them, by chance, as a single rating of one of the two answers."""
+    chance, sides = random.Random(f"ratings {seed}"), ("chosen", "rejected")
+    draws = [(chance.random() < share, chance.choice(sides)) for _ in pairs]
+    return [_without(pair, side) if single else pair for pair, (single, side) in zip(pairs, draws, strict=True)]
+
+
+def _without(pair: TokenPair, side: str) -> TokenPair:
+    return replace(pair, chosen=()) if side == "chosen" else replace(pair, rejected=())
 
 
 def _prefers_chosen(pair: TokenPair, taste: Taste | DemoTaste, text: Callable[[Sequence[int]], str]) -> bool | None:

@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
@@ -49,6 +49,8 @@ class AdapterQueue:
     waiting: deque[TokenPair] = field(default_factory=deque)
     """Pairs beyond `feedback.pairs_per_hour`."""
     queue: deque[TokenPair] = field(default_factory=deque)
+    queued_s: float = math.inf
+    """Since when pairs are queued, in seconds; inf where none are, -inf where they wait for no others."""
     replay: deque[TokenPair] = field(default_factory=lambda: deque(maxlen=_REPLAY_POOL))
     held_out: dict[int, TokenPair] = field(default_factory=dict)
     """Held-out pairs by id, oldest first."""
@@ -285,6 +287,8 @@ class PairQueues:
         """Number of each adapter's pairs that wait for training or are in a step; `_pairs_queued` is the sum."""
         self._pairs_queued = 0
         self._ready: dict[str, None] = {}
+        self._gathering: dict[str, None] = {}
+        """Adapters whose queued pairs wait for others (`align.accumulate_s`), those due first first."""
         self._waiting: dict[str, None] = {}
         """Adapters with pairs beyond `feedback.pairs_per_hour`."""
         self._alarmed: dict[str, None] = {}
@@ -303,7 +307,7 @@ class PairQueues:
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
-        for names in (self._changed, self._ready, self._waiting, self._alarmed):
+        for names in (self._changed, self._ready, self._gathering, self._waiting, self._alarmed):
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
@@ -312,12 +316,25 @@ class PairQueues:
         for name in self._changed:
             queue = self.queues[name]
             idle = queue.step is None and not queue.unreadable
-            _list(self._ready, name, idle and (bool(queue.queue) or self.test_due(queue)))
+            queue.queued_s = min(queue.queued_s, self.now) if queue.queue else math.inf
+            due = bool(queue.queue) and self._due(queue)
+            _list(self._gathering, name, bool(queue.queue) and not due)
+            _list(self._ready, name, idle and (due or self.test_due(queue)))
             _list(self._waiting, name, bool(queue.waiting))
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
             self._pairs[name] = queue.pairs
         self._changed.clear()
+
+    def _due(self, queue: AdapterQueue) -> bool:
+        """Whether the queued pairs wait for no others."""
+        align = self._settings.now.align
+        return len(queue.queue) >= align.micro_batch_pairs or queue.queued_s + align.accumulate_s <= self.now
+
+    def hurry(self, adapter: str) -> None:
+        """Have the adapter's queued pairs wait for no others, since its next version is waited for."""
+        if adapter in self._gathering:
+            self[adapter].queued_s = -math.inf
 
     # -- adapters with work ------------------------------------------------------------------------------------------
 
@@ -388,14 +405,19 @@ class PairQueues:
     def tick(self, now: float) -> None:
         """Set the time to `now` (seconds), and queue the waiting pairs that the rate limit allows."""
         self.now = now
+        self._changed |= dict.fromkeys(takewhile(lambda name: self._due(self.queues[name]), self._gathering))
         self.recount()
         for name in self._waiting:
             self[name].admit(now)
 
     def next_pair_s(self) -> float | None:
-        """Time (seconds) at which the next waiting pair may be queued; None when none waits."""
+        """Time (seconds) at which the next waiting pair may be queued or trained on; None when none waits."""
         self.recount()
-        return min((self.now + self.queues[name].rate.wait_s(self.now) for name in self._waiting), default=None)
+        accumulate_s = self._settings.now.align.accumulate_s
+        dues_s = [self.queues[name].queued_s + accumulate_s for name in islice(self._gathering, 1)]
+        return min(
+            [*dues_s, *(self.now + self.queues[name].rate.wait_s(self.now) for name in self._waiting)], default=None
+        )
 
     def waiting(self) -> int:
         """Number of pairs that wait for the rate limit."""

@@ -106,8 +106,10 @@ class Trainer:
         guard = self._settings.now.guard
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
-            if pair.tokens > self._most_tokens:
-                reason = f"{pair.tokens} tokens do not fit: the KV cache has room for pairs of {self._most_tokens}"
+            # KTO also computes the prompt of a single rating with the answer of another one.
+            most = self._most_tokens // 2 if pair.single else self._most_tokens
+            if pair.tokens > most:
+                reason = f"{pair.tokens} tokens do not fit: the KV cache has room for {most}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
             elif (taken := queue.take_in(pair, guard, self.pair_queues.now)) is not None:
                 state, reason = taken

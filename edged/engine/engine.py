@@ -185,6 +185,7 @@ class Engine:
             self._requests_waiting -= 1
             try:
                 self.sequences.add(request, submitted, asked_s)
+                self.trainer.pair_queues.hurry(request.adapter or "")
             except Exception as error:
                 log.exception("request %s could not be queued", request.request_id)
                 self.sequences.cancel(request.request_id, "error", time.monotonic(), str(error))

@@ -195,6 +195,9 @@ class AlignSettings(Section):
     target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
     epochs: Count = setting(1, "times that a pair is trained on")
     micro_batch_pairs: Count = setting(4, "pairs of one optimizer step")
+    accumulate_s: float = setting(
+        0.0, "how long pairs wait until a step has micro_batch_pairs, unless its user asks for an answer", ge=0.0
+    )
     replay_share: Share = setting(0.25, "older pairs added to a step, as a share of its new pairs")
     loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")

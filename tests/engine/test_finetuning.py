@@ -267,11 +267,12 @@ def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_
 def test_a_pair_that_the_cache_cannot_hold_is_skipped_with_the_reason(tmp_path: Path) -> None:
     long = TokenPair(1, "ann", tuple(random_ids(200, 1)), (*random_ids(200, 2), 2), (*random_ids(100, 3), 2))
     with running_engine(tmp_path, cache__memory_mb=1) as (engine, client):
-        engine.submit_pairs([long, *random_pairs(1, first_id=2)])
-        client.wait(lambda: len(client.of(PairRetired)) == 2)
-    skipped, trained = client.of(PairRetired)
+        engine.submit_pairs([long, replace(long, pair_id=2, rejected=()), *random_pairs(1, first_id=3)])
+        client.wait(lambda: len(client.of(PairRetired)) == 3)
+    skipped, rating, trained = client.of(PairRetired)
     assert (skipped.state, trained.state) == ("skipped", "trained")
     assert "502 tokens do not fit" in skipped.reason
+    assert "401 tokens do not fit" in rating.reason, "it may be computed with another's answer"
 
 
 def test_a_version_that_could_not_be_written_is_written_when_the_disk_has_room_again(tmp_path: Path) -> None:
@@ -567,3 +568,23 @@ def test_a_rating_that_is_withdrawn_is_trained_on_no_more(tmp_path: Path) -> Non
         engine.withdraw([2])
         wait_idle(engine)
     assert {record.pair_id for record in client.of(PairRetired)[seen + 1 :]} == {2}
+
+
+def test_pairs_wait_for_a_full_step_or_for_someone_who_asks(tmp_path: Path) -> None:
+    settings = {"align__accumulate_s": 1000.0, "align__micro_batch_pairs": 3, "align__replay_share": 0.0}
+    with running_engine(tmp_path, **settings, guard__held_out_share=0.0) as (engine, client):
+        pairs = random_pairs(5)
+        for number, pair in enumerate(pairs[:3], 1):
+            engine.submit_pairs([pair])
+            client.wait(lambda number=number: engine.status()["finetune"]["pairs_queued"] % 3 == number % 3)
+        client.wait(lambda: len(client.of(VersionPublished)) == 1)
+        engine.submit_pairs([pairs[3]])
+        engine.submit(request("other", random_ids(20, 1), adapter="ben"))
+        client.wait(lambda: "other" in client.finished and engine.status()["finetune"]["pairs_queued"] == 1)
+        engine.submit(request("asks", random_ids(20, 1), adapter="ann"))
+        client.wait(lambda: len(client.of(VersionPublished)) == 2)
+        soon = engine.settings.align.model_copy(update={"accumulate_s": 0.05})
+        engine.configure(engine.settings.model_copy(update={"align": soon})).result(20)
+        engine.submit_pairs([pairs[4]])
+        client.wait(lambda: len(client.of(VersionPublished)) == 3)
+    assert [version.pairs for version in client.of(VersionPublished)] == [3, 1, 1]
