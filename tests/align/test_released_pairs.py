@@ -32,7 +32,7 @@ def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradie
     member = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
     for one in pairs:
         member.take(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
-    for total in (tensor for both in member.leaves.gradients.values() for tensor in both):
+    for total in (tensor for both in member.gradients.values() for tensor in both):
         total += torch.full_like(total, gradient)
     member.finish()
     return member

@@ -76,6 +76,19 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_the_operators_of_forwards_and_units_are_counted(tmp_path: Path) -> None:
+    pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 400)
+    options = ("--batch", "4", "--tokens", "128", "--device", "cpu")
+    found = report_of("kernels", str(pairs), *options, report=tmp_path / "report.json")["pieces"]
+    decodes = found["forward, decodes"]
+    units = [piece for name, piece in found.items() if name.startswith("unit, ")]
+    assert units
+    assert all(piece["kernels"] > 10 for piece in (decodes, *units))
+    assert all(0 < piece["busy_share"] <= 1 for piece in (decodes, *units))
+    assert "aten::mm" in " ".join(name for piece in units for name in piece["share_of_time"])
+
+
+@pytest.mark.slow
 def test_iterations_are_told_apart_by_how_tokens_are_drawn(tmp_path: Path) -> None:
     report = report_of("iteration", "--size", "4m", "--device", "cpu", report=tmp_path / "report.json")
     assert set(report["decodes"]) == {"1", "8", "32"}

@@ -6,7 +6,6 @@ PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -73,38 +72,48 @@ def peft_name(linear: str, part: str) -> str:
 
 
 class AdapterState:
-    """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them."""
+    """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them.
+
+    All of them lie in one tensor, so that an optimizer step is a few operations whatever the number of linears.
+    """
 
     def __init__(self, name: str, spec: LoraSpec, settings: Live[Settings], device: torch.device) -> None:
         """Read `settings` anew at each step, so that changes apply to the next one."""
         self.name, self.spec, self.settings, self.device = name, spec, settings, device
         self.version = self.newest_number = 0
         """`newest_number` is the highest version number ever assigned."""
-        self.weights = self._initial()
+        self._shapes = list(spec.peft_shapes().values())
+        self._flat = torch.zeros(sum(map(math.prod, self._shapes)), device=device, requires_grad=True)
+        parts = [part.requires_grad_(True) for part in self._split(self._flat.detach())]
+        self.weights = dict(zip(spec.shapes, zip(parts[::2], parts[1::2], strict=True), strict=True))
+        self._initialize()
         self._new_optimizer()
 
-    def _initial(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Version 0's weights, which answer as the base: A uniform as PEFT's Kaiming initialization, B zero."""
+    def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a tensor of all weights, in the order of `parameters`."""
+        parts = flat.split([math.prod(shape) for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        """Set version 0's weights, which answer as the base: A uniform as PEFT's Kaiming initialization, B zero."""
         seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:6], "big")
         generator = torch.Generator().manual_seed(seed)
-        weights = {}
-        for name, (fan_in, fan_out) in self.spec.shapes.items():
-            a = torch.empty(self.spec.rank, fan_in).uniform_(-(fan_in**-0.5), fan_in**-0.5, generator=generator)
-            b = torch.zeros(fan_out, self.spec.rank)
-            weights[name] = (a.to(self.device).requires_grad_(True), b.to(self.device).requires_grad_(True))
-        return weights
+        for a, _ in self.weights.values():
+            bound = a.shape[1] ** -0.5
+            a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
 
     @property
     def finite(self) -> bool:
         """Whether all weights are finite."""
-        return all(bool(parameter.isfinite().all()) for parameter in self.parameters())
+        return bool(self._flat.isfinite().all())
 
     def parameters(self) -> list[torch.Tensor]:
         """All A and B matrices, in a fixed order."""
         return [tensor for pair in self.weights.values() for tensor in pair]
 
     def _new_optimizer(self) -> None:
-        self._optimizer = torch.optim.AdamW(self.parameters(), foreach=True)
+        self._optimizer = torch.optim.AdamW([self._flat], fused=True)
 
     def step(
         self,
@@ -122,10 +131,9 @@ class AdapterState:
         """
         align, group = self.settings.now.align, self._optimizer.param_groups[0]
         try:
-            sums = [gradient for name in self.weights for gradient in gradients[name]]
-            for leaf, gradient in zip(self.parameters(), torch._foreach_div(sums, count), strict=True):
-                leaf.grad = gradient
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), align.max_grad_norm))
+            sums = [gradient.flatten() for name in self.weights for gradient in gradients[name]]
+            self._flat.grad = torch.cat(sums).div_(count)
+            norm = float(torch.nn.utils.clip_grad_norm_([self._flat], align.max_grad_norm))
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
             if norm > most_norm:
@@ -142,15 +150,17 @@ class AdapterState:
         return norm
 
     def _whole_optimizer_step(self) -> None:
-        """Take AdamW's step, or undo it: out of memory it fails between its operations on moments and weights."""
-        weights = [parameter.detach().clone() for parameter in self.parameters()]
-        optimizer = copy.deepcopy(self._optimizer.state_dict())
+        """Take AdamW's step wholly or not at all: one operation changes weights and moments, and only the first step
+        takes memory, for the moments."""
+        state = self._optimizer.state.get(self._flat)
+        steps = state["step"].clone() if state else None
         try:
             self._optimizer.step()
         except Exception:
-            with torch.no_grad():
-                torch._foreach_copy_(self.parameters(), weights)
-            self._optimizer.load_state_dict(optimizer)
+            if state is None or steps is None:
+                self._new_optimizer()
+            else:
+                state["step"].copy_(steps)
             raise
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -160,9 +170,9 @@ class AdapterState:
     def copied(self) -> CopiedVersion:
         """A copy of the current version, on the device that it is on."""
         moments = {
-            f"{index}.{key}": value
-            for index, parameter in enumerate(self.parameters())
-            for key, value in self._optimizer.state.get(parameter, {}).items()
+            f"{index}.{key}": part
+            for key, value in self._optimizer.state.get(self._flat, {}).items()
+            for index, part in enumerate(self._split(value) if value.dim() else [value] * len(self._shapes))
         }
         return CopiedVersion(self.name, self.version, HostCopies(self._peft_weights()), HostCopies(moments))
 
@@ -192,11 +202,11 @@ class AdapterState:
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
         if moments:
-            whole = self._optimizer.state_dict()
-            for key, value in moments.items():
-                index, name = key.split(".", 1)
-                whole["state"].setdefault(int(index), {})[name] = value
-            self._optimizer.load_state_dict(whole)
+            parts = range(len(self._shapes))
+            state = {"step": moments["0.step"]}
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.cat([moments[f"{index}.{key}"].flatten() for index in parts])
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": {0: state}})
 
 
 @dataclass(frozen=True, slots=True)

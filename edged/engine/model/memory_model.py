@@ -37,8 +37,8 @@ STATE_BYTES = 24
 The second half lies on the host: a Jetson has one memory for both, a box with a discrete GPU has some to spare.
 """
 _GRADIENT_BYTES = 4
-_OPTIMIZER_BYTES = 20
-"""Bytes of an adapter's weight in an optimizer step: mean gradient, a root, and former master and moments."""
+_OPTIMIZER_BYTES = 4
+"""Bytes of an adapter's weight in an optimizer step: the mean gradient."""
 _ADAPTER_SHARE = 0.25
 """Share of the memory beside the base that loaded adapters and their slots may take."""
 _FEWEST_ADAPTERS = 2
@@ -211,25 +211,28 @@ def open_steps(loaded: int) -> int:
 def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int) -> int:
     """Return the bytes of the open DPO steps beside their pages, with `loaded` adapters in memory.
 
-    Each has the layers' inputs of a micro-batch and its gradients. One unit runs at a time: a layer's graph and a head
-    unit at most, or one adapter's optimizer, whose step has no inputs then.
+    Each has the layers' inputs of a micro-batch and its adapters' gradients and matrices as they are computed with. One
+    unit runs at a time: a layer's graph and a head unit at most, or one adapter's optimizer, whose step has no inputs
+    then.
     """
     align, steps = settings.align, open_steps(loaded)
     one = adapter_weights(shape.targets, align.rank)
     # A lone adapter may have several micro-batches, and keeps the gradient from before the last one; adapters that
     # share a window have one micro-batch, and none is in two steps.
-    gradients = _GRADIENT_BYTES * one * max(2 * steps, min(steps * align.joint_adapters, loaded))
-    return gradients + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
+    members = min(steps * align.joint_adapters, loaded)
+    adapters = one * (_GRADIENT_BYTES * max(2 * steps, members) + dtype.itemsize * max(steps, members))
+    return adapters + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
 
 
 def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
     """Return the bytes of one adapter's step of one micro-batch, beside its pages: of two windows, or of one that keeps
     its graph."""
     one = adapter_weights(shape.targets, settings.align.rank)
+    kept = (_GRADIENT_BYTES + dtype.itemsize) * one
     if not keeps_graph:
-        return _GRADIENT_BYTES * one + _units_peak(shape, settings, dtype)
+        return kept + _units_peak(shape, settings, dtype)
     graph = graph_bytes(shape.linears, settings, dtype) + _head_unit(shape, settings)
-    return _GRADIENT_BYTES * one + max(graph, _OPTIMIZER_BYTES * one)
+    return kept + max(graph, _OPTIMIZER_BYTES * one)
 
 
 def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
