@@ -16,6 +16,8 @@ _COLUMNS = "*, EXISTS (SELECT 1 FROM quarantine WHERE pair_id = pairs.id AND dec
 _LEARNED_AFTER = "adapter = :adapter AND trained_version > :version AND state IN ('queued', 'trained', 'learnt')"
 """SQL's condition on a row of `pairs`: a version of the adapter newer than `version` learned it last."""
 
+_NOT_DROPPED = "NOT EXISTS (SELECT 1 FROM quarantine WHERE pair_id = pairs.id AND decision = 'dropped')"
+
 _OTHERWISE = ("id", "epochs_done", "trained_version", "ref_chosen_logp", "ref_rejected_logp", "ref_model", "trusted")
 """Fields of a pair that a new row gets from the database, or later."""
 
@@ -210,16 +212,14 @@ def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
 def is_side(db: Database, answer: Side, good: bool) -> bool:
     """Whether a stored answer is the better (`good`) or the worse one of a pair, or rated so, that was not dropped."""
     side = "chosen" if good else "rejected"
-    found = f"""SELECT 1 FROM pairs WHERE {side}_completion_id = ? AND {side}_choice = ?
-                    AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')"""
+    found = f"SELECT 1 FROM pairs WHERE {side}_completion_id = ? AND {side}_choice = ? AND {_NOT_DROPPED}"
     return first_value(db, found, [answer.completion_id, answer.choice]) is not None
 
 
 def drop_ratings(db: Database, answer: Side, now: str, reason: str) -> list[int]:
     """Drop the single ratings of a stored answer for good; returns their ids."""
-    rated = """SELECT id FROM pairs WHERE (chosen_completion_id = :id AND chosen_choice = :choice AND rejected = ''
-                   OR rejected_completion_id = :id AND rejected_choice = :choice AND chosen = '')
-                   AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')"""
+    rated = f"""SELECT id FROM pairs WHERE (chosen_completion_id = :id AND chosen_choice = :choice AND rejected = ''
+                   OR rejected_completion_id = :id AND rejected_choice = :choice AND chosen = '') AND {_NOT_DROPPED}"""
     ids = first_column(db, rated, {"id": answer.completion_id, "choice": answer.choice})
     for pair_id in ids:
         drop(db, pair_id, now, reason)
@@ -254,9 +254,9 @@ def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, ver
     A pair that was dropped meanwhile stays so.
     """
     db.execute(
-        """UPDATE pairs SET state = :state, epochs_done = :epochs_done,
+        f"""UPDATE pairs SET state = :state, epochs_done = :epochs_done,
                trained_version = coalesce(:version, trained_version), note = CASE :note WHEN '' THEN note ELSE :note END
-           WHERE id = :id AND id NOT IN (SELECT pair_id FROM quarantine WHERE decision = 'dropped')""",
+           WHERE id = :id AND {_NOT_DROPPED}""",
         {"id": pair_id, "state": state, "epochs_done": epochs_done, "version": version, "note": note},
     )
 
