@@ -97,6 +97,7 @@ def take_step(
     suspicion: OutlierDetector | None = None,
     cut_to: Callable[[], int] = lambda: 0,
     ahead: Callable[[], bool] = lambda: False,
+    begun: dict[str, AdapterState] | None = None,
     **settings: Any,
 ) -> Stepped:
     """Run all pieces as the engine does: packed forward in chunks of `chunk`, then unit by unit.
@@ -104,7 +105,7 @@ def take_step(
     Before the units of the numbers `preempt_at` the step loses its pages. The weights of `broken` are not finite.
     Every adapter's pairs are judged by `suspicion`. Of each unit `cut_to` says how many rows are computed at once.
     Before each unit `ahead` says whether a chunk of the next group's forward comes first.
-    `settings` are those of the loss.
+    `settings` are those of the loss and, unless the adapters have `begun` before, of their steps.
     """
     fixed = {"rank": 4, "alpha": 8.0, "beta": BETA, "window_tokens": window, "loss_threshold": 0.0}
     align = AlignSettings(**fixed | {"sft_weight": 0.0} | settings)
@@ -113,7 +114,7 @@ def take_step(
     model.attach_lora(align, slots=4)
     kv = model.new_kv(80, 8)
     tap, decoder = LayerTap(model), PagedDecoder(model, kv)
-    states = {name: trained_adapter(model, align, name) for name in pairs}
+    states = begun or {name: trained_adapter(model, align, name) for name in pairs}
     if broken:
         next(iter(states[broken].weights.values()))[1].data[0] = float("nan")
     slots = {name: slot for slot, name in enumerate(pairs, 1)}
@@ -318,6 +319,33 @@ def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
     plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
     assert worst_error(got, wanted) <= ROUNDING
     assert worst_error(plain, wanted) > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_twenty_steps_lose_what_trls_loss_and_torchs_adamw_lose(loss: str, tmp_path: Path) -> None:
+    pairs = make_pairs(19)
+    how = {"learning_rate": 2e-3, "micro_batch_pairs": 2, "weight_decay": 0.01, "loss": loss}
+    states: dict[str, AdapterState] | None = None
+    weights: dict[str, torch.Tensor] = {}
+    ours, theirs = [], []
+    for _ in range(20):
+        made = take_step(tiny_model("llama"), {"ann": pairs}, 16, 23, begun=states, **how)
+        states = states or {"ann": made.members["ann"].state}
+        ours.append(made.members["ann"].loss)
+        if not weights:
+            weights = {name: value.clone().requires_grad_() for name, value in made.before["ann"].items()}
+            optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, weight_decay=0.01)
+        now = {name: value.detach() for name, value in weights.items()}
+        gradients, value = trl_gradients(tiny_model("llama"), pairs, now, tmp_path, loss)
+        theirs.append(value)
+        for name, both in gradients.items():
+            for part, gradient in zip("AB", both, strict=True):
+                weights[f"base_model.model.{name}.lora_{part}.weight"].grad = gradient
+        torch.nn.utils.clip_grad_norm_(weights.values(), AlignSettings().max_grad_norm)
+        optimizer.step()
+    assert ours == pytest.approx(theirs, rel=1e-4)
+    assert ours[-1] < 0.7 * ours[0]
 
 
 def three_users() -> dict[str, list[TokenPair]]:
