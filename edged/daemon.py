@@ -172,6 +172,7 @@ class Daemon:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
                 journal.retry()
+                services.runs.sweep()
         self._lifecycle.phase = "draining"
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)

@@ -142,6 +142,11 @@ class TenantQueue:
                 self.withdraw(choices)
             raise
 
+    @property
+    def several_ask(self) -> bool:
+        """Whether more than one tenant has asked within the last minute."""
+        return len(self._asked_s) > 1
+
     def withdraw(self, choices: int) -> None:
         """Subtract choices of a request that will not enter."""
         self.waiting -= choices
@@ -182,7 +187,7 @@ class TenantQueue:
         places = self._places(len(self._inside_of.keys() | self._queues.keys()))
         if places is None and self._inside >= self._sizes()[0]:
             return None
-        most = min(math.inf if places is None else places, self._most_of_one() if len(self._asked_s) > 1 else math.inf)
+        most = min(math.inf if places is None else places, self._most_of_one() if self.several_ask else math.inf)
         return next((tenant for tenant in self._queues if self._inside_of[tenant] < most), None)
 
     def _turn_away(self) -> bool:

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from aiohttp import web
 
@@ -18,7 +18,7 @@ from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
 from edged.api.requests import ChatRequest, CompletionRequest, read_body, reading_turn
-from edged.api.runs import names_of
+from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
@@ -67,32 +67,49 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
     most_tokens = prompt_tokens + body.choices * sampling.max_tokens
-    limits.begin(tenant, body.choices, most_tokens)
-    headers = limits.headers(tenant)
-    said = completion.prompt or "\n".join(message["content"] for message in completion.messages or ())
-    run = services.runs.begin(tenant, names, completion.id, (said, prompt_tokens, body.choices, sampling.max_tokens))
-    generation = Generation(services, body, completion, sampling, tenant, turn, run, caller.may("train"), pace)
-    try:
-        await generation.start()
-        has_begun(request)
-        if body.stream:
-            return await _stream(request, generation, headers)
-        async for _ in generation.updates():
-            pass
-        await generation.store()
-    except BaseException:
-        # The client disconnected (the handler is cancelled), or it will get an error.
-        generation.abandon()
-        raise
-    finally:
-        limits.end(tenant, body.choices, most_tokens - generation.tokens)
-        services.runs.end(run, prompt_tokens, [len(answer.token_ids) for answer in generation.answers])
-        note(request, **generation.facts())
+    generation = Generation(services, body, completion, sampling, tenant, turn, caller.may("train"), pace)
+    with counted(services, generation, names, most_tokens):
+        headers = limits.headers(tenant)
+        try:
+            await generation.start()
+            has_begun(request)
+            if body.stream:
+                return await _stream(request, generation, headers)
+            async for _ in generation.updates():
+                pass
+            await generation.store()
+        except BaseException:
+            # The client disconnected (the handler is cancelled), or it will get an error.
+            generation.abandon()
+            raise
+        finally:
+            note(request, **generation.facts())
     if sampling.logprobs is None:
         return openai_format.json_answer(openai_format.full(generation), headers=headers)
     # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
     text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(openai_format.full(generation)))
     return web.json_response(text=text, headers=headers)
+
+
+@contextlib.contextmanager
+def counted(services: Services, generation: Generation, names: RunNames, most_tokens: int) -> Iterator[None]:
+    """Count a request, of at most so many tokens, for its tenant's limits and its run until it ends, however it does.
+
+    Raises LimitReached.
+    """
+    known, tenant, choices = generation.completion, generation.tenant, len(generation.answers)
+    services.limits.begin(tenant, choices, most_tokens)
+    try:
+        said = known.prompt or "\n".join(message["content"] for message in known.messages or ())
+        call = (said, len(known.prompt_ids), choices, generation.sampling.max_tokens)
+        run = generation.run = services.runs.begin(tenant, names, known.id, call)
+        try:
+            yield
+        finally:
+            answers = [len(answer.token_ids) for answer in generation.answers]
+            services.runs.end(run, len(known.prompt_ids), answers)
+    finally:
+        services.limits.end(tenant, choices, most_tokens - generation.tokens)
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:
@@ -107,14 +124,15 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
     """Return the record of a request, its prompt tokenized, without answers yet. Raises ApiError."""
     messages, prompt, reading = None, None, reading_turn(caller)
     if isinstance(body, ChatRequest):
+        _demand_room(services, len(body.messages), "messages", "messages")
         messages = tuple(message.plain() for message in body.messages)
         chars = sum(len(message["content"]) for message in messages)
-        _demand_room(services, chars, len(messages))
+        _demand_room(services, chars, "characters", "messages")
         chars += _MESSAGE_CHARS * len(messages)
         prompt_ids = await _tokenize(reading, services.tokenizer.render_chat, messages, chars)
     elif isinstance(body.prompt, str):
         prompt = body.prompt
-        _demand_room(services, len(prompt))
+        _demand_room(services, len(prompt), "characters", "prompt")
         prompt_ids = await _tokenize(reading, services.tokenizer.encode_prompt, prompt, len(prompt))
     else:
         ids: list[Any] = body.prompt
@@ -141,15 +159,15 @@ async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], list[int]], con
         return await asyncio.to_thread(encode, content)
 
 
-def _demand_room(services: Services, chars: int, messages: int = 0) -> None:
+def _demand_room(services: Services, amount: int, what: Literal["messages", "characters"], field: str) -> None:
     """Raise ApiError for texts that are too long for the context whatever their tokens are: to count takes long."""
     context = services.engine.max_context_tokens
-    if messages > context or chars > CHARS_PER_TOKEN * context:
-        has = f"{chars} characters" + (f" in messages, of which there are {messages}" if messages else "")
+    most_chars = CHARS_PER_TOKEN * context
+    if amount > (context if what == "messages" else most_chars):
         raise bad_request(
-            f"the prompt has {has}, and this model's context of {context} tokens holds as many messages at most, "
-            f"and {CHARS_PER_TOKEN * context} characters",
-            "messages" if messages else "prompt",
+            f"the prompt has {amount} {what}, and this model's context of {context} tokens holds as many messages at "
+            f"most, and {most_chars} characters",
+            field,
             "context_length_exceeded",
         )
 

@@ -173,6 +173,7 @@ class Site(web.BaseSite):
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
+            began_s = time.thread_time()
             try:
                 client, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -188,10 +189,11 @@ class Site(web.BaseSite):
             share = self._shares.of(account)
             if share.waiting >= _MOST_WAITING:
                 self._refuse(client, account)
-                continue
-            task = self._loop.create_task(self._open(client, account, share))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            else:
+                task = self._loop.create_task(self._open(client, account, share))
+                self._opening.add(task)
+                task.add_done_callback(self._opening.discard)
+            share.take(time.thread_time() - began_s)
 
     def _refuse(self, client: socket.socket, account: Hashable) -> None:
         with client, suppress(OSError):

@@ -1,7 +1,7 @@
 """The event router: it passes the engine's events to the asyncio queues of the requests that wait for them."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
 from edged.engine.request import Event, FinishEvent
@@ -13,6 +13,7 @@ class EventRouter:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._queues: dict[str, asyncio.Queue[Event]] = {}
+        self._given_up: dict[str, Callable[[], object]] = {}
 
     @property
     def open_requests(self) -> int:
@@ -23,10 +24,12 @@ class EventRouter:
         """Put all events of a request into `queue`. To be called before the request is submitted."""
         self._queues[request_id] = queue
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Discard further events of these requests."""
-        for request_id in request_ids:
-            self._queues.pop(request_id, None)
+    def drop(self, request_id: str, ended: Callable[[], object] | None = None) -> None:
+        """Discard further events of a request; `ended` is called once the engine has ended it."""
+        if self._queues.pop(request_id, None) is not None and ended is not None:
+            self._given_up[request_id] = ended
+        elif ended is not None:
+            ended()
 
     def deliver(self, events: list[Event]) -> None:
         """Pass on the events of one iteration; returns at once, and any thread may call it."""
@@ -36,7 +39,10 @@ class EventRouter:
 
     def _dispatch(self, events: list[Event]) -> None:
         for event in events:
+            last = isinstance(event, FinishEvent)
             if queue := self._queues.get(event.request_id):
                 queue.put_nowait(event)
-                if isinstance(event, FinishEvent):
+                if last:
                     del self._queues[event.request_id]
+            elif last and (ended := self._given_up.pop(event.request_id, None)) is not None:
+                ended()

@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sqlite_utils import Database
@@ -157,12 +158,12 @@ class Generation:
     """The tenant that the completion counts for: the user, else the adapter, else the caller."""
     turn: str
     """The name under which it takes turns with others: see `Caller.turn`."""
-    run: ApplicationRun
-    """The run of an application that it belongs to."""
     teaches: bool
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
     pace: Pace | None = None
     """The pace at which each of the answers is read, if any is."""
+    run: ApplicationRun = field(init=False)
+    """The run of an application that it belongs to, once it is known."""
 
     def __post_init__(self) -> None:
         self.created_s = int(time.time())
@@ -179,6 +180,8 @@ class Generation:
         """Engine events, and the error of a choice that was not admitted."""
         self._unfinished = {answer.request_id: answer for answer in self.answers}
         self._entering: asyncio.Task[None] | None = None
+        self._first_came = asyncio.Event()
+        """Set at the first event of the first choice."""
         self._inside: set[str] = set()
         """Ids of the requests that the engine has."""
         self._outside = 0
@@ -208,8 +211,13 @@ class Generation:
             self._entering = asyncio.create_task(self._enter_others(asked_s))
 
     async def _enter_others(self, asked_s: float) -> None:
-        """Submit the other choices, each when it is the tenant's turn."""
+        """Submit the other choices, each when it is the tenant's turn.
+
+        While others ask, too, they come after the first one's first token: clients that leave before it begin no more.
+        """
         try:
+            if self.services.admission.several_ask:
+                await self._first_came.wait()
             for answer in self.answers[1:]:
                 await self.services.admission.enter(self.turn, begun=True)
                 self._outside -= 1
@@ -238,12 +246,14 @@ class Generation:
             run_cost=self.run.predicted,
         )
         services.event_router.expect(request.request_id, self._queue)
-        self._inside.add(answer.request_id)
         try:
             services.engine.submit(request, asked_s)
         except Exception:
+            services.event_router.drop(request.request_id)
+            services.admission.leave(self.turn)
             self._cancel()
             raise
+        self._inside.add(answer.request_id)
 
     @property
     def tokens(self) -> int:
@@ -340,6 +350,7 @@ class Generation:
         return True
 
     def _apply(self, event: Event, answer: ChoiceText) -> None:
+        self._first_came.set()
         if isinstance(event, TokenEvent):
             if answer.push(event):
                 self.services.engine.cancel(answer.request_id, "stop")
@@ -358,10 +369,10 @@ class Generation:
             self._entering.cancel()
         self.services.admission.withdraw(self._outside)
         self._outside = 0
-        self.services.event_router.drop(self._unfinished)
         for request_id in self._inside:
+            # The engine has it until it looks at its commands, and its place is taken so long.
+            self.services.event_router.drop(request_id, partial(self.services.admission.leave, self.turn))
             self.services.engine.cancel(request_id)
-            self.services.admission.leave(self.turn)
         self._inside.clear()
         self._unfinished.clear()
 

@@ -51,14 +51,14 @@ class VersionAnswers:
             self._event_router.expect(request_id, queue)
             self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
         except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
-            self._event_router.drop([request_id])
+            self._event_router.drop(request_id)
             log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
             return
         ids: list[int] = []
         while not isinstance(event := await queue.get(), FinishEvent):
             if event.version != version:
                 self._engine.cancel(request_id)
-                self._event_router.drop([request_id])
+                self._event_router.drop(request_id)
                 return
             ids.append(event.token_id)
         answer = self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])

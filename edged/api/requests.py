@@ -21,6 +21,7 @@ from pydantic_core import PydanticCustomError
 from edged.align.feedback.signals import SIGNALS
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
+from edged.api.loop_shares import SHARE
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
 from edged.settings.load import USER_NAME, ReadingSettings
@@ -411,7 +412,7 @@ async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) 
 
 
 class _LargeBodies:
-    """The thread that parses and checks large bodies, and that rests after each for as long as it took.
+    """The thread that parses and checks large bodies, and that rests after each for three times as long as it took.
 
     The parser keeps the interpreter to itself to its end: of several bodies at once nobody else would have a turn.
     """
@@ -431,7 +432,7 @@ class _LargeBodies:
             return check(parse_json(data))
         finally:
             ended_s = time.monotonic()
-            self._rests_until_s = ended_s + (ended_s - began_s)
+            self._rests_until_s = ended_s + (ended_s - began_s) * (1.0 / SHARE - 1.0)
 
 
 _large_bodies = _LargeBodies()

@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+from edged.api import requests
 from edged.api.access import CALLER
 from edged.api.completions import _record
 from edged.api.errors import ApiError
@@ -111,6 +112,21 @@ async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their
     assert done == ["ann", "bob", "ann", "ann"]
 
 
+def test_after_a_large_body_others_have_three_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = 1000.0, list[float]()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=slept.append)
+    monkeypatch.setattr(requests, "time", clock)
+    bodies = requests._LargeBodies()
+
+    def check(_: dict[str, Any]) -> None:
+        nonlocal now
+        now += 2.0
+
+    for _ in range(2):
+        bodies.check(b"{}", check).result()
+    assert slept == [0.0, 6.0]
+
+
 def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
     """What a prompt meets before the engine, whose context has so many tokens."""
     engine = SimpleNamespace(max_context_tokens=tokens)
@@ -120,8 +136,8 @@ def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"messages": [{"role": "user", "content": ""}] * 101}, "0 characters in messages, of which there are 101"),
-        ({"messages": [{"role": "user", "content": "<|system|>" * 321}]}, "3210 characters in messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 101}, "101 messages, "),
+        ({"messages": [{"role": "user", "content": "<|system|>" * 321}]}, "3210 characters, "),
         ({"prompt": "x " * 1_601}, "3202 characters"),
     ],
 )

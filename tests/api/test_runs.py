@@ -335,3 +335,12 @@ def test_the_openai_client_names_its_run(daemon: LiveDaemon) -> None:
         )  # fmt: skip
         runs = http.get("/v1/applications/wiki").json()["runs"]
         assert [(run["run"], run["user"]) for run in runs] == [("s-7", "cy")]
+
+
+def test_runs_end_though_nobody_calls(daemon: LiveDaemon) -> None:
+    with daemon.http() as http:
+        ask(http, {"X-Edged-Run": "last"}, user="dora")
+        deadline = time.monotonic() + 30.0
+        while 'edged_applications{state="idle"} 0' not in http.get("/metrics").text:
+            assert time.monotonic() < deadline, "the run stays open"
+            time.sleep(0.05)
