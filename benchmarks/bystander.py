@@ -201,6 +201,21 @@ def import_pairs(client: Client, memory: dict[str, Any], turn: int) -> object:
     return _teach(client, f"question {id(memory)} {turn}", f"a good answer {turn}")
 
 
+def import_all(pairs: int, client: Client, memory: dict[str, Any], turn: int) -> None:
+    """Send the next of so many pairs, again where the queue of pairs is full, and end after the last one."""
+    if turn > pairs:
+        raise StopIteration
+    sent = False
+    while not sent:
+        try:
+            import_pairs(client, memory, turn)
+            sent = True
+        except Refused as refused:
+            if refused.status != 429:
+                raise
+            time.sleep(PAUSE_S)
+
+
 def _teach(client: Client, prompt: str, chosen: str) -> object:
     return client.post("/v1/feedback", {"user": NAME, "prompt": prompt, "chosen": chosen, "rejected": "bad"})
 
@@ -260,7 +275,7 @@ def learn_versions(site: Site) -> None:
 @contextlib.contextmanager
 def large_adapter(megabytes: int) -> Iterator[dict[str, str]]:
     """Settings of a model whose adapters' versions have this size on disk: weights and AdamW's two moments."""
-    shape = SHAPES["135m" if megabytes > 100 else "4m"]
+    shape = SHAPES["4m"]
     heads = shape.hidden + shape.kv_heads * (shape.hidden // shape.heads)
     sides = 4 * shape.hidden + 2 * heads + 3 * (shape.hidden + shape.intermediate)
     rank = max(1, round(megabytes * 2**20 / (3 * 4 * sides * shape.layers)))
@@ -272,11 +287,15 @@ def large_adapter(megabytes: int) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Abuse:
-    """An abuse: `attack` again and again on so many `connections`, after `prepare`."""
+    """An abuse: `attack` again and again on so many `connections`, after `prepare`.
+
+    One that `ends` goes on until its attacks raise StopIteration, whatever the length of a window.
+    """
 
     attack: Attack
     connections: int
     prepare: Callable[[Site], object] = lambda site: None
+    ends: bool = False
 
 
 def abuses_of(options: Namespace) -> dict[str, Abuse]:
@@ -294,12 +313,13 @@ def abuses_of(options: Namespace) -> dict[str, Abuse]:
         "signals": Abuse(signals, 32),
         "long pairs": Abuse(long_pairs, 4),
         "import": Abuse(import_pairs, 4),
+        "whole import": Abuse(partial(import_all, options.import_pairs // 4), 4, ends=True),
         "forget": Abuse(forget, 2, partial(fill, options.database_mb)),
         "rollback": Abuse(roll_back, 1, learn_versions),
     }
 
 
-NAMES = list(abuses_of(Namespace(database_mb=0)))
+NAMES = list(abuses_of(Namespace(database_mb=0, import_pairs=0)))
 
 
 # -- the two accounts --------------------------------------------------------------------------------------------------
@@ -356,6 +376,8 @@ def attack_until(path: Path, abuse: Abuse, stop: Any, report: Any) -> None:
                 try:
                     abuse.attack(client, memory, turn)
                     statuses["200"] += 1
+                except StopIteration:
+                    return
                 except Refused as refused:
                     statuses[str(refused.status)] += 1
                     if refused.status == 429:
@@ -364,17 +386,19 @@ def attack_until(path: Path, abuse: Abuse, stop: Any, report: Any) -> None:
                     statuses["lost"] += 1
                     time.sleep(PAUSE_S)
 
-    for number in range(abuse.connections):
-        threading.Thread(target=one, args=(number,), daemon=True).start()
-    stop.wait()
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(abuse.connections)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) and not stop.wait(0.1):
+        pass
     report.send(dict(statuses))
     # Answers that were asked for are not waited for.
     os._exit(0)
 
 
 @contextlib.contextmanager
-def account(work: Callable[..., None], *arguments: Any) -> Iterator[list[Any]]:
-    """Run `work` in a process of its own; at the end what it reports is in the list."""
+def account(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Run `work` in a process of its own, which is given; at the end what it reports is in the list."""
     stop = _forked.Event()
     ours, theirs = _forked.Pipe()
     process = _forked.Process(target=work, args=(*arguments, stop, theirs), daemon=True)
@@ -382,7 +406,7 @@ def account(work: Callable[..., None], *arguments: Any) -> Iterator[list[Any]]:
     theirs.close()
     reported: list[Any] = []
     try:
-        yield reported
+        yield process, reported
         stop.set()
         if ours.poll(120.0):
             with contextlib.suppress(EOFError):
@@ -401,14 +425,14 @@ def measure(site: Site, abuse: Abuse, options: Namespace) -> dict[str, Any]:
     windows: list[tuple[float, float, str]] = []
     abuse.prepare(site)
     said = len(site.log)
-    with account(stand_by, site.socket) as told:
+    with account(stand_by, site.socket) as (_, told):
         time.sleep(1.0)
         for _ in range(options.rounds):
             for when in ("quiet", "abused"):
                 began = time.monotonic()
                 if when == "abused":
-                    with account(attack_until, site.socket, abuse) as reported:
-                        time.sleep(options.seconds)
+                    with account(attack_until, site.socket, abuse) as (process, reported):
+                        process.join(None if abuse.ends else options.seconds)
                     statuses.update(*reported)
                 else:
                     time.sleep(options.seconds)
@@ -478,6 +502,7 @@ def main() -> None:
         option("--rounds", "windows of each kind", 3, 1),
         option("--database-mb", "size of the database in which somebody is forgotten / 2^20", 1024, 8, least=1),
         option("--adapter-mb", "size of a version that is rolled back / 2^20", 500, 4, least=1),
+        option("--import-pairs", "pairs of the whole import", 100_000, 400, least=4),
         option("--before", "another checkout, whose daemon is measured, too", "", type=checkout),
         quick="short windows, a small database and a small adapter",
     )

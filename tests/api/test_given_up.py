@@ -80,9 +80,10 @@ async def test_further_choices_begin_after_the_first_token_of_the_first_while_ot
                 pass
 
         reading = asyncio.ensure_future(read())
-        while not reading.done():
-            services.engine.loop.step()
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60.0):
+            while not reading.done():
+                services.engine.loop.step()
+                await asyncio.sleep(0.001)
         assert [len(answer.token_ids) for answer in generation.answers] == [4] * 4
         assert not services.admission.waiting
 
@@ -114,7 +115,8 @@ async def test_a_request_that_fails_before_it_begins_leaves_no_place_taken(tmp_p
 
         services.runs = SimpleNamespace(begin=fail)
         for _ in range(2):
-            with pytest.raises(OSError, match="no room"), counted(
-                services, generation_of(services), RunNames("text", ""), 10
+            with (
+                pytest.raises(OSError, match="no room"),
+                counted(services, generation_of(services), RunNames("text", ""), 10),
             ):
                 pass
