@@ -1,7 +1,7 @@
-"""Truncation to the most likely tokens: top-k and top-p without sorting the vocabulary.
+"""Truncation to the most likely tokens: top-k and top-p, on the CPU without sorting the vocabulary.
 
-The host waits for nothing here, and a row's result does not depend on the rows beside it. On the CPU top-p is a
-compiled kernel, if there is one; torch's way gives the same to the last bit.
+The host waits for no GPU here, and a row's result does not depend on the rows beside it. On the CPU top-p is a compiled
+kernel, if there is one; torch's ways give the same to the last bit.
 """
 
 import torch
@@ -38,6 +38,9 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     the floats' order.
     """
     library, (rows, vocab) = kernels(), weights.shape
+    if weights.device.type != "cpu":
+        keep_nucleus_by_sort(weights, top_p)
+        return
     if library is None or not readable(weights):
         keep_nucleus_by_torch(weights, top_p)
         return
@@ -47,16 +50,24 @@ def keep_nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     library.edged_keep_nucleus(weights.data_ptr(), rows, vocab, top_p.data_ptr(), scale, left.data_ptr(), threads)
 
 
+def keep_nucleus_by_sort(weights: torch.Tensor, top_p: torch.Tensor) -> None:
+    """Do the same as `keep_nucleus`, on any device: on a GPU in a third of the launches of a search by digits."""
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+    masses = _masses(ordered)
+    wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
+    ordered.masked_fill_(masses.cumsum(-1) - masses >= wanted, 0.0)
+    weights.scatter_(-1, order, ordered)
+
+
 def keep_nucleus_by_torch(weights: torch.Tensor, top_p: torch.Tensor) -> None:
-    """Do the same as `keep_nucleus`, on any device."""
+    """Do the same as `keep_nucleus` on the CPU."""
     masses = _masses(weights)
     wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
     least, above, equals = _least_to_keep(weights, masses, wanted)
     each = _masses(least, weights.shape[1]).clamp_min_(1.0)
     kept = ((wanted - above) / each).ceil_()
     out = weights < least
-    # On a GPU the host would have to wait for the answer.
-    if weights.device.type != "cpu" or bool((equals > kept * each).any()):
+    if bool((equals > kept * each).any()):
         equal = weights == least
         out |= equal & (equal.cumsum(-1, dtype=torch.int32) > kept)
     weights.masked_fill_(out, 0.0)
@@ -91,10 +102,7 @@ def _least_to_keep(
         digit = (_DIGITS - 1 - place).int()
         found = (found << _DIGIT_BITS) + digit
         inside = digits == digit[owner]
-        if weights.device.type == "cpu":
-            # On the CPU only the remaining weights are looked up for the next digits.
-            line, column = inside.nonzero(as_tuple=True)
-            patterns, masses, owner = patterns[line, column, None], masses[line, column, None], owner[line]
-        else:
-            masses = torch.where(inside, masses, 0.0)
+        # Only the remaining weights are looked up for the next digits.
+        line, column = inside.nonzero(as_tuple=True)
+        patterns, masses, owner = patterns[line, column, None], masses[line, column, None], owner[line]
     return found.view(torch.float32), above, reached - above

@@ -22,7 +22,7 @@ from transformers import (
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.engine.sampling.params import Sampling, SamplingRow, TokenCounts
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Changes, sample, uniform
-from edged.engine.sampling.truncation import keep_nucleus, keep_nucleus_by_torch, kth_best
+from edged.engine.sampling.truncation import keep_nucleus, keep_nucleus_by_sort, keep_nucleus_by_torch, kth_best
 from edged.tensors.device_copy import upload
 
 VOCAB = 50
@@ -238,9 +238,10 @@ def test_the_kernels_nucleus_is_torchs_to_the_last_bit(vocab: int, spread: float
     scores[6:] = (scores[6:] / 0.5).round() * 0.5
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     top_p = torch.tensor([0.0, 0.1, 0.3777, 0.5, 0.7, 0.8, 0.9123, 0.95, 0.987, 0.999, 1.0, 1e-7])
-    wanted, got, beside_nan = weights.clone(), weights.clone(), weights.clone()
+    wanted, by_sort, got, beside_nan = (weights.clone() for _ in range(4))
     beside_nan[3] = torch.nan
     keep_nucleus_by_torch(wanted, top_p)
+    keep_nucleus_by_sort(by_sort, top_p)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -248,6 +249,7 @@ def test_the_kernels_nucleus_is_torchs_to_the_last_bit(vocab: int, spread: float
         keep_nucleus(beside_nan, top_p)
     finally:
         torch.set_num_threads(before)
+    assert torch.equal(by_sort, wanted)
     assert torch.equal(got, wanted)
     sound = torch.arange(12) != 3
     assert torch.equal(beside_nan[sound], wanted[sound])
