@@ -130,10 +130,12 @@ def test_open_steps_hold_a_gradient_for_each_adapter_that_may_share_them() -> No
         settings = load_settings(environ={}, overrides={"align.joint_adapters": joint})
         return step_bytes(shape, settings, torch.bfloat16, loaded)
 
-    # Two steps of four adapters each, instead of two that keep an earlier group's gradient beside their own.
-    assert step(4, 64) - step(1, 64) == 4 * 4 * weights
-    assert step(4, 6) - step(1, 6) == 2 * 4 * weights
-    assert step(4, 2) == step(1, 2) < step(1, 3)
+    # Two steps of four adapters each, instead of two that keep an earlier group's gradient beside their own; and every
+    # adapter's matrices in bfloat16.
+    assert step(4, 64) - step(1, 64) == (4 * 4 + 6 * 2) * weights
+    assert step(4, 6) - step(1, 6) == (2 * 4 + 4 * 2) * weights
+    assert step(4, 2) - step(1, 2) == 2 * weights
+    assert step(4, 2) < step(1, 3)
 
 
 def test_the_box_is_this_one_where_none_is_given() -> None:
