@@ -340,6 +340,11 @@ def test_the_manifest_says_when_and_of_what_size_and_large_files_come_in_pieces(
     assert (manifest["format"], manifest["edged"], manifest["data_dir"]) == (1, edged.__version__, str(data))
 
 
+def test_a_restored_base_that_learned_nothing_yet_is_known_by_its_folder(store, data, tmp_path):
+    restore(back_up(data, tmp_path / "x.tar"), tmp_path / "new", force=False)
+    assert list((tmp_path / "new" / "adapters" / "base").iterdir()) == []
+
+
 def test_versions_are_copied_where_they_cannot_be_linked(store, data, tmp_path, monkeypatch):
     def refuses(source, target):
         raise OSError("another file system")

@@ -19,11 +19,13 @@ from trl import DPOConfig, DPOTrainer
 
 from edged.align.adapters.adapter import AdapterState, LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
+from edged.align.dpo.micro_batch import MicroBatch
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.kv.store import KvStore
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import segments_of, take_of
@@ -130,23 +132,35 @@ def take_step(
     ran = 0
     while not step.finished:
         if step.group.tokens_left or (ahead() and may_look_ahead(step)):
-            group = step.packing
-            n = min(chunk, group.tokens_left)
-            taken = group.take(n)
-            segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
-            with torch.inference_mode():
-                batch = pack(segments, kv, DEVICE)
-                tap.arm([take_of(group, taken, segments, DEVICE)])
-                with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
-                    model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
-                tap.arm([])
-            group.advance(n)
+            compute_chunk(step.packing, chunk, model, kv, tap, slots, free)
         elif (ran := ran + 1) in preempt_at:
             step.restart()
         else:
             step.run_unit(cut_to())
     assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
     return Stepped(step.members, captured, before)
+
+
+def compute_chunk(
+    group: MicroBatch,
+    chunk: int,
+    model: ServedModel,
+    kv: KvStore,
+    tap: LayerTap,
+    slots: dict[str, int],
+    free: list[int],
+) -> None:
+    """Compute the next `chunk` tokens of a micro-batch as the engine does, on pages from `free`."""
+    n = min(chunk, group.tokens_left)
+    taken = group.take(n)
+    segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
+    with torch.inference_mode():
+        batch = pack(segments, kv, DEVICE)
+        tap.arm([take_of(group, taken, segments, DEVICE)])
+        with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+            model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
+        tap.arm([])
+    group.advance(n)
 
 
 def may_look_ahead(step: DpoStep) -> bool:
