@@ -59,7 +59,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
         torch.cuda.set_device(model.device)
         # cuDNN's attention builds a plan for every new length, some 100 ms each; texts of pairs have any length.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        fuse_norms(model.model)
+        fuse_norms(model.model, model.dtype)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     try_lora(model, settings.align, settings.align.max_active_adapters)

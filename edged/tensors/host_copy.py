@@ -16,7 +16,7 @@ class HostCopies:
     """A snapshot of `tensors`, made on the thread that changes them; `on_host` may be called on any thread."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy `tensors`; on CUDA some may be on the host, as AdamW's step counts are."""
+        """Copy `tensors`; some may be on the host."""
         self._order = list(tensors)
         self._lock = threading.Lock()
         # One by one: a single large tensor would make the host's heap ask the system for pages, and fault them in.

@@ -177,7 +177,7 @@ def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch:
     assert other is not None
     torch.testing.assert_close(torch.stack(got).cpu(), oracle.logits(first)[160:], atol=2e-4, rtol=0)
     wanted = tiny_model()(torch.tensor([second])).logits[0, -1]
-    torch.testing.assert_close(driver.step([other], second[-1:])[0], wanted, atol=2e-4, rtol=0)
+    torch.testing.assert_close(driver.step([other], second[-1:])[0].cpu(), wanted, atol=2e-4, rtol=0)
     for sequence in (pruned, other):
         driver.end(sequence)
     check_pool(pool)

@@ -133,7 +133,10 @@ class AdapterState:
         try:
             sums = [gradient.flatten() for name in self.weights for gradient in gradients[name]]
             self._flat.grad = torch.cat(sums).div_(count)
-            norm = float(torch.nn.utils.clip_grad_norm_([self._flat], align.max_grad_norm))
+            # In fp32 a norm of norms is more exact than one of all numbers.
+            total = torch.nn.utils.get_total_norm(self._split(self._flat.grad))
+            torch.nn.utils.clip_grads_with_norm_([self._flat], align.max_grad_norm, total)
+            norm = float(total)
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
             if norm > most_norm:
@@ -190,6 +193,7 @@ class AdapterState:
 
         Raises AdapterError on a mismatch.
         """
+        state = self._flat_moments(moments) if moments else None
         with torch.no_grad():
             for name, (a, b) in self.weights.items():
                 for part, leaf in (("A", a), ("B", b)):
@@ -201,12 +205,20 @@ class AdapterState:
                     leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
-        if moments:
-            parts = range(len(self._shapes))
-            state = {"step": moments["0.step"]}
+        if state is not None:
+            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": {0: state}})
+
+    def _flat_moments(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return AdamW's state from `Snapshot`'s form. Raises AdapterError where a part is missing."""
+        parts = range(len(self._shapes))
+        try:
+            # A copy: AdamW counts in place.
+            state = {"step": moments["0.step"].clone()}
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.cat([moments[f"{index}.{key}"].flatten() for index in parts])
-            self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": {0: state}})
+        except KeyError as error:
+            raise AdapterError(f'adapter "{self.name}": {error.args[0]} of its optimizer is missing') from None
+        return state
 
 
 @dataclass(frozen=True, slots=True)

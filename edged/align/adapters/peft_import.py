@@ -5,6 +5,8 @@ Pickles are never opened: a file that is not safetensors is refused by its name,
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,10 @@ _MOST_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 8 << 20
 """Most bytes that a safetensors file may hold beside its tensors."""
 _DTYPES = ("F32", "F16", "BF16")
+_INITIAL = ("gaussian", "eva", "orthogonal")
+"""PEFT's ways to begin that leave the base model as it is, beside its default."""
+_KEY, _MOST_KEYS, _LARGEST = re.compile(r"(\w|\\?\.){1,200}"), 1024, 1e6
+"""Keys of patterns, and the largest rank or alpha."""
 
 
 class ImportRefused(ValueError):
@@ -39,13 +45,22 @@ def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
             raise ImportRefused(f"{pickle}: only {WEIGHTS} is read; {way_out}")
     config = _config(folder / CONFIG)
     _check_config(config)
+    # rsLoRA's factor: Kalajdzievski 2023.
+    ranks, alphas = _by_linear(config, "r", "rank_pattern"), _by_linear(config, "lora_alpha", "alpha_pattern")
     found = _weights(folder / WEIGHTS, spec)
     weights = {name: torch.zeros(shape) for name, shape in spec.peft_shapes().items()}
     for linear in spec.shapes:
         a, b = (found.get(peft_name(linear, part)) for part in "AB")
         if a is not None and b is not None:
-            weights[peft_name(linear, "A")][: len(a)] = a
-            weights[peft_name(linear, "B")][:, : len(a)] = b * (_scaling(config, linear, len(a)) / spec.scaling)
+            rank = len(a)
+            if rank != (said := ranks(linear)):
+                raise ImportRefused(f"{linear} has the rank {rank}, and {CONFIG} says {said}")
+            factor = alphas(linear) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            weights[peft_name(linear, "A")][:rank] = a
+            weights[peft_name(linear, "B")][:, :rank] = b * (factor / spec.scaling)
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ImportRefused(f"{name} holds values that are not finite, or are too large with its lora_alpha")
     return weights
 
 
@@ -73,24 +88,33 @@ def _check_config(config: dict[str, Any]) -> None:
     """Raise ImportRefused for an adapter of another kind than the served ones."""
     if config.get("peft_type") != "LORA":
         raise ImportRefused(f"peft_type is {config.get('peft_type')!r}: only LORA is served")
-    for name in ("use_dora", "modules_to_save", "fan_in_fan_out"):
+    for name in ("use_dora", "modules_to_save", "fan_in_fan_out", "alora_invocation_tokens"):
         if config.get(name):
             raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")
     if config.get("bias", "none") != "none":
         raise ImportRefused(f"bias = {config['bias']!r} is not supported: train one with bias none")
-    alphas = config.get("alpha_pattern") or {}
-    for alpha in (config.get("lora_alpha"), *(alphas.values() if isinstance(alphas, dict) else [alphas])):
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise ImportRefused(f"its lora_alpha is {str(alpha)[:40]!r}: give a number")
+    if isinstance(way := config.get("init_lora_weights"), str) and way not in _INITIAL:
+        raise ImportRefused(
+            f"init_lora_weights = {way[:40]!r} changes the base model: convert it with peft when saving it"
+        )
 
 
-def _scaling(config: dict[str, Any], linear: str, rank: int) -> float:
-    """Return the factor of a linear's update, as PEFT has it (rsLoRA: Kalajdzievski 2023)."""
-    from peft.utils.other import get_pattern_key  # slow to import
+def _by_linear(config: dict[str, Any], name: str, pattern: str) -> Callable[[str], float]:
+    """Return a function from a linear's name to its number `name`, which the first key of `pattern` that fits says.
 
-    alphas = config.get("alpha_pattern") or {}
-    alpha = alphas.get(get_pattern_key(alphas, linear), config["lora_alpha"])
-    return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    Raises ImportRefused. As in PEFT a key fits the end of a name from a dot on; of regular expressions it may have dots
+    alone, since any other could take for ever.
+    """
+    keys = config.get(pattern) or {}
+    if not isinstance(keys, dict) or len(keys) > _MOST_KEYS or any(not _KEY.fullmatch(key) for key in keys):
+        only = f"at most {_MOST_KEYS} names of linears, or their ends, of letters, digits, dots and _"
+        raise ImportRefused(f"{pattern} is {json.dumps(keys)[:80]}: only {only} are taken")
+    for number in (config.get(name), *keys.values()):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= _LARGEST:
+            raise ImportRefused(f"its {name} is {str(number)[:40]!r}: give a number from 0 to {_LARGEST:g}")
+    ends = [("." + key.replace("\\.", "."), float(number)) for key, number in keys.items()]
+    default = float(config[name])
+    return lambda linear: next((number for end, number in ends if f".{linear}".endswith(end)), default)
 
 
 def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
@@ -119,9 +143,6 @@ def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path.name} is not a safetensors file: {error}") from None
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ImportRefused(f"{name} holds values that are not finite")
     return tensors
 
 

@@ -198,7 +198,7 @@ class AdapterStep:
         if self.doubted or self.burst or not kept:
             return
         total = sum(outcome.count * outcome.objective for outcome in kept)
-        self.loss = total / sum(outcome.count for outcome in kept)
+        self.loss = total / max(1, sum(outcome.count for outcome in kept))
         if not math.isfinite(self.loss):
             self.error = f"loss is {self.loss}"
         elif self.trained:

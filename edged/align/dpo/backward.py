@@ -50,6 +50,8 @@ def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Ite
     """Add the gradients of `matrices` to each adapter's totals."""
     for part in rows:
         own = [next(gradients) for _ in range(2 * len(names))]
+        if not own:
+            continue
         a, b = zip(*(part.leaves.gradients[name] for name in names), strict=True)
         torch._foreach_add_(a, own[::2])
         torch._foreach_add_(b, own[1::2], alpha=part.leaves.scaling)
@@ -101,6 +103,9 @@ class RecomputeBackward:
         start, stop = self._windows[self._window]
         stop -= self._done
         self._layer_unit(self._layer, stop - rows, stop)
+        if self._done or stop - rows > start:
+            # A layer that is cut elsewhere has no use for these masks.
+            self._group.masks.clear()
         self._done += rows
         if stop - rows > start:
             return
@@ -126,6 +131,11 @@ class RecomputeBackward:
             outputs += [keys, values]
             upstream += self._own_gradients(branches, owners, keys)
         inputs = [*([hidden] if layer else []), *earlier, *matrices(rows, names)]
+        # Nothing that is learned is behind the first layer's keys, say, where only its queries are adapted.
+        learned = [(output, above) for output, above in zip(outputs, upstream, strict=True) if output.requires_grad]
+        if not inputs or not learned:
+            return
+        outputs, upstream = map(list, zip(*learned, strict=True))
         gradients = iter(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
         if layer:
             self._upstream[start:stop] = present(next(gradients))
@@ -202,6 +212,8 @@ class FullGraphBackward:
         layer = len(self._layers)
         names = self._decoder.layer_linears(layer)
         inputs = [*([hidden] if layer else []), *matrices(self._rows, names)]
+        if not inputs:
+            return
         gradients = map(present, torch.autograd.grad([out], inputs, [self.upstream], allow_unused=True))
         if layer:
             self.upstream = next(gradients)

@@ -201,8 +201,9 @@ class DpoStep:
                 self._backward = RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
-        # The layers' inputs are freed to make room for the optimizer's copies.
+        # The layers' inputs are freed to make room for the mean gradient.
         self._backward = self._graph = self.group.inputs = None
+        self.group.masks.clear()
         self.group.free(self._release)
         if not self._plan.last_group:
             for member in self.members.values():

@@ -102,10 +102,10 @@ class LoraLinear(LinearWrapper):
         # By splits: each slice would have a gradient as large as the whole.
         sizes = [part.stop - part.start for part in rows]
         parts = []
-        for own, out, part in zip(x.squeeze(0).split(sizes), y.squeeze(0).split(sizes), rows, strict=True):
+        for own, out, part in zip(x.flatten(0, -2).split(sizes), y.flatten(0, -2).split(sizes), rows, strict=True):
             a, b = (matrix.to(x.dtype) for matrix in part.leaves.weights[self.name])
             parts.append(torch.addmm(out.to(x.dtype), own @ a.t(), b.t()))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
 
 
 class LoraSlots:

@@ -52,7 +52,7 @@ class PagedDecoder:
         attention = BranchAttention(branches)
         with self._model.lora.training(rows), attention_pass(attention):
             out = self._model.layers[layer](hidden[None], **call)
-        return (out[0] if isinstance(out, tuple) else out)[0], attention.keys, attention.values
+        return (out[0] if isinstance(out, tuple) else out).squeeze(0), attention.keys, attention.values
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,20 @@ def test_the_config_is_pefts(tmp_path: Path) -> None:
     assert json.loads((path / "edged.json").read_text())["version"] == 1
 
 
+def test_a_version_stays_what_it_is_while_another_state_goes_on_from_it() -> None:
+    kept = snapshot(stepped(2))
+    wanted = {key: value.clone() for key, value in kept.optimizer.items()}
+    made = state()
+    made.restore(kept.weights, kept.version, kept.optimizer)
+    made.step({name: (torch.ones_like(a), torch.ones_like(b)) for name, (a, b) in made.weights.items()}, 2)
+    assert all(torch.equal(value, wanted[key]) for key, value in kept.optimizer.items())
+    lacking = {key: value for key, value in kept.optimizer.items() if key != "1.exp_avg"}
+    before = made.tensors()
+    with pytest.raises(AdapterError, match=r"1\.exp_avg of its optimizer is missing"):
+        made.restore(kept.weights, kept.version, lacking)
+    assert all(torch.equal(value, before[key]) for key, value in made.tensors().items())
+
+
 @pytest.mark.parametrize("times", [0, 2])
 def test_an_optimizer_that_fails_leaves_weights_and_moments_as_they_were(
     times: int, monkeypatch: pytest.MonkeyPatch

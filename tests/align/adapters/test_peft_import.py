@@ -23,7 +23,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "r": 2,
         "lora_alpha": 4,
         "rank_pattern": {"q_proj": 8, "layers.1.mlp.up_proj": 5},
-        "alpha_pattern": {"v_proj": 3, "layers.[02].*down_proj": 7},
+        "alpha_pattern": {"v_proj": 3, r"layers\.0\.mlp\.down_proj": 7},
     },
     "few targets": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
 }

@@ -188,9 +188,9 @@ def unit_gradients(
     return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
-def peft_model(base: PreTrainedModel) -> Any:
+def peft_model(base: PreTrainedModel, targets: str | list[str] = "all-linear") -> Any:
     base.set_attn_implementation("eager")
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(base, lora)
 
 
@@ -218,9 +218,10 @@ def trl_gradients(
     loss: str = "sigmoid",
     sft_weight: float = 0.0,
     label_smoothing: float = 0.0,
+    targets: str | list[str] = "all-linear",
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
-    model = peft_model(base)
+    model = peft_model(base, targets)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
@@ -277,6 +278,16 @@ def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_gra
     got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep_graph=keep_graph)
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
+    assert worst_error(got, wanted) <= ROUNDING
+
+
+@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("targets", [["layers.1.self_attn.q_proj", "layers.1.mlp.down_proj"], ["q_proj", "v_proj"]])
+def test_linears_without_adapters_are_passed_through(targets: list[str], keep_graph: bool, tmp_path: Path) -> None:
+    how = {"keep_graph": keep_graph, "target_modules": targets}
+    got, _, weights = unit_gradients(tiny_model(), make_pairs(19), 500 if keep_graph else 16, 23, **how)
+    wanted, _ = trl_gradients(tiny_model(), make_pairs(19), weights, tmp_path, targets=targets)
+    assert len(got) == (2 if "q_proj" not in targets else 6)
     assert worst_error(got, wanted) <= ROUNDING
 
 

@@ -14,7 +14,7 @@ def logits(kind: str, dtype: torch.dtype, fused: bool) -> tuple[torch.Tensor, in
         if type(module).__name__.endswith("RMSNorm"):
             drawn = torch.empty(module.weight.shape).uniform_(0.5, 2.0, generator=generator)
             module.weight.data.copy_(drawn)
-    count = fuse_norms(model) if fused else 0
+    count = fuse_norms(model, dtype) if fused else 0
     with torch.inference_mode():
         return model(torch.arange(3, 60, device=DEVICE)[None]).logits.float(), count
 
