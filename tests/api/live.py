@@ -22,7 +22,7 @@ from typing import Any
 import httpx2
 import openai
 
-START_S = 60.0
+START_S = 180.0
 _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["edged.daemon"])
 
