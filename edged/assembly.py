@@ -31,7 +31,7 @@ from edged.store import Store
 from edged.store.base_models import refuse_other_base
 from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
 from edged.store.forgetting import finish_forgetting
-from edged.store.jobs import sweep_files
+from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
@@ -126,7 +126,10 @@ def assemble(
     )
     if resumed := feedback_intake.resume():
         log.info("%d pairs were queued and go on", resumed)
-    store.write(lambda db: sweep_files(db, folder / FILES_FOLDER)).result()
+    try:
+        store.write(lambda db: sweep_files(db, folder / FILES_FOLDER)).result()
+    except OSError as error:
+        log.warning("files that nobody uploaded stay in %s: %s", folder / FILES_FOLDER, error)
     job_runner.run_soon()
     return services, journal
 

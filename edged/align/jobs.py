@@ -74,6 +74,7 @@ def job_settings(
         "learning_rate": learning_rate * hyperparameters["learning_rate_multiplier"],
     }
     own |= {"loss_threshold": 0.0, "micro_batch_pairs": 1, "sft_weight": 0.0, "label_smoothing": 0.0}
+    own["unpaired"] = "off"
     if "beta" in hyperparameters:
         own["beta"] = hyperparameters["beta"]
     return align.model_copy(update=own)
@@ -103,7 +104,7 @@ class JobQueue(AdapterQueue):
 
     @property
     def tested(self) -> bool:
-        """None judges them."""
+        """False: no test judges its versions."""
         return False
 
     @property

@@ -26,7 +26,8 @@ from edged.align.feedback.pair import (
     VersionTested,
 )
 from edged.runtime import logs
-from edged.store import Store, adapters, feedback, jobs, quarantine, utc_now, utc_text
+from edged.store import Store, adapters, feedback, quarantine, utc_now, utc_text
+from edged.store.jobs import jobs
 from edged.store.rows import field_values, insert_row
 
 log = logging.getLogger("edged.align")

@@ -66,7 +66,7 @@ ROUTES = (
           query=_LIMIT, answer=responses.AdapterDetail, errors=(404,)),
     Route("DELETE", "/v1/adapters/{name}", adapters.forget, role="train", answer=responses.Forgotten, errors=(404,)),
     Route("POST", "/v1/adapters/{name}/rollback", adapters.rollback, role="train",
-          body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404,)),
+          body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/mend", adapters.mend, role="train",
           answer=responses.Examined, status=202, errors=(404,)),
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),

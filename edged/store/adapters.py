@@ -96,6 +96,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     }
     named = {"adapter": adapter}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
+    db.execute("UPDATE jobs SET parent = '', model = '' WHERE parent = :adapter", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids

@@ -16,10 +16,10 @@ from edged.api.errors import ApiError, bad_request, send_pieces
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
-from edged.store import jobs
 from edged.store.data_dir import FILES_FOLDER, SCRATCH
+from edged.store.jobs import files, jobs
 
-T = TypeVar("T", jobs.FileRow, jobs.JobRow, jobs.JobEvent)
+T = TypeVar("T", files.FileRow, jobs.JobRow, jobs.JobEvent)
 _PIECE = 1 << 18
 _SLOWEST = 256 << 10
 """Bytes a second: an upload that is slower on average is aborted."""
@@ -69,7 +69,7 @@ async def _taken(request: web.Request, services: Services, caller: Caller, draft
         raise bad_request('"file" is missing', "file")
     # Shielded from the client's disconnect: a file without its row would stay.
     about = (caller.tenant, name, "fine-tune", draft, digest)
-    return shown_file(await asyncio.shield(asyncio.to_thread(jobs.keep_file, services.store, *about)))
+    return shown_file(await asyncio.shield(asyncio.to_thread(files.keep_file, services.store, *about)))
 
 
 async def _room(services: Services, caller: Caller) -> int:
@@ -77,7 +77,7 @@ async def _room(services: Services, caller: Caller) -> int:
     settings, folder = services.settings, services.store.path.parent
     most, stored = settings.jobs.max_file_mb << 20, settings.limits.stored_mb << 20
     if stored:
-        kept = await asyncio.to_thread(services.store.read, lambda db: jobs.file_bytes_of(db, caller.tenant))
+        kept = await asyncio.to_thread(services.store.read, lambda db: files.file_bytes_of(db, caller.tenant))
         if kept >= stored:
             told = f"{kept} bytes of files are kept, and limits.stored_mb = {settings.limits.stored_mb}: delete some"
             raise ApiError(403, told, "file", "storage_full")
@@ -137,7 +137,7 @@ async def list_files(request: web.Request) -> FileList:
     """
     services, caller = services_of(request), caller_of(request)
     purpose = request.query.get("purpose")
-    rows = await asyncio.to_thread(services.store.read, lambda db: jobs.list_files(db, owner_of(caller)))
+    rows = await asyncio.to_thread(services.store.read, lambda db: files.list_files(db, owner_of(caller)))
     if request.query.get("order") == "asc":
         rows.reverse()
     page, more = listed(request, [row for row in rows if purpose in (None, row.purpose)], MOST_LISTED, MOST_LISTED)
@@ -167,7 +167,7 @@ async def delete(request: web.Request) -> Deleted:
     """
     services = services_of(request)
     row = await asyncio.to_thread(found_file, request, request.match_info["id"])
-    job = await asyncio.wrap_future(services.store.write(lambda db: jobs.delete_file(db, row.id)))
+    job = await asyncio.wrap_future(services.store.write(lambda db: files.delete_file(db, row.id)))
     if job:
         message = f'file "{row.id}" is needed by job "{job}": cancel the job first'
         raise ApiError(409, message, "id", "file_in_use")
@@ -175,15 +175,15 @@ async def delete(request: web.Request) -> Deleted:
     return Deleted(id=row.id, object="file", deleted=True)
 
 
-def found_file(request: web.Request, file_id: str, param: str = "id") -> jobs.FileRow:
+def found_file(request: web.Request, file_id: str, param: str = "id") -> files.FileRow:
     """Return a file of the caller's. Raises ApiError (404) for one that is unknown or another's."""
-    row = services_of(request).store.read(lambda db: jobs.find_file(db, file_id))
+    row = services_of(request).store.read(lambda db: files.find_file(db, file_id))
     if row is None or not owns(caller_of(request), row.owner):
         raise ApiError(404, f'file "{file_id[:80]}" does not exist: POST /v1/files takes one', param, "unknown_file")
     return row
 
 
-def shown_file(row: jobs.FileRow) -> FileObject:
+def shown_file(row: files.FileRow) -> FileObject:
     """Return a file as the API shows it."""
     about: dict[str, Any] = {"id": row.id, "bytes": row.bytes, "filename": row.filename, "purpose": row.purpose}
     return FileObject(object="file", created_at=unix_s(row.created_at), expires_at=None, status="processed", **about)
@@ -196,7 +196,7 @@ def listed(request: web.Request, rows: Sequence[T], most: int, default: int = 20
     return rows[begin : begin + limit], len(rows) > begin + limit
 
 
-def shown_id(row: jobs.FileRow | jobs.JobRow | jobs.JobEvent) -> str:
+def shown_id(row: files.FileRow | jobs.JobRow | jobs.JobEvent) -> str:
     """Return a row's id as the API shows it."""
     return f"ftevent-{row.id}" if isinstance(row, jobs.JobEvent) else row.id
 

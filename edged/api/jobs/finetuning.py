@@ -15,7 +15,8 @@ from edged.api.models import split_model
 from edged.api.requests import read_body
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
-from edged.store import jobs, utc_now, utc_text
+from edged.store import utc_now, utc_text
+from edged.store.jobs import files, jobs
 
 MOST_LISTED = 100
 
@@ -62,7 +63,7 @@ def _insert(db: Database, row: jobs.JobRow, most: int) -> None:
     """Add a job. Raises ApiError where its adapter is taken, its file is gone, or too many jobs wait."""
     if other := jobs.open_job_of(db, row.adapter):
         raise _taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
-    if jobs.find_file(db, row.training_file) is None:
+    if files.find_file(db, row.training_file) is None:
         raise ApiError(404, f'file "{row.training_file}" was deleted', "training_file", "unknown_file")
     if jobs.count_open(db) >= most:
         raise ApiError(429, f"{most} jobs wait or run (jobs.max_waiting)", code="too_many_jobs", retry_after_s=60.0)

@@ -21,9 +21,10 @@ from edged.engine.request import EngineStopping
 from edged.runtime import logs
 from edged.settings.live import Live
 from edged.settings.load import Settings
-from edged.store import Store, StoreError, jobs, utc_now, utc_text
+from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
 from edged.store.feedback import PairRow, Side, queued_ids
+from edged.store.jobs import files, jobs
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -44,7 +45,7 @@ class JobFailed(Exception):
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningJob:
     """The job under way, its plan, and the number of its steps whose examples the engine has."""
 
     plan: JobPlan
@@ -68,7 +69,7 @@ class JobRunner:
     """Has the pairs of these ids learned, which came while a job trained their adapter."""
 
     def __post_init__(self) -> None:
-        self._running: _Running | None = None
+        self._running: _RunningJob | None = None
         self._ended: set[str] = set()
         """Jobs that were cancelled, or are of users that are being forgotten."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-jobs")
@@ -132,20 +133,20 @@ class JobRunner:
         hyperparameters["learning_rate"] = align.learning_rate
         sizes = (len(examples), hyperparameters["batch_size"], hyperparameters["n_epochs"], job.seed)
         plan = JobPlan(job.id, job.adapter, align, *sizes)
-        if job.parent and not self.engine.version(job.adapter):
+        version = self.engine.version(job.adapter)
+        if version and job.status != "running":
+            told = f'adapter "{job.adapter}" was taught while the job waited: give another suffix'
+            raise JobFailed(told, "suffix_taken", "suffix")
+        columns = {"status": "running", "examples": len(examples), "hyperparameters": hyperparameters}
+        self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result()
+        if job.parent and not version:
             self._inherit(job)
         done = self.engine.start_job(plan).result(_LONGEST_S)
-
-        def begin(db: Any) -> None:
-            columns = {"status": "running", "examples": len(examples), "hyperparameters": hyperparameters}
-            jobs.update_job(db, job.id, **columns)
-            jobs.drop_later_metrics(db, job.id, done)
-
-        self.store.write(begin).result()
+        self.store.write(lambda db: jobs.drop_later_metrics(db, job.id, done)).result()
         word = "resumed" if job.status == "running" else "started"
         told = f"Fine-tuning job {word}: step {done} of {plan.steps} is done, {len(examples)} examples"
         self._tell(job.id, told)
-        self._running = _Running(plan, examples, done)
+        self._running = _RunningJob(plan, examples, done)
         self._feed(done)
 
     def _inherit(self, job: jobs.JobRow) -> None:
@@ -175,7 +176,7 @@ class JobRunner:
             self.engine.feed_job(plan.adapter, running.fed, pairs)
             running.fed += 1
 
-    def _tokens(self, running: _Running, line: int, example: Sequence[Pair]) -> list[TokenPair]:
+    def _tokens(self, running: _RunningJob, line: int, example: Sequence[Pair]) -> list[TokenPair]:
         """Tokenize an example; no other pair has its ids. Raises JobFailed."""
         tokens = []
         for turn, pair in enumerate(example):
@@ -240,7 +241,7 @@ class JobRunner:
                 table.writeheader()
                 table.writerows(event.data for event in reversed(events) if event.type == "metrics")
             about = ("step_metrics.csv", "fine-tune-results", draft, sha256_of(draft))
-            return jobs.keep_file(self.store, job.owner, *about).id
+            return files.keep_file(self.store, job.owner, *about).id
 
     def _tell(self, job_id: str, message: str, level: str = "info") -> None:
         now = utc_text(utc_now())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +105,130 @@ def test_preferences_become_an_adapter_that_answers(client: openai.OpenAI) -> No
     answers = {model: client.chat.completions.create(model=model, **GREEDY) for model in ("tiny", "tiny:polite")}
     assert answers["tiny"].choices[0].message.content != answers["tiny:polite"].choices[0].message.content
     assert [each.id for each in client.fine_tuning.jobs.list()] == [job.id]
+
+
+def test_chats_are_learned_turn_by_turn_on_another_adapter(client: openai.OpenAI) -> None:
+    first = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, chats(3)), suffix="first", seed=1)
+    assert ended(client, first.id).fine_tuned_model == "tiny:first"
+    file_id = upload(client, chats(4))
+    hyperparameters: Any = {"n_epochs": 1, "batch_size": 4}
+    made = client.fine_tuning.jobs.create(
+        model="tiny:first", training_file=file_id, suffix="second", hyperparameters=hyperparameters
+    )
+    job = ended(client, made.id)
+    assert (job.status, job.model, job.fine_tuned_model) == ("succeeded", "tiny:first", "tiny:second")
+    assert job.method.type == "supervised"
+    losses = {}
+    for name in (first.id, made.id):
+        events = client.fine_tuning.jobs.list_events(name, limit=100).data
+        losses[name] = [event.data["train_loss"] for event in events if event.type == "metrics"]
+    assert len(losses[made.id]) == 1
+    assert losses[made.id][0] < losses[first.id][-1] / 2, "it goes on where the other ended"
+
+
+def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
+    file_id = upload(client, preferences(50))
+    made = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="halfway", method=method)
+    waiting = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="later", method=method)
+    with pytest.raises(openai.ConflictError, match=f'needed by job "{made.id}"'):
+        client.files.delete(file_id)
+    with pytest.raises(openai.ConflictError, match="give another suffix"):
+        client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="later", method=method)
+    deadline = time.monotonic() + 60
+    while not (steps := [e for e in client.fine_tuning.jobs.list_events(made.id).data if e.type == "metrics"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert client.fine_tuning.jobs.cancel(waiting.id).status == "cancelled"
+    job = client.fine_tuning.jobs.cancel(made.id)
+    assert (job.status, job.fine_tuned_model) == ("cancelled", None)
+    assert job.trained_tokens is not None
+    assert job.trained_tokens >= steps[-1].data["tokens"]
+    assert client.chat.completions.create(model="tiny:halfway", **GREEDY).choices
+    with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
+        client.fine_tuning.jobs.cancel(made.id)
+    assert client.files.delete(file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file_id)
+
+
+def test_files_are_listed_read_and_refused(client: openai.OpenAI, tiny: LiveDaemon) -> None:
+    content = preferences(2)
+    made = client.files.create(file=("a.jsonl", content), purpose="fine-tune")
+    assert (made.bytes, made.filename, made.purpose, made.status) == (len(content), "a.jsonl", "fine-tune", "processed")
+    assert client.files.content(made.id).read() == content
+    assert client.files.retrieve(made.id) == made
+    newest = upload(client, content)
+    ids = [file.id for file in client.files.list(limit=1)]
+    assert ids[:2] == [newest, made.id], "pages follow each other"
+    with pytest.raises(openai.BadRequestError, match='edged takes "fine-tune"'):
+        client.files.create(file=("a.jsonl", content), purpose="vision")
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.fine_tuning.jobs.create(model="tiny", training_file="file-none")
+    with tiny.http() as http:
+        assert http.post("/v1/files", json={}).status_code == 400
+        assert http.post("/v1/files", data={"purpose": "fine-tune"}, files={}).status_code == 400
+    assert not list(tiny.data.glob(".scratch-*"))
+
+
+BAD = [
+    (b'{"messages": []}\n', 'line 1: "messages" is empty'),
+    (chats(1) + b"{\n" + b"\xff\n", "line 2: not JSON: .*; line 3: not UTF-8"),
+    (
+        chats(1) + b'{"prompt": "a", "completion": "b"}\n',
+        r'line 2: .* format \("completion"\) than line 1 \("messages"\)',
+    ),
+    (preferences(1), 'line 1: "input" is of a file of preferences, which dpo learns'),
+    (lines([{"messages": [{"role": "user", "content": "a"}]}]), "there is no assistant turn"),
+    (
+        lines([{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]}]),
+        '"weight" of message 2 is 0.5: it may be 0 or 1',
+    ),
+    (b'{"text": "a"}\n' * 25, "line 20: it has none of the fields .*; and 5 more$"),
+    (b'{"prompt": "a", "completion": "\\ud800"}\n', "half a surrogate pair"),
+    (b"\n\n", "it has no examples"),
+    (lines([{"messages": [], "tools": [{}]}]), '"tools" is not supported'),
+]
+
+
+@pytest.mark.parametrize(("content", "told"), BAD)
+def test_a_bad_file_fails_its_job_with_the_lines(client: openai.OpenAI, content: bytes, told: str) -> None:
+    job = ended(client, client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, content)).id)
+    assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
+    assert re.search(told, job.error.message), job.error.message
+    assert client.fine_tuning.jobs.list_events(job.id).data[0].level == "error"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": "other"}, "does not exist"),
+    ({"model": "tiny:nobody"}, "has learned nothing"),
+    ({"suffix": "no/name"}, "cannot name an adapter"),
+    ({"method": {"type": "reinforcement"}}, 'method "reinforcement" is not supported: use supervised, dpo'),
+    ({"validation_file": "file-a"}, "a validation file is not supported"),
+    ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations are not supported"),
+    ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), REFUSED)
+def test_a_job_that_cannot_be_is_refused(client: openai.OpenAI, changes: dict[str, Any], told: str) -> None:
+    file_id = upload(client, chats(1))
+    with pytest.raises(openai.APIStatusError, match=told):
+        client.fine_tuning.jobs.create(**{"model": "tiny", "training_file": file_id, **changes})
+
+
+def test_forgetting_a_user_ends_jobs_and_deletes_files(client: openai.OpenAI, tiny: LiveDaemon) -> None:
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
+    made = client.fine_tuning.jobs.create(
+        model="tiny", training_file=upload(client, preferences(50)), suffix="gone", method=method
+    )
+    owner = getpass.getuser()
+    with tiny.http() as http:
+        forgotten = http.delete("/v1/adapters/gone").json()
+        assert forgotten["rows_deleted"]["jobs"] == 1
+        assert forgotten["verified"]
+        with pytest.raises(openai.NotFoundError):
+            client.fine_tuning.jobs.retrieve(made.id)
+        assert http.delete(f"/v1/adapters/{owner}").json()["verified"]
+    assert client.files.list().data == []
+    assert not list((tiny.data / "files").glob("*"))

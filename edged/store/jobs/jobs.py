@@ -1,36 +1,17 @@
-"""The tables `files`, `jobs` and `job_events`: uploaded files, fine-tuning jobs and what they report."""
+"""The tables `jobs` and `job_events`: fine-tuning jobs and what they report."""
 
 import json
-import os
-import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import FILES_FOLDER, sync
-from edged.store.database import FOLDER_MODE, Store
-from edged.store.rows import first_column, first_value, insert_row, update_rows
-from edged.store.timestamps import utc_now, utc_text
+from edged.store.rows import first_value, insert_row, update_rows
 
 OPEN = ("validating_files", "queued", "running")
 """Statuses of jobs that have not ended."""
-_OPEN = f"status IN {OPEN}"
-
-
-@dataclass(frozen=True, slots=True)
-class FileRow:
-    """A file that `owner` uploaded, or that a job of the owner's made; its content is `files/ID` in the data folder."""
-
-    id: str
-    created_at: str
-    owner: str
-    filename: str
-    purpose: str
-    bytes: int
-    sha256: str
+IS_OPEN = f"status IN {OPEN}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,64 +54,6 @@ class JobEvent:
     data: dict[str, Any]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
-    """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
-    folder = store.path.parent / FILES_FOLDER
-    if not folder.is_dir():
-        folder.mkdir(mode=FOLDER_MODE)
-        sync(folder.parent)
-    size = draft.stat().st_size
-    row = FileRow(f"file-{secrets.token_hex(12)}", utc_text(utc_now()), owner, filename, purpose, size, sha256)
-    sync(draft)
-    os.rename(draft, folder / row.id)
-    sync(folder)
-    try:
-        store.write(lambda db: insert_row(db, "files", asdict(row))).result()
-    except BaseException:
-        (folder / row.id).unlink()
-        raise
-    return row
-
-
-def find_file(db: Database, file_id: str) -> FileRow | None:
-    """Return a file by its id; None where there is none."""
-    row = next(db.query("SELECT * FROM files WHERE id = ?", [file_id]), None)
-    return FileRow(**row) if row else None
-
-
-def list_files(db: Database, owner: str | None = None) -> list[FileRow]:
-    """Return the files (of one owner), newest first."""
-    sql = "SELECT * FROM files WHERE :owner IS NULL OR owner = :owner ORDER BY rowid DESC"
-    return [FileRow(**row) for row in db.query(sql, {"owner": owner})]
-
-
-def file_bytes_of(db: Database, owner: str) -> int:
-    """Return the bytes of an owner's files."""
-    return int(first_value(db, "SELECT coalesce(sum(bytes), 0) FROM files WHERE owner = ?", [owner]))
-
-
-def delete_file(db: Database, file_id: str) -> str:
-    """Delete a file's row; returns the id of an open job that needs it, "" where it is deleted."""
-    needed = first_value(db, f"SELECT id FROM jobs WHERE training_file = ? AND {_OPEN}", [file_id])
-    if not needed:
-        db.execute("DELETE FROM files WHERE id = ?", [file_id])
-    return needed or ""
-
-
-def sweep_files(db: Database, folder: Path) -> None:
-    """Remove what no row of `files` names from their folder; nobody is uploading."""
-    known = set(first_column(db, "SELECT id FROM files"))
-    for path in folder.glob("*"):
-        if path.name not in known:
-            path.unlink()
-
-
-# -- jobs --------------------------------------------------------------------------------------------------------------
-
-
 def insert_job(db: Database, job: JobRow) -> None:
     """Add a job."""
     row = asdict(job) | {name: json.dumps(getattr(job, name)) for name in ("hyperparameters", "metadata")}
@@ -151,7 +74,7 @@ def list_jobs(db: Database, owner: str | None = None) -> list[JobRow]:
 
 def next_job(db: Database, base: str, but: Collection[str] = ()) -> JobRow | None:
     """Return the oldest open job of a base, `but` these; None where there is none."""
-    sql = f"""SELECT * FROM jobs WHERE {_OPEN} AND base = ? AND id NOT IN (SELECT value FROM json_each(?))
+    sql = f"""SELECT * FROM jobs WHERE {IS_OPEN} AND base = ? AND id NOT IN (SELECT value FROM json_each(?))
               ORDER BY rowid LIMIT 1"""
     row = next(db.query(sql, [base, json.dumps(list(but))]), None)
     return _job(row) if row else None
@@ -159,17 +82,17 @@ def next_job(db: Database, base: str, but: Collection[str] = ()) -> JobRow | Non
 
 def open_job_of(db: Database, adapter: str) -> str:
     """Return the id of the open job that makes an adapter; "" where there is none."""
-    return first_value(db, f"SELECT id FROM jobs WHERE adapter = ? AND {_OPEN}", [adapter]) or ""
+    return first_value(db, f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN}", [adapter]) or ""
 
 
 def count_open(db: Database) -> int:
     """Return the number of open jobs."""
-    return int(first_value(db, f"SELECT count(*) FROM jobs WHERE {_OPEN}"))
+    return int(first_value(db, f"SELECT count(*) FROM jobs WHERE {IS_OPEN}"))
 
 
 def update_job(db: Database, job_id: str, **columns: Any) -> bool:
     """Set columns of an open job; returns whether it is open."""
-    is_open = first_value(db, f"SELECT 1 FROM jobs WHERE id = ? AND {_OPEN}", [job_id]) is not None
+    is_open = first_value(db, f"SELECT 1 FROM jobs WHERE id = ? AND {IS_OPEN}", [job_id]) is not None
     if is_open:
         stored = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in columns.items()}
         update_rows(db, "jobs", stored, id=job_id)
@@ -177,16 +100,13 @@ def update_job(db: Database, job_id: str, **columns: Any) -> bool:
 
 
 def jobs_about(db: Database, name: str) -> list[JobRow]:
-    """Return the open jobs of a user, or that make the user's adapter."""
-    sql = f"SELECT * FROM jobs WHERE (owner = :name OR adapter = :name) AND {_OPEN}"
+    """Return the open jobs of a user, or that make the user's adapter or begin with it."""
+    sql = f"SELECT * FROM jobs WHERE (owner = :name OR :name IN (adapter, parent)) AND {IS_OPEN}"
     return [_job(row) for row in db.query(sql, {"name": name})]
 
 
 def _job(row: dict[str, Any]) -> JobRow:
     return JobRow(**row | {name: json.loads(row[name]) for name in ("hyperparameters", "metadata")})
-
-
-# -- events ------------------------------------------------------------------------------------------------------------
 
 
 def add_event(
