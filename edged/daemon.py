@@ -186,7 +186,6 @@ class Daemon:
         await _in_thread(services.monitor.stop)
         await runner.cleanup()
         services.feedback_intake.close()
-        await _in_thread(services.job_runner.close)
         await _in_thread(services.maintenance.stop)
         journal.flush()
         if failed := engine.error or services.store.failed:

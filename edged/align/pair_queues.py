@@ -73,11 +73,6 @@ class AdapterQueue:
     loss: float = FIRST_LOSS
 
     @property
-    def tested(self) -> bool:
-        """Whether tests judge the adapter's versions."""
-        return True
-
-    @property
     def pairs(self) -> int:
         """Number of the adapter's pairs that wait for training or are in a step."""
         return len(self.queue) + len(self.taken)
@@ -309,11 +304,6 @@ class PairQueues:
         self._changed[adapter] = None
         return self.queues[adapter]
 
-    def replace(self, queue: AdapterQueue) -> None:
-        """Put a queue in the place of its adapter's."""
-        self.forget(queue.name)
-        self.queues[queue.name] = queue
-
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
@@ -383,7 +373,7 @@ class PairQueues:
 
     def testable(self, queue: AdapterQueue) -> bool:
         """Whether there are pairs or text to test the current version with; version 0 needs no test of its language."""
-        return queue.tested and bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
+        return bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
 
     def take_step(
         self, first: AdapterQueue, align: AlignSettings, admit: Callable[[str], bool]

@@ -32,7 +32,6 @@ MEANINGS = {
     413: "The body is larger than api.max_body_kb.",
     429: "Too many requests; `Retry-After` says how long to wait.",
     500: "edged's own failure; its log has the details.",
-    507: "The disk is full.",
     503: "Not now: loading, draining, stopped, or the disk cannot be written.",
 }
 """The description of each error status in the OpenAPI document."""

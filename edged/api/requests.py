@@ -81,7 +81,7 @@ UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), Af
 _CLEAN = AfterValidator(_clean)
 
 
-class Body(BaseModel):
+class _Body(BaseModel):
     """A JSON object that a client sends; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -95,7 +95,7 @@ class Body(BaseModel):
             raise _explain(error) from None
 
 
-class TextPart(Body):
+class TextPart(_Body):
     """One part of a message's content."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text"]})]
@@ -108,7 +108,7 @@ class TextPart(Body):
         return self
 
 
-class Message(Body):
+class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -165,19 +165,19 @@ Biases = Annotated[
 ]
 
 
-class StreamOptions(Body):
+class StreamOptions(_Body):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(_Body):
     """OpenAI's `response_format`; only text can be had."""
 
     type: Literal["text"]
 
 
-class _Own(Body):
+class _Own(_Body):
     """A body of edged's own routes; unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -216,7 +216,7 @@ class QoeRequest(_Own):
         return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
 
 
-class _Generation(Body):
+class _Generation(_Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None

@@ -9,13 +9,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
+class _Answer(BaseModel):
     """A JSON object that edged answers; it may have more fields than its model, never fewer."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(_Answer):
     """An error: a sentence, its kind, the field at fault, a word for programs."""
 
     message: str
@@ -24,19 +24,19 @@ class ErrorDetail(Answer):
     code: str | None
 
 
-class Error(Answer):
+class Error(_Answer):
     """The answer of every status from 400 on."""
 
     error: ErrorDetail
 
 
-class PromptTokenDetails(Answer):
+class PromptTokenDetails(_Answer):
     """How many of the prompt's tokens were found in the KV cache."""
 
     cached_tokens: int
 
 
-class Usage(Answer):
+class Usage(_Answer):
     """Tokens over all choices; the prompt counts once."""
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokenDetails
 
 
-class TokenAlternative(Answer):
+class TokenAlternative(_Answer):
     """A token with its log-probability (natural logarithm) and its bytes."""
 
     token: str
@@ -59,14 +59,14 @@ class TokenLogprobs(TokenAlternative):
     top_logprobs: list[TokenAlternative]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(_Answer):
     """Log-probabilities of a chat's answer."""
 
     content: list[TokenLogprobs]
     refusal: None
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(_Answer):
     """The answer's text."""
 
     role: Literal["assistant"]
@@ -74,7 +74,7 @@ class AssistantMessage(Answer):
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(_Answer):
     """One answer of a chat completion."""
 
     index: int
@@ -83,7 +83,7 @@ class ChatChoice(Answer):
     finish_reason: Literal["stop", "length"]
 
 
-class _Completion(Answer):
+class _Completion(_Answer):
     id: str
     created: int
     model: str
@@ -99,7 +99,7 @@ class ChatCompletion(_Completion):
     choices: list[ChatChoice]
 
 
-class TextLogprobs(Answer):
+class TextLogprobs(_Answer):
     """Four parallel lists, one entry a token."""
 
     tokens: list[str]
@@ -108,7 +108,7 @@ class TextLogprobs(Answer):
     text_offset: list[int]
 
 
-class TextChoice(Answer):
+class TextChoice(_Answer):
     """One continuation."""
 
     index: int
@@ -124,7 +124,7 @@ class TextCompletion(_Completion):
     choices: list[TextChoice]
 
 
-class Model(Answer):
+class Model(_Answer):
     """The base model, or the same with a user's adapter; `max_model_len` is the context in tokens."""
 
     id: str
@@ -136,14 +136,14 @@ class Model(Answer):
     adapter: str | None
 
 
-class ModelList(Answer):
+class ModelList(_Answer):
     """All models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class FeedbackTaken(Answer):
+class FeedbackTaken(_Answer):
     """Feedback that is on disk, and the pairs that follow from it."""
 
     id: str
@@ -153,7 +153,7 @@ class FeedbackTaken(Answer):
     duplicate: bool
 
 
-class PairProgress(Answer):
+class PairProgress(_Answer):
     """The outcome of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
 
     pair_id: int
@@ -165,7 +165,7 @@ class PairProgress(Answer):
     text: str
 
 
-class FeedbackProgress(Answer):
+class FeedbackProgress(_Answer):
     """The outcome of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
 
     id: str
@@ -177,7 +177,7 @@ class FeedbackProgress(Answer):
     pairs: list[PairProgress]
 
 
-class Adapter(Answer):
+class Adapter(_Answer):
     """An adapter with its means over pairs, which are None where there are no pairs."""
 
     adapter: str
@@ -204,13 +204,13 @@ class Adapter(Answer):
     answer_repetition_recent: float | None
 
 
-class AdapterList(Answer):
+class AdapterList(_Answer):
     """Every adapter, with `disk_bytes` and `last_used_at`."""
 
     adapters: list[Adapter]
 
 
-class AdapterVersion(Answer):
+class AdapterVersion(_Answer):
     """One published version; `step_s` is the wall time of the step that made it, in seconds."""
 
     version: int
@@ -240,7 +240,7 @@ class AdapterDetail(Adapter):
     series: list[dict[str, Any]]
 
 
-class RolledBack(Answer):
+class RolledBack(_Answer):
     """`version` is served now, with the weights of `restored`."""
 
     adapter: str
@@ -248,14 +248,14 @@ class RolledBack(Answer):
     restored: int
 
 
-class Examined(Answer):
+class Examined(_Answer):
     """`version` is tested now; GET /v1/adapters/{name} tells what came of it."""
 
     adapter: str
     version: int
 
 
-class Forgotten(Answer):
+class Forgotten(_Answer):
     """The numbers of deleted rows, by table."""
 
     adapter: str
@@ -263,7 +263,7 @@ class Forgotten(Answer):
     rows_deleted: dict[str, int]
 
 
-class Imported(Answer):
+class Imported(_Answer):
     """A user's newest version came from elsewhere."""
 
     adapter: str
@@ -271,34 +271,34 @@ class Imported(Answer):
     reason: Literal["imported", "rebuilt"]
 
 
-class Quarantine(Answer):
+class Quarantine(_Answer):
     """Pairs that wait for a decision; `count` of them in all."""
 
     pairs: list[dict[str, Any]]
     count: int
 
 
-class ApplicationList(Answer):
+class ApplicationList(_Answer):
     """Types of applications by user, with medians over their latest runs."""
 
     applications: list[dict[str, Any]]
 
 
-class RunList(Answer):
+class RunList(_Answer):
     """The latest runs of a type of application; costs are KV token-iterations."""
 
     application: str
     runs: list[dict[str, Any]]
 
 
-class ApplicationsForgotten(Answer):
+class ApplicationsForgotten(_Answer):
     """How many ended runs of a type were forgotten."""
 
     application: str
     runs: int
 
 
-class Decided(Answer):
+class Decided(_Answer):
     """The decision about a pair; `left` of its user still wait."""
 
     pair_id: int
@@ -307,7 +307,7 @@ class Decided(Answer):
     left: int
 
 
-class AllDecided(Answer):
+class AllDecided(_Answer):
     """The decision about all pairs of a user that waited; `left` came meanwhile."""
 
     user: str
@@ -316,7 +316,7 @@ class AllDecided(Answer):
     left: int
 
 
-class StoreReport(Answer):
+class StoreReport(_Answer):
     """The database's sizes in bytes, and what it holds."""
 
     path: str
@@ -328,32 +328,32 @@ class StoreReport(Answer):
     deleted: dict[str, int]
 
 
-class Pruned(Answer):
+class Pruned(_Answer):
     """Rows that were deleted, by table, and the database after that."""
 
     deleted: dict[str, int]
     store: StoreReport
 
 
-class Vacuumed(Answer):
+class Vacuumed(_Answer):
     """The database's size before and after."""
 
     bytes_before: int
     bytes_after: int
 
 
-class SettingsInUse(Answer):
+class SettingsInUse(_Answer):
     """All settings by section, tokens left out; `store.data_dir` is the folder in use."""
 
 
-class Reloaded(Answer):
+class Reloaded(_Answer):
     """Settings that hold now, and those that need a restart: each with `setting`, `old` and `new`."""
 
     applied: list[dict[str, Any]]
     needs_restart: list[dict[str, Any]]
 
 
-class Trace(Answer):
+class Trace(_Answer):
     """A document in Chrome's trace event format."""
 
     displayTimeUnit: str
@@ -361,7 +361,7 @@ class Trace(Answer):
     traceEvents: list[dict[str, Any]]
 
 
-class KnownCaller(Answer):
+class KnownCaller(_Answer):
     """The caller of this request. `users`: names, beginnings of names with "*", or "*" for all it may speak for."""
 
     name: str
@@ -369,7 +369,7 @@ class KnownCaller(Answer):
     users: list[str]
 
 
-class Status(Answer):
+class Status(_Answer):
     """The state of the daemon; `degraded` has a sentence for everything that is not as it should be."""
 
     version: str
@@ -394,20 +394,20 @@ class Status(Answer):
     store: dict[str, Any]
 
 
-class Health(Answer):
+class Health(_Answer):
     """The process should be left alone."""
 
     status: Literal["ok"]
     phase: Literal["loading", "ready", "draining"]
 
 
-class Ready(Answer):
+class Ready(_Answer):
     """Completions are served."""
 
     status: Literal["ready"]
 
 
-class Document(Answer):
+class Document(_Answer):
     """The OpenAPI document."""
 
     openapi: str

@@ -14,7 +14,6 @@ from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
-from edged.api.jobs.runner import JobRunner
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.engine.engine import Engine
@@ -46,7 +45,6 @@ class Services:
     event_router: EventRouter
     feed: Feed
     feedback_intake: FeedbackIntake
-    job_runner: JobRunner
     monitor: DeviceMonitor
     admission: TenantQueue
     runs: ApplicationRuns

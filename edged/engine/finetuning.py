@@ -15,7 +15,6 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
-from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
 from edged.engine.command_queue import pass_on
@@ -108,10 +107,8 @@ class FinetuneJobs:
         if not self._rested(now) or closed or not self._settings.now.align.enabled:
             return
         ready = self._trainer.pair_queues.ready()
-        jobs = self._trainer.due_jobs()
-        if self._slotless not in (*ready, *jobs):
+        if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
-        self._make_way()
         if self._under_way >= self._most_open:
             return
         for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
@@ -120,20 +117,6 @@ class FinetuneJobs:
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
-        if jobs and not self.jobs:
-            # One step of one job at a time, begun when nobody's own pairs are trained on.
-            self._begin(jobs[0], now, slots_wanted)
-
-    def _make_way(self) -> None:
-        """Take the pages of a job's step where those of people's own pairs need them: it computes the group again."""
-        bulk = [job.task for job in self.jobs.values() if job.task.bulk and job.task.held_pages]
-        asking = [job.task for job in self.jobs.values() if not (job.task.bulk or job.task.begun)]
-        if bulk and asking:
-            # Beside serving a step begins where it leaves as many pages as it takes.
-            pages = [task.pages_for(task.tokens, self._pages.page_size) for task in (*asking, *asking, *bulk)]
-            if sum(pages) + self._scheduler.counts()[Kind.DECODE] > self._pages.available:
-                for task in bulk:
-                    self.preempt(task.task_id, time.monotonic())
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or load the adapter first, few at once; note which waits longest for a slot."""
@@ -149,38 +132,6 @@ class FinetuneJobs:
                 self._loader.fetch(adapter)
         if not slot and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
-
-    # -- jobs --------------------------------------------------------------------------------------------------------
-
-    def start_job(self, plan: JobPlan) -> Future[int]:
-        """Begin to train an adapter by a job's plan, once it is read; the future has the number of steps it took."""
-        answer: Future[int] = Future()
-        adapter_cache = self._trainer.adapter_cache
-
-        def take(done: Future[AdapterState] | None) -> None:
-            try:
-                if done is None:
-                    raise UnknownAdapter(plan.adapter)
-                adapter_cache.adopt(done.result())
-                steps = self._trainer.start_job(plan)
-            except Exception as error:
-                answer.set_exception(error)
-            else:
-                answer.set_result(steps)
-
-        self._loader.read(plan.adapter, partial(adapter_cache.load, plan.adapter), take)
-        return answer
-
-    def end_job(self, adapter: str) -> Future[int]:
-        """End an adapter's job; the future has the version that it leaves, once that is on disk.
-
-        Raises UnknownAdapter.
-        """
-        if adapter not in self._trainer.adapter_cache.versions:
-            raise UnknownAdapter(adapter)
-        self.abandon(adapter)
-        self._trainer.end_job(adapter)
-        return self._writer.saved(adapter, self._trainer.adapter_cache.version(adapter))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -353,7 +304,7 @@ class FinetuneJobs:
                 self._shrink(now)
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
-        task.trains, task.bulk = tuple(step.adapters), adapter in self._trainer.jobs
+        task.trains = tuple(step.adapters)
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -409,9 +360,8 @@ class FinetuneJobs:
 
     @property
     def _under_way(self) -> int:
-        """Number of micro-batches under way, each of which holds its layers' inputs; without those of jobs' steps."""
-        open_jobs = [job for job in self.jobs.values() if not job.task.bulk]
-        return len(open_jobs) + sum(job.step.packing is not job.step.group for job in open_jobs)
+        """Number of micro-batches under way, each of which holds its layers' inputs."""
+        return len(self.jobs) + sum(job.step.packing is not job.step.group for job in self.jobs.values())
 
     def _look_ahead(self, step: FineTuneStep, now: float) -> None:
         """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""

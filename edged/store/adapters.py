@@ -80,7 +80,6 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     signals = f"user = :adapter OR completion_id IN ({said})"
     pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
-    jobs = "owner = :adapter OR adapter = :adapter"
     learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
     deletions = {
         "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
@@ -90,13 +89,9 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",
         "application_runs": "user = :adapter",
-        "job_events": f"job_id IN (SELECT id FROM jobs WHERE {jobs})",
-        "jobs": jobs,
-        "files": "owner = :adapter",
     }
     named = {"adapter": adapter}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
-    db.execute("UPDATE jobs SET parent = '', model = '' WHERE parent = :adapter", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids

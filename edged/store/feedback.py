@@ -248,11 +248,6 @@ def count_queued(db: Database, adapter: str | None = None, most: int = -1) -> in
     return int(first_value(db, sql, {"adapter": adapter, "most": most}))
 
 
-def queued_ids(db: Database, adapter: str) -> list[int]:
-    """Ids of the adapter's pairs that wait to be learned, oldest first."""
-    return first_column(db, "SELECT id FROM pairs WHERE adapter = ? AND state = 'queued' ORDER BY id", [adapter])
-
-
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:
     """Record a pair's progress. `version` learned from it, None when none did; an empty `note` keeps the old one.
 

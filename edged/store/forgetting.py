@@ -8,9 +8,8 @@ from typing import Any
 
 from edged.store import erasure
 from edged.store.adapters import forget_files, forget_learning
-from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
+from edged.store.data_dir import ADAPTERS_FOLDER
 from edged.store.database import Store
-from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import checkpoint
 from edged.store.timestamps import utc_now, utc_text
 
@@ -77,7 +76,6 @@ def _finish(
     The room in the database goes back to the disk with the first sweep after a start, or `edged store prune`.
     """
     gone = deleted(name, partial(forget_files, adapters, name, None))
-    gone &= deleted(name, store.write(partial(sweep_files, folder=adapters.parent / FILES_FOLDER)).result)
     store.write(partial(forget_learning, adapter=name)).result()
     searched = search(store, adapters, name, texts, since)
     emptied = store.write(checkpoint, alone=True).result()

@@ -1,1 +1,0 @@
-"""The tables of fine-tuning by file, and the files themselves."""
