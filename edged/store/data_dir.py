@@ -3,7 +3,7 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DATABASE_FILE = "edged.db"
@@ -44,10 +44,16 @@ def file_bytes(path: Path) -> int:
         return 0
 
 
+def paths_under(folder: Path) -> Iterator[Path]:
+    """Yield all files and folders under a folder, whose versions may come and go meanwhile."""
+    # `os.walk` passes over folders that are gone, `Path.rglob` raises.
+    for parent, folders, names in os.walk(folder):
+        yield from (Path(parent, name) for name in (*folders, *names))
+
+
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none. A file that cannot be asked counts nothing."""
-    # Versions come and go meanwhile: `os.walk` passes over folders that are gone, `Path.rglob` raises.
-    return sum(file_bytes(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
+    return sum(file_bytes(path) for path in paths_under(folder) if not path.is_dir())
 
 
 def erase_folder(folder: Path) -> None:

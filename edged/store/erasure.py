@@ -13,6 +13,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.adapters import forget_adapter
+from edged.store.data_dir import paths_under
 from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
@@ -96,12 +97,14 @@ def search_files(folder: Path, name: str) -> list[str]:
 
     A file that cannot be read is another user's trouble, unless it lies under the name: that path is told anyway.
     """
-    found = [str(path) for path in folder.rglob("*") if path.name == name]
-    wanted = f'"adapter": {json.dumps(name)}'
-    for path in folder.rglob("*.json"):
-        with suppress(OSError):
-            if wanted in path.read_text(errors="replace"):
-                found.append(str(path))
+    found, wanted = [], f'"adapter": {json.dumps(name)}'
+    for path in paths_under(folder):
+        if path.name == name:
+            found.append(str(path))
+        elif path.suffix == ".json":
+            with suppress(OSError):
+                if wanted in path.read_text(errors="replace"):
+                    found.append(str(path))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -156,3 +158,24 @@ def test_a_completion_is_of_who_asked_and_who_answered(store: Store) -> None:
     say(store, "base", "ann", adapter=None)
     found = [store.read(lambda db, name=name: users_of_completion(db, name)) for name in ("both", "base", "none")]
     assert found == [{"ann", "shared"}, {"ann"}, set()]
+
+
+def test_the_search_passes_over_versions_that_come_and_go(tmp_path: Path) -> None:
+    sam = tmp_path / "base" / "sam"
+    ended = threading.Event()
+
+    def save_and_remove() -> None:
+        while not ended.is_set():
+            draft = sam / ".v1.draft"
+            draft.mkdir(parents=True)
+            (draft / "edged.json").write_text('{"adapter": "sam"}')
+            shutil.rmtree(draft.rename(sam / "v1"))
+
+    saving = threading.Thread(target=save_and_remove)
+    saving.start()
+    try:
+        for _ in range(400):
+            assert erasure.search_files(tmp_path, "bob") == []
+    finally:
+        ended.set()
+        saving.join()

@@ -18,7 +18,7 @@ from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fin
 from edged.cli.doctor.model import tensors_of
 from edged.cli.output import size
 from edged.cli.settings import INSTALLED_DATA_DIR
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sha256_of
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, paths_under, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
@@ -92,7 +92,7 @@ def _out_of_reach(folder: Path) -> str:
     """Return the first file or folder of the data that is not readable and writable, in words, or ""."""
     adapters = folder / ADAPTERS_FOLDER
     files = [folder, folder / LOCK_FILE, *folder.glob(f"{DATABASE_FILE}*"), adapters]
-    for part in itertools.chain(files, adapters.rglob("*")):
+    for part in itertools.chain(files, paths_under(adapters)):
         wanted = os.R_OK | os.W_OK | (os.X_OK if part.is_dir() else 0)
         if not os.access(part, wanted, effective_ids=True) and part.exists():
             return f"{part} may not be read and written"
