@@ -45,16 +45,7 @@ _MOST_NAMES = 10
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A piece of work, from its begin to when the device had done it (nanoseconds since the epoch)."""
-
-    name: str
-    begin_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A kernel's run, as torch's profiler saw it."""
+    """A piece of work until the device had done it, or a kernel's run (nanoseconds since the epoch)."""
 
     name: str
     begin_ns: int
@@ -90,7 +81,7 @@ def watch(parts: Engine, spans: list[Span]) -> Callable[[], None]:
     return lambda: setattr(DpoStep, "run_unit", run_unit)
 
 
-def busy_ns(kernels: Iterable[Kernel]) -> int:
+def busy_ns(kernels: Iterable[Span]) -> int:
     """Return how long any of the kernels ran; they are in order of their begins."""
     total, until = 0, 0
     for kernel in kernels:
@@ -99,10 +90,10 @@ def busy_ns(kernels: Iterable[Kernel]) -> int:
     return total
 
 
-def summary(spans: Iterable[Span], kernels: list[Kernel]) -> dict[str, Any]:
+def summary(spans: Iterable[Span], kernels: list[Span]) -> dict[str, Any]:
     """Return the figures of the spans of each name: medians over them, and the names of kernels by their time."""
     begins = [kernel.begin_ns for kernel in kernels]
-    by_name: defaultdict[str, list[tuple[Span, list[Kernel]]]] = defaultdict(list)
+    by_name: defaultdict[str, list[tuple[Span, list[Span]]]] = defaultdict(list)
     for span in spans:
         own = kernels[bisect_left(begins, span.begin_ns) : bisect_left(begins, span.end_ns)]
         by_name[span.name].append((span, own))
@@ -158,7 +149,7 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
         stop[0]()
     on_gpu = options.device.startswith("cuda")
     ran = [
-        Kernel(event.name(), event.start_ns(), event.end_ns())
+        Span(event.name(), event.start_ns(), event.end_ns())
         for event in profiled.profiler.kineto_results.events()
         if (event.device_type().name == "CUDA") == on_gpu and event.duration_ns() > 0
     ]

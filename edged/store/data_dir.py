@@ -53,7 +53,7 @@ def paths_under(folder: Path) -> Iterator[Path]:
 
 def folder_bytes(folder: Path) -> int:
     """The size of all files in a folder; 0 where there is none. A file that cannot be asked counts nothing."""
-    return sum(file_bytes(path) for path in paths_under(folder) if not path.is_dir())
+    return sum(file_bytes(Path(parent, name)) for parent, _, names in os.walk(folder) for name in names)
 
 
 def erase_folder(folder: Path) -> None:

@@ -97,7 +97,7 @@ def attend(
 def attend_to_last(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masks: Masks
 ) -> torch.Tensor:
-    """Attend causally, where the last query's own key is the last key; `masks` caches the masks."""
+    """Attend causally, where the last query's own key is the last key; `masks` keeps those that were made."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
     if queries == keys and window is None and call.softcap is None:
@@ -251,8 +251,8 @@ class BranchAttention:
         sizes = [branch.last - branch.first for branch in self._branches]
         outputs = []
         for branch, *own in zip(self._branches, key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True):
-            runs = _runs(branch)
-            keys, values = (_cut(part, branch, runs, index) for index, part in enumerate(own))
+            runs, earlier = _runs(branch), branch.earlier or (None, None)
+            keys, values = (_cut(part, before, branch.start, runs) for part, before in zip(own, earlier, strict=True))
             for piece in branch.pieces:
                 low, high = piece.hidden or (0, 0)
                 seen = [stop <= piece.stop and not low <= start < high for start, stop in runs]
@@ -270,9 +270,10 @@ def _runs(branch: Branches) -> list[tuple[int, int]]:
     return list(pairwise(sorted(ends)))
 
 
-def _cut(own: torch.Tensor, branch: Branches, runs: list[tuple[int, int]], index: int) -> list[torch.Tensor]:
-    """Return the rows of each run: the branch's `own` and those before, of which `index` 0 are keys and 1 values."""
-    before = [stop - start for start, stop in runs if stop <= branch.start]
+def _cut(
+    own: torch.Tensor, earlier: torch.Tensor | None, first: int, runs: list[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return the rows of each run, of a branch's `own` from row `first` on and of the `earlier` ones."""
+    before = [stop - start for start, stop in runs if stop <= first]
     after = [stop - start for start, stop in runs[len(before) :]]
-    earlier = [] if branch.earlier is None else branch.earlier[index].split(before, dim=1)
-    return [*earlier, *own.split(after, dim=1)]
+    return [*(() if earlier is None else earlier.split(before, dim=1)), *own.split(after, dim=1)]
