@@ -41,6 +41,8 @@ from edged.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 256
 _MOST_NAMES = 10
+_BACKWARD, _FEWEST_UNITS, _MOST_TURNS = ("unit, layer", "unit, grad"), 4, 20
+"""Requests are answered again until so many units of a layer's way back were seen, or so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +132,25 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
     engine = LocalEngine(model, settings, watch=lambda parts: stop.append(watch(parts, spans)))
     activities = [ProfilerActivity.CUDA if options.device.startswith("cuda") else ProfilerActivity.CPU]
     random = np.random.default_rng(0)
+
+    def answer(turn: str) -> None:
+        for index in range(options.batch):
+            prompt = tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist())
+            engine.ask(f"{turn} {index}", prompt, options.tokens)
+        engine.wait()
+
     try:
         engine.submit_pairs([replace(pair, adapter=f"user{number % 2}") for number, pair in enumerate(pairs)])
-        for measured in (False, True):
-            for index in range(options.batch):
-                prompt = tuple(random.integers(3, engine.vocab, PROMPT_TOKENS).tolist())
-                engine.ask(f"{measured}{index}", prompt, options.tokens)
-            if measured:
-                # The engine computes on a thread of its own.
-                everywhere = _ExperimentalConfig(profile_all_threads=True)
-                with profile(activities=activities, experimental_config=everywhere) as profiled:
-                    begin_ns = time.time_ns()
-                    engine.wait()
-                    end_ns = time.time_ns()
-            engine.wait()
+        answer("warm-up")
+        # The engine computes on a thread of its own.
+        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        with profile(activities=activities, experimental_config=everywhere) as profiled:
+            begin_ns, before = time.time_ns(), len(spans)
+            for turn in range(_MOST_TURNS):
+                answer(str(turn))
+                if sum(span.name in _BACKWARD for span in spans[before:]) >= _FEWEST_UNITS:
+                    break
+            end_ns = time.time_ns()
     finally:
         engine.close()
         stop[0]()

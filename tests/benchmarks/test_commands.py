@@ -78,7 +78,7 @@ def test_shared_prefixes_are_measured_beside_their_bounds(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_the_operators_of_forwards_and_units_are_counted(tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 400)
-    options = ("--batch", "4", "--tokens", "512", "--device", "cpu")
+    options = ("--batch", "4", "--tokens", "128", "--device", "cpu")
     found = report_of("kernels", str(pairs), *options, report=tmp_path / "report.json")["pieces"]
     decodes = found["forward, decodes"]
     units = [piece for name, piece in found.items() if name.startswith("unit, ")]
