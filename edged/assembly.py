@@ -101,6 +101,7 @@ def assemble(
         event_router=event_router,
         feed=feed,
         feedback_intake=feedback_intake,
+        version_answers=answers,
         monitor=monitor,
         admission=TenantQueue(
             lambda: queue_sizes(live.now.serving),

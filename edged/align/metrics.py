@@ -42,13 +42,13 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     """One adapter's metrics; None for an adapter without pairs and versions.
 
     Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped,
-    pairs_quarantined, quarantine_reason (of the first that waits for a decision); win_rate, clpd,
-    reward_accuracy, reward_margin, loss over all prequential scores and, with the suffix `_recent`, over the last
-    RECENT_PAIRS; held_out_win_rate, held_out_clpd, held_out_reward_accuracy, held_out_kl_nats of the latest version
-    that was tested, held_out_version; neutral_nll_change of the latest version that was tested, relative to the base;
-    answer_tokens_recent and answer_repetition_recent of the latest RECENT_PAIRS answers; updated_at. Means over nothing
-    are None. reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals,
-    [low, high]; verdict is a sentence.
+    pairs_quarantined, ratings_queued (single ratings among those queued), held (a sentence on pairs that wait for a
+    decision, with the first one's reason, or ""); win_rate, clpd, reward_accuracy, reward_margin, loss over all
+    prequential scores and, with the suffix `_recent`, over the last RECENT_PAIRS; held_out_win_rate, held_out_clpd,
+    held_out_reward_accuracy, held_out_kl_nats of the latest version that was tested, held_out_version;
+    neutral_nll_change of the latest version that was tested, relative to the base; answer_tokens_recent and
+    answer_repetition_recent of the latest RECENT_PAIRS answers; updated_at. Means over nothing are None.
+    reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals, [low, high]; verdict is a sentence.
     """
 
     def row(sql: str) -> dict[str, Any]:
@@ -68,6 +68,7 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
                    coalesce(sum(state = 'held_out'), 0) AS pairs_held_out,
                    coalesce(sum(state = 'skipped'), 0) AS pairs_skipped,
                    coalesce(sum(state = 'quarantined'), 0) AS pairs_quarantined,
+                   coalesce(sum(state = 'queued' AND '' IN (chosen, rejected)), 0) AS ratings_queued,
                    (SELECT reason FROM quarantine WHERE adapter = :adapter AND decision IS NULL
                        ORDER BY created_at, pair_id LIMIT 1) AS quarantine_reason
                FROM pairs WHERE adapter = :adapter"""
@@ -89,6 +90,9 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
                    UNION ALL SELECT max(created_at) FROM alignment_metrics WHERE adapter = :adapter)"""
         ),
     }
+    pairs, why = found["pairs_quarantined"], found.pop("quarantine_reason")
+    found["held"] = f"{pairs} pair{'s' * (pairs > 1)} of {adapter} {'are' if pairs > 1 else 'is'} held: {why}"
+    found["held"] = found["held"] if pairs else ""
     return found if found["pairs_seen"] or found["version"] else None
 
 
@@ -98,7 +102,7 @@ _COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, t
 def _judged(counts: dict[str, Any]) -> AdapterSummary:
     """The verdict on recent pairs: intervals of their shares, and a sentence. An untrained adapter's margins are 0."""
     pairs, decided = counts["pairs"], int(counts["decided"])
-    correct, won = (_wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
+    correct, won = (wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
     if decided < _FIRST_PAIRS or correct is None:
         verdict = f"too early to tell: {decided} pair{'s' * (decided != 1)}"
     else:
@@ -111,7 +115,7 @@ def _judged(counts: dict[str, Any]) -> AdapterSummary:
     return {"reward_accuracy_recent_interval": correct, "win_rate_recent_interval": won, "verdict": verdict}
 
 
-def _wilson(hits: int, count: int) -> list[float]:
+def wilson(hits: int, count: int) -> list[float]:
     """Wilson's 95 % interval of the share of `hits` among `count` (Wilson 1927): [low, high]."""
     share, z = hits / count, _DEVIATIONS**2 / count
     half = math.sqrt(z * share * (1 - share) + z * z / 4)

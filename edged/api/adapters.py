@@ -68,13 +68,13 @@ async def get_adapter(request: web.Request) -> dict[str, Any]:
 
     Its versions are newest first, the series of its pairs (`?limit=`) is oldest first.
     """
-    services, name = services_of(request), _name(request)
+    services, name = services_of(request), adapter_name(request)
     limit = queried_integer(request, "limit", _SERIES_PAIRS, 1, MOST_SERIES_PAIRS)
 
     def read(db: Database) -> dict[str, Any]:
         summary = metrics.summary(db, name)
         if summary is None:
-            raise _unknown(name)
+            raise unknown_adapter(name)
         return {**summary, "versions": metrics.versions(db, name), "series": metrics.series(db, name, limit)}
 
     return _current(services, await asyncio.to_thread(services.store.read, read))
@@ -85,12 +85,12 @@ async def rollback(request: web.Request) -> RolledBack:
 
     Its weights are published as a new version.
     """
-    services, name = services_of(request), _name(request)
+    services, name = services_of(request), adapter_name(request)
     body = await read_body(request, RollbackRequest.checked)
     try:
         version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
     except UnknownAdapter:
-        raise _unknown(name) from None
+        raise unknown_adapter(name) from None
     except UnknownVersion as error:
         raise ApiError(404, str(error.args[0]), "version", "unknown_version") from None
     return RolledBack(adapter=name, version=version, restored=body.version)
@@ -101,10 +101,10 @@ async def mend(request: web.Request) -> Examined:
 
     "Broken" means that its language degenerated; the newest version that passes the test is published in its place.
     """
-    services, name = services_of(request), _name(request)
+    services, name = services_of(request), adapter_name(request)
     version = services.engine.version(name)
     if version is None:
-        raise _unknown(name)
+        raise unknown_adapter(name)
     services.engine.examine(name)
     return Examined(adapter=name, version=version)
 
@@ -114,11 +114,11 @@ async def export(request: web.Request) -> web.StreamResponse:
 
     The import takes the same tar; `X-Edged-Version` is the version's number.
     """
-    services, name = services_of(request), _name(request)
+    services, name = services_of(request), adapter_name(request)
     versions = await asyncio.to_thread(services.store.read, lambda db: metrics.versions(db, name))
     saved = next((item for item in versions if item["on_disk"] and item["path"]), None)
     if saved is None and not versions and services.engine.version(name) is None:
-        raise _unknown(name)
+        raise unknown_adapter(name)
     try:
         if saved is None:
             raise FileNotFoundError
@@ -246,7 +246,7 @@ async def forget(request: web.Request) -> Forgotten:
 
     Deletes its versions on every base model, and all completions, signals and pairs of its user.
     """
-    services, name, caller = services_of(request), _name(request), caller_of(request)
+    services, name, caller = services_of(request), adapter_name(request), caller_of(request)
     if not caller.may("admin"):
         services.limits.erasure(caller.tenant)
     # Shielded from the client's disconnect: what is half forgotten would be learned again at the next start.
@@ -255,7 +255,7 @@ async def forget(request: web.Request) -> Forgotten:
     forgetting.add_done_callback(services.forgetting.discard)
     done = await asyncio.shield(forgetting)
     if done is None:
-        raise _unknown(name)
+        raise unknown_adapter(name)
     return Forgotten(adapter=name, forgotten=True, **done)
 
 
@@ -272,14 +272,15 @@ def _current(services: Services, summary: dict[str, Any]) -> dict[str, Any]:
     return summary if version is None else {**summary, "version": version}
 
 
-def _name(request: web.Request) -> str:
+def adapter_name(request: web.Request) -> str:
     """The adapter that a URL names. Raises ApiError for an invalid name (404) or another user's (403)."""
     name = request.match_info["name"]
     if not USER_NAME.fullmatch(name):
-        raise _unknown(name)
+        raise unknown_adapter(name)
     caller_of(request).demand_user(name)
     return name
 
 
-def _unknown(name: str) -> ApiError:
+def unknown_adapter(name: str) -> ApiError:
+    """Build the error of a name that no adapter has (404)."""
     return ApiError(404, f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")

@@ -31,6 +31,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         stage("deleting its rows")
         erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
         services.reading_speeds.forget(name)
+        services.version_answers.forget(name)
         # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")

@@ -25,6 +25,8 @@ from edged.store.user_quota import PairQueueFull
 _EXPORT_ROWS = 32
 """Pairs that an export reads and sends at a time."""
 _LONGEST_ID = 64
+LEARN_RATINGS = 'set align.unpaired = "apo", then edged reload'
+"""The step after which single ratings are learned."""
 
 
 async def post_feedback(request: web.Request) -> FeedbackTaken:
@@ -136,13 +138,8 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
         message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
         raise ApiError(404, message, "id", "unknown_feedback")
     signal, rows = found
-    tuning = services.engine.finetuning.report()
-    obstacle, blocked = _obstacle(services, tuning)
-    per_hour, late = services.settings.feedback.pairs_per_hour, tuning["pairs_waiting"]
-    reasons = [obstacle, f"its hour: feedback.pairs_per_hour = {per_hour}, {late} wait" if late else ""]
-    if services.settings.align.unpaired == "off" and any(row["single"] for row in rows):
-        reasons.append('single ratings are not learned (align.unpaired = "off")')
-    pairs = [_pair_progress(row, reasons) for row in rows]
+    obstacles, blocked = obstacles_of(services, any(row["single"] for row in rows))
+    pairs = [_pair_progress(row, [why for why, _ in obstacles]) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
     about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}
     return FeedbackProgress(object="feedback.progress", settled=not waits, blocked=waits and blocked, **about)
@@ -169,14 +166,31 @@ def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
     return PairProgress(**about, waits_for=waits_for, text=text)
 
 
-def _obstacle(services: Services, tuning: dict[str, Any]) -> tuple[str, bool]:
-    """Return (why no pair is trained now, or ""; whether that lasts until an operator changes it)."""
-    if not services.settings.align.enabled:
-        return "learning is switched off (align.enabled = false)", True
-    if not tuning["enabled"]:
-        return f"fine-tuning is paused{': ' * bool(tuning['reason'])}{tuning['reason']}", True
-    if tuning["held"]:
-        governors = services.governors.report
-        why = [governors["memory"]["reason"], *governors["power"]["reasons"]]
-        return f"governors hold fine-tuning back: {'; '.join(filter(None, why))}", False
-    return tuning["reason"], False
+def obstacles_of(services: Services, single: bool) -> tuple[list[tuple[str, str]], bool]:
+    """Return (why queued pairs wait, each with the step that settles it; whether none is learned until somebody acts).
+
+    `single` says that some are single ratings.
+    """
+    tuning, settings = services.engine.finetuning.report(), services.settings
+    by_itself, blocked, found = "nothing: it goes on by itself", True, []
+    if not settings.align.enabled:
+        found.append(
+            ("learning is switched off (align.enabled = false)", "set align.enabled = true, then edged reload")
+        )
+    elif not tuning["enabled"]:
+        why = f"fine-tuning is paused{': ' * bool(tuning['reason'])}{tuning['reason']}"
+        found.append((why, "edged doctor"))
+    else:
+        blocked = False
+        if tuning["held"]:
+            governors = services.governors.report
+            why = "; ".join(filter(None, [governors["memory"]["reason"], *governors["power"]["reasons"]]))
+            found.append((f"governors hold fine-tuning back: {why}", by_itself))
+        elif tuning["reason"]:
+            found.append((tuning["reason"], by_itself))
+    if late := tuning["pairs_waiting"]:
+        most = f"feedback.pairs_per_hour = {settings.feedback.pairs_per_hour}"
+        found.append((f"its hour: {most}, {late} wait", by_itself))
+    if single and settings.align.unpaired == "off":
+        found.append(('single ratings are not learned (align.unpaired = "off")', LEARN_RATINGS))
+    return found, blocked

@@ -14,11 +14,13 @@ from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
 from edged.store.adapters import update_version
-from edged.store.feedback import first_pair
+from edged.store.feedback import PairRow, first_pair
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 _TOKENS, _PROMPT_TOKENS = 48, 512
+_UNTRAINED_S = 10.0
+"""How long the base model's answer is waited for."""
 
 
 class VersionAnswers:
@@ -27,6 +29,9 @@ class VersionAnswers:
     def __init__(self, store: Store, tokenizer: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
         self._store, self._tokenizer, self._engine, self._event_router = store, tokenizer, engine, event_router
         self._asking: asyncio.Task[None] | None = None
+        self._untrained: dict[str, tuple[int, str]] = {}
+        """(Id of the first pair, the base model's answer to its prompt) by adapter."""
+        self._one_at_a_time = asyncio.Lock()
 
     def tell(self, records: Sequence[Record]) -> None:
         """Ask the versions among the records that passed their test; any thread may call this."""
@@ -39,27 +44,59 @@ class VersionAnswers:
         if self._asking is None or self._asking.done():
             self._asking = self._event_router.loop.create_task(self._ask(adapter, version))
 
+    async def untrained(self, adapter: str, first: PairRow) -> str | None:
+        """The base model's answer to the prompt of an adapter's first pair; None where it does not come in time."""
+        async with self._one_at_a_time:
+            pair_id, answer = self._untrained.get(adapter, (0, ""))
+            if pair_id == first.id:
+                return answer
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_UNTRAINED_S):
+                    found = await self._answer(f"probe-{adapter}-untrained", first, None, 0)
+                    if found is not None:
+                        self._untrained[adapter] = first.id, found
+                    return found
+            return None
+
+    def forget(self, adapter: str) -> None:
+        """Forget the base model's answer to an adapter's prompt."""
+        self._untrained.pop(adapter, None)
+
     async def _ask(self, adapter: str, version: int) -> None:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        request_id = f"probe-{adapter}-{version}"
         try:
-            row = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
-            if row is None:
-                return
-            prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, row, _PROMPT_TOKENS))[0].prompt
+            first = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
+        except StoreError as error:
+            return log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
+        if first is None:
+            return None
+        answer = await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
+        if answer is not None:
+            self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
+        return None
+
+    async def _answer(self, request_id: str, first: PairRow, adapter: str | None, version: int) -> str | None:
+        """Generate a version's answer to a pair's prompt; None where it is refused or the version is replaced."""
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        ids: list[int] = []
+        try:
+            prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, first, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
             self._event_router.expect(request_id, queue)
-            self._engine.submit(Request(request_id, prompt, sampling, adapter, service=ServiceClass.BATCH))
-        except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt, StoreError) as error:
+            batch = ServiceClass.BATCH
+            self._engine.submit(Request(request_id, prompt, sampling, adapter, service=batch, tenant=first.adapter))
+            while not isinstance(event := await queue.get(), FinishEvent):
+                if event.version != version:
+                    self._engine.cancel(request_id)
+                    return None
+                ids.append(event.token_id)
+        except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt) as error:
+            log.debug("version %d of %s is not asked for an answer: %s", version, first.adapter, error)
+            return None
+        except asyncio.CancelledError:
+            self._engine.cancel(request_id)
+            raise
+        finally:
             self._event_router.drop(request_id)
-            log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
-            return
-        ids: list[int] = []
-        while not isinstance(event := await queue.get(), FinishEvent):
-            if event.version != version:
-                self._engine.cancel(request_id)
-                self._event_router.drop(request_id)
-                return
-            ids.append(event.token_id)
-        answer = self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])
-        self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
+        if event.reason in ("cancelled", "error"):
+            return None
+        return self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])

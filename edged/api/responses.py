@@ -187,7 +187,8 @@ class Adapter(_Answer):
     pairs_queued: int
     pairs_held_out: int
     pairs_quarantined: int
-    quarantine_reason: str | None
+    ratings_queued: int
+    held: str
     win_rate: float | None
     clpd: float | None
     reward_accuracy: float | None
@@ -238,6 +239,47 @@ class AdapterDetail(Adapter):
 
     versions: list[AdapterVersion]
     series: list[dict[str, Any]]
+
+
+class StoryEvent(_Answer):
+    """Something that happened to an adapter, as a sentence; `held_out` is the newest test of these versions, if any."""
+
+    at: str
+    kind: Literal["learned", "restored", "made", "skipped", "decided"]
+    text: str
+    first_version: int | None
+    version: int | None
+    pairs: int
+    sources: dict[str, int]
+    held_out: dict[str, Any] | None
+
+
+class Wait(_Answer):
+    """Feedback that waits: why, and the one step that settles it."""
+
+    pairs: int
+    text: str
+    step: str
+
+
+class VersionAnswer(_Answer):
+    """A version's answer to the adapter's first prompt, None where it was not asked; version 0 is the untrained one."""
+
+    version: int
+    answer: str | None
+    on_disk: bool
+
+
+class Story(_Answer):
+    """An adapter's events, oldest first, the feedback that waits, and answers of versions to `prompt`."""
+
+    adapter: str
+    version: int
+    verdict: str
+    events: list[StoryEvent]
+    waits: list[Wait]
+    prompt: str | None
+    answers: list[VersionAnswer]
 
 
 class RolledBack(_Answer):

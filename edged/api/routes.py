@@ -18,6 +18,7 @@ from edged.api import (
     requests,
     responses,
     status,
+    story,
     trace,
 )
 from edged.api.event_streams import MOST_BACKLOG
@@ -55,6 +56,7 @@ ROUTES = (
     Route("GET", "/v1/adapters", adapters.list_adapters, role="use", answer=responses.AdapterList),
     Route("GET", "/v1/adapters/{name}", adapters.get_adapter, role="use",
           query=_LIMIT, answer=responses.AdapterDetail, errors=(404,)),
+    Route("GET", "/v1/adapters/{name}/story", story.get_story, role="use", answer=responses.Story, errors=(404,)),
     Route("DELETE", "/v1/adapters/{name}", adapters.forget, role="train", answer=responses.Forgotten, errors=(404,)),
     Route("POST", "/v1/adapters/{name}/rollback", adapters.rollback, role="train",
           body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404,)),

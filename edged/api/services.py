@@ -14,6 +14,7 @@ from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.engine.engine import Engine
@@ -45,6 +46,7 @@ class Services:
     event_router: EventRouter
     feed: Feed
     feedback_intake: FeedbackIntake
+    version_answers: VersionAnswers
     monitor: DeviceMonitor
     admission: TenantQueue
     runs: ApplicationRuns

@@ -10,6 +10,7 @@ from edged.cli.options import json_option, with_client
 from edged.cli.output import Renderable, duration, make_table, number, percent, show, size
 from edged.cli.plot import line_plot, sparkline
 from edged.cli.store import describe
+from edged.cli.story import story_line, story_screen
 from edged.client.client import Client, DaemonError
 
 BINS = 32
@@ -224,17 +225,24 @@ def _count(value: int | None) -> str:
 
 
 @click.command()
-@click.option("--user", "-u", metavar="NAME", help="Only this user's adapter.")
+@click.argument("user", required=False)
+@click.option("--story", is_flag=True, help="What USER's adapter learned when, what waits, answers side by side.")
+@click.option("--versions", nargs=2, type=click.IntRange(0), metavar="A B", help="Whose answers the story shows.")
 @watched
 @with_client
-def metrics(client: Client, user: str | None, **how: Any) -> None:
-    """How well each adapter knows its user: a verdict, reward accuracy and more.
+def metrics(client: Client, user: str | None, story: bool, versions: tuple[int, int] | None, **how: Any) -> None:
+    """How well each adapter knows its user, or USER's: a verdict, reward accuracy and more.
 
     All are means over the pairs as they came, each scored by the adapter before it is trained on. CLPD is the mean of
     log p(chosen) - log p(rejected) in nats; the reward margin is the same against the base model, times beta.
     """
+    if (versions and not story) or (story and not user):
+        raise click.UsageError("edged metrics USER --story [--versions A B] tells a user's story")
+    if user and story:
+        path = f"/v1/adapters/{quote(user, safe='')}/story"
+        return show(lambda: client.get(path), lambda data: story_screen(data, versions), story_line, **how)
     with_series = not how["as_json"]
-    show(lambda: fetch_metrics(client, user, with_series=with_series), metrics_screen, metrics_line, **how)
+    return show(lambda: fetch_metrics(client, user, with_series=with_series), metrics_screen, metrics_line, **how)
 
 
 def fetch_metrics(client: Client, user: str | None = None, *, with_series: bool) -> dict[str, Any]:
@@ -283,11 +291,7 @@ def verdict(item: dict[str, Any]) -> str:
 
 def held(item: dict[str, Any]) -> str:
     """Return how many of an adapter's pairs are quarantined, why, and the command that releases them; "" if none."""
-    count, name = item["pairs_quarantined"], item["adapter"]
-    if not count:
-        return ""
-    pairs = f"{count} pair{'s' * (count > 1)} of {name} {'are' if count > 1 else 'is'} held"
-    return f"{pairs} ({item['quarantine_reason']}); if this was you: edged quarantine release --user {name}"
+    return item["held"] and f"{item['held']}; if this was you: edged quarantine release --user {item['adapter']}"
 
 
 def _share(item: dict[str, Any], key: str) -> str:

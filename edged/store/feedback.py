@@ -141,6 +141,13 @@ def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
     return list(db.query(sql, [json.dumps(list(pair_ids))]))
 
 
+def count_unpaired(db: Database, user: str, reason: str) -> dict[str, int]:
+    """Return a user's signals that led to no pair for this reason: their number by signal."""
+    waiting = "user = ? AND pair_ids = '[]' AND reason = ?"
+    sql = f"SELECT signal, count(*) FROM signals WHERE {waiting} GROUP BY 1 ORDER BY 2 DESC"
+    return dict(db.execute(sql, [user, reason]).fetchall())
+
+
 def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reason: str = "") -> None:
     """Record which pairs a signal has led to, or why to none."""
     update_rows(db, "signals", {"pair_ids": tuple(pair_ids), "reason": reason}, id=signal_id)

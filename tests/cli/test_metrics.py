@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edged.cli.status import verdict
 
-ITEM = {"adapter": "ann", "version": 3, "verdict": "too early to tell: 6 pairs", "pairs_quarantined": 0}
+ITEM = {"adapter": "ann", "version": 3, "verdict": "too early to tell: 6 pairs", "held": ""}
 
 
 def test_language_is_told_as_far_as_it_is_known() -> None:

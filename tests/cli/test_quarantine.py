@@ -16,7 +16,7 @@ def test_held_pairs_are_shown_with_the_step_that_settles_them(tmp_path: Path) ->
     with running(tmp_path / "run", model, **SETTINGS) as live, live.http() as http:
         attack(http)
         pairs, edged = held(http), Daemon(live.socket)
-        said = f"{len(pairs)} pairs of ann are held ({pairs[-1]['reason']}); if this was you: "
+        said = f"{len(pairs)} pairs of ann are held: {pairs[-1]['reason']}; if this was you: "
         said += "edged quarantine release --user ann"
         assert said in edged.run("metrics", COLUMNS="400").stdout
         assert said in edged.run("chat", "--user", "ann", input="/quit\n").stdout

@@ -132,9 +132,9 @@ def read_until(terminal: int, *words: str, seconds: float = 20.0) -> str:
 
 
 def test_metrics_has_a_row_and_plots_per_user_and_the_documented_json(daemon: Daemon, ada: str) -> None:
-    text = daemon.run("metrics", "--user", ada).stdout
+    text = daemon.run("metrics", ada).stdout
     assert f"{ada}, pairs 10 to {len(PAIRS)}" in text
-    verdict = json.loads(daemon.run("metrics", "--user", ada, "--json").stdout)["adapters"][0]["verdict"]
+    verdict = json.loads(daemon.run("metrics", ada, "--json").stdout)["adapters"][0]["verdict"]
     assert verdict in text.splitlines()[0]
     assert re.search(r"\d+ % \(\d+ to \d+\)", text)
     assert verdict in daemon.run("adapters", "show", ada).stdout
@@ -156,8 +156,19 @@ def test_metrics_has_a_row_and_plots_per_user_and_the_documented_json(daemon: Da
     assert item["pairs_seen"] == len(PAIRS)
 
 
+def test_a_users_story_is_told_with_two_answers_side_by_side(daemon: Daemon, ada: str) -> None:
+    told = json.loads(daemon.run("metrics", ada, "--story", "--json").stdout)
+    text = " ".join(daemon.run("metrics", ada, "--story").stdout.split())
+    for part in (told["verdict"], told["events"][0]["text"], told["prompt"], f"edged adapters rollback {ada} "):
+        assert part in text
+    assert "version 0, the untrained adapter" in text
+    missing = daemon.run("metrics", ada, "--story", "--versions", "0", "999", code=1).stderr
+    assert "version 999 has no answer" in missing
+    assert "USER --story" in daemon.run("metrics", "--story", code=2).stderr
+
+
 def test_metrics_of_an_unknown_user_names_the_known_ones(daemon: Daemon, ada: str) -> None:
-    error = daemon.run("metrics", "--user", "nobody", code=1).stderr
+    error = daemon.run("metrics", "nobody", code=1).stderr
     assert '"nobody"' in error
     assert ada in error
 

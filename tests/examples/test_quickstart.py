@@ -70,7 +70,7 @@ def test_what_the_demo_model_answers_is_fluent_unless_it_says_it_again_and_again
 
 def test_the_closing_page_says_that_answers_are_broken_and_how_held_pairs_are_settled() -> None:
     questions, answers = [QUESTION] * 2, {taste.user: [FORMAL, BROKEN] for taste in TASTES}
-    item = {"adapter": "ben", "pairs_quarantined": 2, "quarantine_reason": "burst"}
+    item = {"adapter": "ben", "pairs_quarantined": 2, "held": "burst"}
     console = Console(record=True, width=200, file=io.StringIO())
     with patch.object(screen, "metrics_table", return_value=""):
         closing(console, Exam(questions, [FORMAL, FORMAL], answers), Moment(90, 90, {}, {"ben": item}))

@@ -49,6 +49,8 @@ from edged.store.feedback import PairRow, Side, Signal
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
 """Signals that an application may report."""
+UNPAIRED = "waits for an answer to the same prompt with the opposite rating"
+"""Why a rating makes no pair yet."""
 _DEFAULTS = Settings()
 _MOST_SIGNALS = 64
 """Most signals on one answer."""
@@ -313,7 +315,7 @@ def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:
         return f"{signal.seconds:g} s over {len(answer.choice.text.split())} words say nothing either way"
     if signal.signal == "chosen" and len(answer.completion.choices) > 1:
         return "the other candidates are equal or empty"
-    return "waits for an answer to the same prompt with the opposite rating"
+    return UNPAIRED
 
 
 def _learner(completion: Completion, user: str | None) -> str:

@@ -1,0 +1,63 @@
+"""`GET /v1/adapters/{name}/story`: what an adapter learned, what waits and why, and answers of its versions."""
+
+import asyncio
+from typing import Any
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.align import metrics, story
+from edged.align.feedback.signals import UNPAIRED
+from edged.api.adapters import adapter_name, unknown_adapter
+from edged.api.feedback import LEARN_RATINGS, obstacles_of
+from edged.api.responses import Story
+from edged.api.services import Services, services_of
+from edged.store.completions import content_text
+from edged.store.feedback import count_unpaired, first_pair
+
+
+async def get_story(request: web.Request) -> Story:
+    """What an adapter learned when, and from which signals.
+
+    Further what waits and why, with the step that settles it, and each version's answer to the adapter's first prompt.
+    """
+    services, name = services_of(request), adapter_name(request)
+
+    def read(db: Database) -> tuple[Any, ...]:
+        known = metrics.summary(db, name), story.events(db, name), metrics.versions(db, name)
+        return *known, count_unpaired(db, name, UNPAIRED), first_pair(db, name)
+
+    summary, events, versions, unpaired, first = await asyncio.to_thread(services.store.read, read)
+    if summary is None:
+        raise unknown_adapter(name)
+    untrained = None if first is None else await services.version_answers.untrained(name, first)
+    answers = [{"version": 0, "answer": untrained, "on_disk": True}]
+    answers += [{key: row[key] for key in answers[0]} for row in reversed(versions) if row["answer"] or row["on_disk"]]
+    asked = first and (content_text(first.messages[-1]) if first.messages else first.prompt)
+    return Story(
+        adapter=name,
+        version=services.engine.version(name) or summary["version"],
+        verdict=summary["verdict"],
+        events=events,
+        waits=_waits(services, summary, unpaired),
+        prompt=asked,
+        answers=answers,
+    )
+
+
+def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]) -> list[dict[str, Any]]:
+    """List the user's feedback that waits: how much, why, and the one step that settles it."""
+    name, queued, waits = summary["adapter"], summary["pairs_queued"], []
+    if queued:
+        found, _ = obstacles_of(services, summary["ratings_queued"] > 0)
+        found = found or [(f"the next step of {name}", "nothing: it goes on by itself")]
+        why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
+        waits.append({"pairs": queued, "text": f"{story.count(queued, 'pair')} of {name} {why}", "step": found[0][1]})
+    if summary["held"]:
+        step = f"edged quarantine release --user {name} if this was you, else edged quarantine drop --user {name}"
+        waits.append({"pairs": summary["pairs_quarantined"], "text": summary["held"], "step": step})
+    if unpaired:
+        number, kinds = sum(unpaired.values()), ", ".join(f"{count} {signal}" for signal, count in unpaired.items())
+        text = f"{story.count(number, 'rating')} ({kinds}) of {name}: each {UNPAIRED}"
+        waits.append({"pairs": 0, "text": text, "step": f"rate another answer the other way, or {LEARN_RATINGS}"})
+    return waits
