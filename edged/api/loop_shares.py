@@ -18,6 +18,8 @@ _ASKS_S = 10.0
 """Time for which an account that asked counts as one that asks."""
 _FIRST_S = 0.001
 """The expected time of the first thing that an account begins."""
+_TURN_S = 0.0001
+"""Time of the loop that a turn costs beside its work: tasks, waits, and what the kernel does for a connection."""
 _WEIGHT = 0.1
 """Weight of the latest time in the expected one."""
 _MOST_ACCOUNTS = 1024
@@ -32,13 +34,16 @@ class LoopWork(Generic[T]):
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> None:
         """`begin` makes the coroutine."""
-        self.spent_s = 0.0
+        self.spent_s = _TURN_S
         self.spend: Callable[[float], None] | None = None
         """Called with the seconds of each step."""
         self._begin, self._settled = begin, False
+        self._began_s = 0.0
+        """When the present step began, on the clock of the thread's own time."""
 
     def settle(self) -> None:
-        """Count no further step: what follows is at the engine's pace, or at that of who reads the answer."""
+        """Count nothing that follows: it is at the engine's pace, or at that of who reads the answer."""
+        self._count()
         self._settled = True
 
     def __await__(self) -> Generator[Any, Any, T]:
@@ -46,21 +51,25 @@ class LoopWork(Generic[T]):
         step: Callable[[Any], Any] = work.send
         sent: Any = None
         while True:
-            began_s = time.thread_time()
+            self._began_s = time.thread_time()
             try:
                 waits_for = step(sent)
             except StopIteration as done:
                 result: T = done.value
                 return result
             finally:
-                if self.spend is not None and not self._settled:
-                    seconds = time.thread_time() - began_s
-                    self.spent_s += seconds
-                    self.spend(seconds)
+                self._count()
             try:
                 step, sent = work.send, (yield waits_for)
             except BaseException as error:
                 step, sent, self._settled = work.throw, error, False
+
+    def _count(self) -> None:
+        """Count the present step, as far as it has come."""
+        if self.spend is not None and not self._settled:
+            seconds = time.thread_time() - self._began_s
+            self.spent_s += seconds
+            self.spend(seconds)
 
 
 class LoopShare:

@@ -235,6 +235,25 @@ async def test_what_follows_once_an_answer_has_begun_does_not_count() -> None:
         await asyncio.wait_for(ask(settles=False), 0.5)
 
 
+async def test_what_came_before_an_answer_began_counts_even_without_a_pause_between_them() -> None:
+    """To read a request, to tokenize it and to submit it is one step of the loop where nothing is waited for."""
+    shares = LoopShares(Clock())
+    shares.of("bob")
+
+    async def answer(work: list[LoopWork[None]]) -> None:
+        compute(0.1)
+        work[0].settle()
+
+    async def ask() -> None:
+        work: list[LoopWork[None]] = []
+        work.append(LoopWork(lambda: answer(work)))
+        await shares.of("ann").run(work[0])
+
+    await ask()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(ask(), 0.5)
+
+
 async def test_to_give_up_what_had_begun_counts() -> None:
     """Clients that ask and leave make others wait by leaving, too."""
     shares = LoopShares(Clock())
