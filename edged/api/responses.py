@@ -257,6 +257,7 @@ class StoryEvent(_Answer):
 class Wait(_Answer):
     """Feedback that waits: why, and the one step that settles it."""
 
+    kind: Literal["queued", "held", "unpaired"]
     pairs: int
     text: str
     step: str
@@ -415,6 +416,7 @@ class Status(_Answer):
     """The state of the daemon; `degraded` has a sentence for everything that is not as it should be."""
 
     version: str
+    verdict: str
     phase: Literal["loading", "ready", "draining"]
     uptime_s: float
     caller: KnownCaller

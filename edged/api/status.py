@@ -32,14 +32,16 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
     except StoreError as error:
         problem = str(error)
     problem = store.suspect or store.problem or problem
+    degraded = engine["degraded"] + ([problem] if problem else [])
     return {
         "version": edged.__version__,
+        "verdict": _verdict(services, engine["finetune"], degraded, quarantined),
         "phase": lifecycle.phase,
         "uptime_s": time.monotonic() - lifecycle.opened_s,
         **engine,
         "queue": queue(services),
         "outcomes": {**engine["outcomes"], "refused": refused(services)},
-        "degraded": engine["degraded"] + ([problem] if problem else []),
+        "degraded": degraded,
         "quarantine": {"pairs": quarantined},
         "forgetting": dict(services.forgetting_stages),
         "open_requests": services.event_router.open_requests,
@@ -47,6 +49,21 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
         "governors": services.governors.report,
         "store": services.maintenance.report(),
     }
+
+
+def _verdict(services: Services, tuning: Json, degraded: list[str], quarantined: int | None) -> str:
+    """Sum the state up in one line, such as "healthy, idle, 3 users, nothing held back"."""
+    requests, users = services.event_router.open_requests, len(services.engine.adapters())
+    doing = [f"{requests} request{'s' * (requests > 1)}"] if requests else []
+    doing += ["learning"] if tuning["active_adapters"] else []
+    back = [f"{quarantined} pair{'s' * (quarantined > 1)} held"] if quarantined else []
+    if not tuning["enabled"] or tuning["held"]:
+        back.append("learning held back" if tuning["enabled"] else "learning switched off")
+    if holds := services.governors.report.get("memory", {}).get("holds"):
+        back.append(f"{', '.join(holds)} held back")
+    health = f"not as it should be: {'; '.join(degraded)}" if degraded else "healthy"
+    people = f"{users} user{'s' * (users != 1)}"
+    return ", ".join([health, " and ".join(doing) or "idle", people, *(back or ["nothing held back"])])
 
 
 def queue(services: Services) -> dict[str, int]:

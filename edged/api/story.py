@@ -52,12 +52,15 @@ def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]
         found, _ = obstacles_of(services, summary["ratings_queued"] > 0)
         found = found or [(f"the next step of {name}", "nothing: it goes on by itself")]
         why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
-        waits.append({"pairs": queued, "text": f"{story.count(queued, 'pair')} of {name} {why}", "step": found[0][1]})
+        text = f"{story.count(queued, 'pair')} of {name} {why}"
+        waits.append({"kind": "queued", "pairs": queued, "text": text, "step": found[0][1]})
     if summary["held"]:
         step = f"edged quarantine release --user {name} if this was you, else edged quarantine drop --user {name}"
-        waits.append({"pairs": summary["pairs_quarantined"], "text": summary["held"], "step": step})
+        about = {"pairs": summary["pairs_quarantined"], "text": summary["held"], "step": step}
+        waits.append({"kind": "held", **about})
     if unpaired:
         number, kinds = sum(unpaired.values()), ", ".join(f"{count} {signal}" for signal, count in unpaired.items())
         text = f"{story.count(number, 'rating')} ({kinds}) of {name}: each {UNPAIRED}"
-        waits.append({"pairs": 0, "text": text, "step": f"rate another answer the other way, or {LEARN_RATINGS}"})
+        step = f"rate another answer the other way, or {LEARN_RATINGS}"
+        waits.append({"kind": "unpaired", "pairs": 0, "text": text, "step": step})
     return waits

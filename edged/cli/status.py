@@ -45,22 +45,22 @@ def watched(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command()
+@click.option("--all", "-a", "everything", is_flag=True, help="Speed, queues, pages, bins, the box as well.")
 @watched
 @with_client
-def status(client: Client, **how: Any) -> None:
-    """What the daemon does now: queues, speed, bins, learning."""
-    show(lambda: client.get("/v1/status"), screen, line, **how)
+def status(client: Client, everything: bool, **how: Any) -> None:
+    """What the daemon does now, in one line, and what is not as it should be; with --all or --watch all the rest."""
+    show(lambda: client.get("/v1/status"), screen if everything or how["watch"] else summed_up, line, **how)
 
 
 def line(data: dict[str, Any]) -> str:
     """Return the status in one line of plain text."""
     queue, rates, latency = data["queue"], data["rates"], data["latency"]
     return (
-        f"waiting {queue['waiting']}  prefill {queue['prefill']}  decode {queue['decode']}  "
+        f"{data['verdict']}  waiting {queue['waiting']}  prefill {queue['prefill']}  decode {queue['decode']}  "
         f"fine-tune {queue['finetune']}  {number(rates['output_tokens_per_s'], 0)} tok/s  "
         f"TTFT p50 {number(latency['ttft_ms']['p50'], 0)} ms  TBT p50 {number(latency['tbt_ms']['p50'], 1)} ms  "
         f"pairs queued {data['finetune']['pairs_queued']}  trained {data['finetune']['pairs_trained']}"
-        + "".join(f"  degraded: {sentence}" for sentence in data["degraded"])
     )
 
 
@@ -71,12 +71,26 @@ def screen(data: dict[str, Any]) -> Renderable:
     return Group(headline(data), facts(data), bins_panel(data))
 
 
+def summed_up(data: dict[str, Any]) -> Renderable:
+    """Return the heading, and of the figures those alone that say what is wrong or held back."""
+    from rich.console import Group
+
+    table = make_table("", "", fold=True, box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.columns[0].style = "dim"
+    trouble_rows(table, data)
+    governors = data["governors"]
+    if governors["enabled"] and (governors["memory"]["holds"] or governors["power"]["reasons"]):
+        governor_rows(table, governors)
+    return Group(headline(data), *([table] if table.row_count else []), "edged status --all tells the rest")
+
+
 def headline(data: dict[str, Any]) -> Renderable:
     """Return the heading of the screen: version, uptime, model, device, context."""
     from rich.text import Text
 
     model = data["model"]
     return Text.assemble(
+        (f"{data['verdict'][0].upper()}{data['verdict'][1:]}.\n", "bold red" if data["degraded"] else "bold green"),
         ("edged ", "bold"),
         f"{data['version']}  up {duration(data['uptime_s'])}\n",
         (f"{model['name']}", "bold"),

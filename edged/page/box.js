@@ -26,6 +26,8 @@ export function showStatus(status) {
   setText(byId("model"), `${model.name} · ${count(model.parameters)} parameters, ${model.dtype} on ${model.device}`);
   showFacts(status);
   showMemory(status);
+  setText(byId("health"), status.verdict);
+  byId("health").classList.toggle("problem", status.degraded.length > 0);
   setText(byId("tuning"), tuningOf(status));
   byId("tuning").classList.toggle("held", held(status));
   setText(byId("degraded"), status.degraded.length ? `Not as it should be: ${status.degraded.join("; ")}.` : "");

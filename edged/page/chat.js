@@ -20,10 +20,15 @@ export function startChat() {
     send();
   });
   byId("stop").addEventListener("click", stop);
-  byId("clear").addEventListener("click", clear);
+  byId("clear").addEventListener("click", () => {
+    clear();
+    announce("A new chat.");
+    question.focus();
+  });
   question.addEventListener("input", fit);
   question.addEventListener("keydown", composerKey);
   conversation.addEventListener("keydown", conversationKey);
+  clear();
 }
 
 function composerKey(event) {
@@ -61,7 +66,7 @@ async function send() {
   const text = question.value.trim();
   if (!text || running) return;
   if (speaker() === null) return byId("user").focus();
-  byId("welcome")?.remove();
+  conversation.querySelector(".welcome")?.remove();
   // A question that got no answer is not part of the conversation.
   if (turns.at(-1)?.question !== undefined) turns.pop();
   turns.push({ question: text });
@@ -127,12 +132,18 @@ function stop() {
   running?.abort();
 }
 
+/** An empty conversation, with questions to begin with. */
 function clear() {
   stop();
   turns = [];
-  conversation.replaceChildren();
-  announce("A new chat.");
-  question.focus();
+  conversation.replaceChildren(byId("welcome").content.cloneNode(true));
+  for (const example of conversation.querySelectorAll("button")) {
+    example.addEventListener("click", () => {
+      question.value = example.textContent;
+      question.focus();
+      send();
+    });
+  }
 }
 
 function show(busy) {

@@ -1,8 +1,9 @@
-// One adapter's learning: its means, its curves, its versions, and the way back to one of them.
+// What the adapter of the chat's user learned: a verdict, its story, the way back, its means, curves and versions.
 
 import { ApiError, call } from "./api.js";
 import { CURVES, drawCurves, RECENT } from "./curves.js";
 import { mayTeach } from "./speaker.js";
+import { compare, showStory, startStory } from "./story.js";
 import { announce, byId, h, moment, number, percent, plural, setText, signed } from "./text.js";
 
 const PAIRS = 500;
@@ -20,58 +21,50 @@ const LANGUAGE = [
   ["answer_repetition_recent", "repeated", percent],
 ];
 
-/** What is known of the adapter that is shown; another one that is shown begins with nothing known. */
+/** What is known of the adapter that is shown, the one of the chat's user; another one begins with nothing known. */
 const unknown = (adapter) => ({ adapter, rows: [], versions: [], current: 0, counts: null });
 let shown = unknown("");
-/** The adapter that the reader asked for, which is shown as soon as there is one of that name. */
-let wanted = "";
+/** Names of the adapters that there are. */
+const known = new Set();
 let waiting = false;
 let refreshing = [];
-/** Whether "Roll back" stands beside the versions that are drawn. */
+let asked = 0;
+/** Whether the way back is offered. */
 let offered = false;
 
 /** Wire the panel up. */
 export function startLearning() {
-  byId("adapter").addEventListener("change", () => showAdapter(byId("adapter").value));
   for (const button of byId("held").querySelectorAll("button")) button.addEventListener("click", () => decide(button.value));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(shown.rows, shown.versions));
+  startStory(rollBack);
 }
 
-/** The adapters to choose from, as the API lists them; the one to show is read again. */
-export async function showList(adapters, preferred) {
-  offer(...adapters.map((item) => item.adapter));
-  wanted ||= preferred;
-  const latest = adapters.toSorted((a, b) => (b.updated_at ?? "").localeCompare(a.updated_at ?? ""))[0]?.adapter;
-  await show([wanted, shown.adapter, latest].find(isKnown));
+/** Take in which adapters there are. */
+export function knowAdapters(names) {
+  known.clear();
+  for (const name of names) known.add(name);
 }
 
-/** Show an adapter, at once or when it has its first pair. */
+/** Show the adapter of who speaks: "" is nobody, null a name that cannot be one. */
 export async function showAdapter(name) {
-  wanted = name;
-  await show(name);
-}
-
-async function show(name) {
-  if (!isKnown(name)) return;
+  if (name === null) return;
   if (name !== shown.adapter) {
     shown = unknown(name);
-    byId("adapter").value = name;
-    draw();
+    showStory(null);
   }
+  draw();
   await refresh();
 }
 
-const isKnown = (name) => Array.from(byId("adapter").options).some((option) => option.value === name);
-
 /** A pair was scored. */
 export function addPair(pair) {
-  offer(pair.adapter);
-  if (!shown.adapter || (pair.adapter === wanted && shown.adapter !== wanted)) return show(pair.adapter);
+  known.add(pair.adapter);
   if (pair.adapter !== shown.adapter || shown.rows.some((row) => row.pair_id === pair.pair_id)) return;
   append(shown.rows, { pair_id: pair.pair_id, version: pair.version, win: Number(pair.win), logp_difference: pair.delta_nats,
     reward_margin: pair.reward_margin, reward_correct: Number(pair.reward_margin > 0), live: true });
   shown.rows = shown.rows.slice(-PAIRS);
   drawSoon();
+  if (!shown.counts) refreshSoon();
 }
 
 /** Add a pair behind others, with its number and the means that the daemon tells of pairs that it has stored. */
@@ -84,8 +77,7 @@ function append(rows, row) {
 
 /** An adapter has a new version. */
 export function addVersion(version) {
-  offer(version.adapter);
-  if (!shown.adapter) return show(version.adapter);
+  known.add(version.adapter);
   if (version.adapter !== shown.adapter) return;
   const { versions } = shown;
   shown.current = version.version;
@@ -96,6 +88,7 @@ export function addVersion(version) {
 
 /** Something became of an adapter's pairs: those that are held, or kept as a test, make no version. */
 export function addOutcomes({ adapter }) {
+  known.add(adapter);
   if (adapter === shown.adapter) refreshSoon();
 }
 
@@ -108,33 +101,29 @@ async function refreshAgain() {
   await refresh();
 }
 
-/** Add names to the choice, in order. */
-function offer(...names) {
-  const select = byId("adapter");
-  const known = new Set(Array.from(select.options, (option) => option.value));
-  if (names.every((name) => known.has(name))) return;
-  const chosen = select.value;
-  select.replaceChildren(...[...new Set([...known, ...names])].sort().map((name) => h("option", { value: name }, name)));
-  if (chosen) select.value = chosen;
-}
-
 async function refresh() {
-  const asked = shown;
+  const now = shown;
+  if (!known.has(now.adapter)) return;
+  const path = `v1/adapters/${encodeURIComponent(now.adapter)}`;
   try {
-    const found = await call(`v1/adapters/${encodeURIComponent(asked.adapter)}?limit=${PAIRS}`);
-    const known = new Set(found.series.map((row) => row.pair_id));
+    const found = await call(`${path}?limit=${PAIRS}`);
+    const stored = new Set(found.series.map((row) => row.pair_id));
     // Pairs that were told of while the answer was on its way.
-    for (const row of asked.rows) if (row.live && !known.has(row.pair_id)) append(found.series, row);
-    Object.assign(asked, { rows: found.series, versions: found.versions, current: found.version, counts: found });
+    for (const row of now.rows) if (row.live && !stored.has(row.pair_id)) append(found.series, row);
+    Object.assign(now, { rows: found.series, versions: found.versions, current: found.version, counts: found });
+    if (now !== shown) return;
+    draw();
+    const turn = ++asked;
+    const story = await call(`${path}/story`);
+    if (now === shown && turn === asked) showStory(story);
   } catch (error) {
-    if (!(error instanceof ApiError) || asked !== shown) return;
+    if (!(error instanceof ApiError) || now !== shown) return;
     // It was forgotten, or is not ours to see.
-    shown = unknown(asked.adapter);
+    shown = unknown(now.adapter);
+    showStory(null);
     draw();
     setText(byId("progress"), error.message);
-    return;
   }
-  if (asked === shown) draw();
 }
 
 function drawSoon() {
@@ -147,10 +136,12 @@ function drawSoon() {
 }
 
 function draw() {
-  const { rows, versions, current, counts } = shown;
+  const { adapter, rows, versions, current, counts } = shown;
+  byId("figures").hidden = !counts;
   setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
-  setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : "");
+  setText(byId("learning-title"), adapter ? `What ${adapter}'s adapter learned` : "Learning");
+  setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : nothingOf(adapter));
   drawHeld();
   drawMeans();
   drawVersions();
@@ -158,14 +149,14 @@ function draw() {
   if (!counts) byId("no-curves").hidden = true;
 }
 
+const nothingOf = (adapter) => (adapter ? `Nothing yet: what ${adapter} picks, rates or edits in the chat is learned.`
+  : "The base model answers, and nobody learns: give a name beside the chat.");
+
 /** Pairs that look poisoned, and for those who may decide the step that settles it. */
 function drawHeld() {
-  const { adapter, counts } = shown;
-  byId("held").hidden = !counts?.pairs_quarantined;
+  byId("held").hidden = !shown.counts?.held;
   for (const button of byId("held").querySelectorAll("button")) button.hidden = !mayTeach();
-  if (!counts) return;
-  const { pairs_quarantined: pairs, quarantine_reason: reason } = counts;
-  setText(byId("held-text"), `${plural(pairs, "pair")} of ${adapter} ${pairs === 1 ? "is" : "are"} held: ${reason}.`);
+  setText(byId("held-text"), `${shown.counts?.held}.`);
 }
 
 async function decide(action) {
@@ -201,33 +192,26 @@ function drawMeans() {
 /** An interval of a share; "" where there is none. */
 const range = (ends) => (ends ? `${number(ends[0] * 100)} to ${percent(ends[1])}` : "");
 
-/** Draw the versions anew if the caller has turned out to be one who may (not) roll back. */
+/** Draw what depends on the caller's rights anew, if they have turned out to be others. */
 export function showRights() {
   if (mayTeach() === offered) return;
+  offered = mayTeach();
   drawHeld();
-  drawVersions();
+  compare();
 }
 
 function drawVersions() {
   const { versions, current } = shown;
-  offered = mayTeach();
-  const held = document.activeElement?.dataset?.version;
-  const rolled = (version) => h("button", { type: "button", class: "quiet", "data-version": version, "aria-label": `Roll back to version ${version}`,
-    onclick: () => rollBack(version) }, "Roll back");
-  const wayBack = ({ version, on_disk: onDisk }) =>
-    version === current ? "serving" : !onDisk ? "not on disk" : mayTeach() ? rolled(version) : "your role may not";
-  const untrained = { version: 0, reason: "untrained", on_disk: true };
-  const lines = [...versions, ...(current ? [untrained] : [])].map((each) => h("tr", { class: each.version === current ? "current" : "" },
+  const where = ({ version, on_disk: onDisk }) => (version === current ? "serving" : onDisk ? "on disk" : "not on disk");
+  const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
     h("td", {}, number(each.version)),
     h("td", {}, each.created_at ? moment(new Date(each.created_at)) : "–"),
-    h("td", {}, h("span", { class: ["trained", "untrained"].includes(each.reason) ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
+    h("td", {}, h("span", { class: each.reason === "trained" ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
     h("td", { class: "number" }, each.held_out_pairs ? `${number(each.held_out_reward_accuracy * each.held_out_pairs)} of ${number(each.held_out_pairs)}` : "–"),
     h("td", { class: "number" }, number(each.kl_nats, 2)),
     h("td", { class: "number" }, change(each.neutral_nll_change)),
-    h("td", { class: "number" }, wayBack(each))));
+    h("td", {}, where(each))));
   byId("versions").replaceChildren(...lines);
-  // A button that was just drawn anew keeps the focus.
-  if (held !== undefined) byId("versions").querySelector(`[data-version="${held}"]`)?.focus();
 }
 
 function rollBack(version) {

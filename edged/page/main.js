@@ -3,13 +3,14 @@
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
 import { startChat } from "./chat.js";
-import { addOutcomes, addPair, addVersion, showAdapter, showList, showRights, startLearning } from "./learning.js";
+import { addOutcomes, addPair, addVersion, knowAdapters, showAdapter, showRights, startLearning } from "./learning.js";
 import { outcomesCame } from "./outcomes.js";
 import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
 import { addIterations, startTimeline } from "./timeline.js";
 
 const BACKLOG = 1000;
+const ENGINE = "edged-engine";
 let versions = {};
 
 async function readAdapters() {
@@ -17,7 +18,8 @@ async function readAdapters() {
     const { adapters } = await call("v1/adapters");
     versions = Object.fromEntries(adapters.map((item) => [item.adapter, item.version]));
     showAdapters(versions);
-    await showList(adapters, speaker());
+    knowAdapters(Object.keys(versions));
+    await showAdapter(speaker());
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     connection("waiting", error.message);
@@ -36,6 +38,9 @@ startSpeaker(showAdapter);
 startChat();
 startTimeline();
 startLearning();
+const engine = byId("engine");
+engine.open = localStorage.getItem(ENGINE) === "open";
+engine.addEventListener("toggle", () => localStorage.setItem(ENGINE, engine.open ? "open" : "folded"));
 byId("show-keys").addEventListener("click", () => byId("keys").showModal());
 watch(
   {

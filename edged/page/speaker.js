@@ -27,7 +27,7 @@ export function startSpeaker(hears) {
     if (name !== null) localStorage.setItem(REMEMBERED, name);
     show();
   });
-  field.addEventListener("change", () => speaker() && changed(speaker()));
+  field.addEventListener("change", () => speaker() !== null && changed(speaker()));
   field.addEventListener("blur", () => {
     offerName();
     show();
@@ -65,7 +65,7 @@ function offerName() {
   offered = true;
   const remembered = localStorage.getItem(REMEMBERED);
   field.value = remembered !== null && !problemOf(remembered) ? remembered : firstName();
-  if (speaker()) changed(speaker());
+  changed(speaker());
 }
 
 /** Have the daemon tell who the caller is, if it has not yet; whether that is known. */

@@ -72,7 +72,7 @@ function readColours() {
 
 /** Time goes on without iterations too, until the last has left the picture. */
 function tick() {
-  if (document.hidden || frozen !== null) return;
+  if (document.hidden || frozen !== null || !frame.offsetParent) return;
   const moving = records.length && records.at(-1).at_s > Date.now() / 1e3 + aheadS - spanS() - 1;
   if (!drawn || moving) redraw();
 }

@@ -143,7 +143,7 @@ def test_the_store_is_shown_pruned_and_rewritten(daemon: Daemon, ida: str) -> No
     assert json.loads(daemon.run("store", "prune", "--json").stdout)["deleted"] == {}
     assert "deleted: nothing" in daemon.run("store", "prune").stdout
     assert json.loads(daemon.run("store", "vacuum", "--json").stdout)["bytes_after"] > 0
-    assert "database" in daemon.run("status").stdout
+    assert "database" in daemon.run("status", "--all").stdout
 
 
 def test_a_user_is_forgotten_in_the_folder_of_a_stopped_daemon(daemon: Daemon, ida: str, tmp_path: Path) -> None:

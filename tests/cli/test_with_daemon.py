@@ -73,7 +73,10 @@ def test_ask_passes_the_daemon_s_refusal_on(daemon: Daemon) -> None:
 
 
 def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> None:
-    text = daemon.run("status", COLUMNS="300").stdout
+    brief = daemon.run("status", COLUMNS="300").stdout
+    assert re.match(r"Healthy, .+, \d+ users?, ", brief)
+    assert "TTFT" not in brief
+    text = daemon.run("status", "--all", COLUMNS="300").stdout
     for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "tokens saved", "spilled", "GiB"):
         assert word in text
     assert "for neighbours" in text
@@ -300,7 +303,7 @@ def test_a_chat_word_by_word_says_the_same(daemon: Daemon) -> None:
     assert result.stderr == ""
     assert result.stdout.startswith("word by word\n")
     assert "as it is made\nnoted" in result.stdout
-    assert "QoE" in daemon.run("status").stdout
+    assert "QoE" in daemon.run("status", "--all").stdout
 
 
 def test_editing_in_a_chat_prefers_the_edited_text(daemon: Daemon) -> None:

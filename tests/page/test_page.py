@@ -60,7 +60,7 @@ def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
 
 def learnt(page: Page, user: str, pairs: int) -> None:
     """Wait until the panel shows this user's adapter, and says so."""
-    expect(page.locator("#adapter")).to_have_value(user, timeout=PATIENT_MS)
+    expect(page.locator("#learning-title")).to_have_text(f"What {user}'s adapter learned", timeout=PATIENT_MS)
     expect(page.locator("#progress")).to_contain_text(f"{pairs} of {pairs} pair", timeout=PATIENT_MS)
 
 
@@ -139,36 +139,67 @@ def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: L
         assert http.get("/v1/feedback?user=editor").json()["chosen"] == "Boil it."
 
 
-def test_who_is_named_while_the_list_loads_is_shown(page: Page, daemon: LiveDaemon) -> None:
-    def teach(user: str) -> None:
-        with daemon.http() as http:
-            http.post("/v1/feedback", json={"user": user, **PAIR}).raise_for_status()
-
-    teach("early")
-    held: list[Route] = []
-    page.route("**/v1/adapters/*", lambda route: route.continue_() if held else held.append(route))
-    page.reload()
-    while not held:
-        page.wait_for_timeout(20)
+def test_learning_follows_the_chats_user(page: Page, daemon: LiveDaemon) -> None:
+    taught(daemon, "early", 1)
+    title, verdict = page.locator("#learning-title"), page.locator("#verdict")
     Person(page).is_called("late")
-    held[0].continue_()
-    expect(page.locator("#progress")).to_contain_text("version", timeout=PATIENT_MS)
-    teach("late")
-    expect(page.locator("#adapter")).to_have_value("late", timeout=PATIENT_MS)
+    expect(title).to_have_text("What late's adapter learned")
+    expect(verdict).to_have_text("Nothing yet: what late picks, rates or edits in the chat is learned.")
+    expect(page.locator("#figures")).to_be_hidden()
+    taught(daemon, "late", 1)
+    learnt(page, "late", 1)
+    Person(page).is_called("early")
+    learnt(page, "early", 1)
+    Person(page).is_called("")
+    expect(title).to_have_text("Learning")
+    expect(verdict).to_contain_text("nobody learns")
+
+
+def test_a_story_is_told_with_two_versions_side_by_side_and_one_way_back(page: Page, daemon: LiveDaemon) -> None:
+    taught(daemon, "teller", 1)
+    Person(page).is_called("teller")
+    expect(page.locator("#story li")).to_contain_text("Version 1 learned 1 pair (1 explicit pair).", timeout=PATIENT_MS)
+    expect(page.locator("#asked")).to_have_text("Asked: 0?")
+    expect(page.locator("#before option")).to_have_text(["version 0, untrained", "version 1, serving"])
+    for side in ("before", "after"):
+        expect(page.locator(f"#{side}-answer")).to_have_text(re.compile("^(?!No answer:)."), timeout=PATIENT_MS)
+    expect(page.locator("#after")).to_have_value("1", timeout=PATIENT_MS)
+    page.get_by_label("Version on the left").select_option("1")
+    expect(page.locator("#no-way-back")).to_have_text("Version 1 is served now.")
+    expect(page.locator("#go-back")).to_be_hidden()
+
+
+def test_a_chat_begins_with_questions_to_choose_from(page: Page) -> None:
+    person = Person(page).is_called("beginner")
+    page.get_by_role("button", name="How do I boil potatoes?").click()
+    expect(person.answers).to_have_count(1, timeout=PATIENT_MS)
+    expect(page.locator(".question .text")).to_have_text("How do I boil potatoes?")
+    expect(page.locator(".welcome")).to_have_count(0)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".welcome button")).to_have_count(3)
+
+
+def test_the_engine_is_folded_behind_its_verdict_and_stays_as_it_was_left(page: Page) -> None:
+    expect(page.locator("#health")).to_have_text(re.compile("^healthy, .*nothing held back$"))
+    expect(page.locator("#bins")).to_be_hidden()
+    page.locator("#engine summary").click()
+    expect(page.locator("#bins")).to_be_visible()
+    page.reload()
+    expect(page.locator("#bins")).to_be_visible()
 
 
 def test_another_adapter_is_drawn_without_the_one_before_it(page: Page, daemon: LiveDaemon) -> None:
     taught(daemon, "many", 12)
     taught(daemon, "few", 11)
-    page.reload()
     for user, pairs in (("many", 12), ("few", 11)):
-        page.get_by_label("of", exact=True).select_option(user)
+        Person(page).is_called(user)
         learnt(page, user, pairs)
         expect(page.locator("#curves")).to_have_attribute("aria-label", re.compile(f" to {pairs}: "))
     held: list[Route] = []
     page.route("**/v1/adapters/many*", lambda route: held.append(route))
-    page.get_by_label("of", exact=True).select_option("many")
+    Person(page).is_called("many")
     expect(page.locator("#versions tr")).to_have_count(0)
+    expect(page.locator("#story li")).to_have_count(0)
     expect(page.locator("#progress")).to_have_text("")
 
 
@@ -203,20 +234,21 @@ def test_thumbs_and_asking_again_make_a_pair_of_two_answers(page: Page) -> None:
     expect(person.answer.get_by_role("button", name="Good: the answer")).to_have_attribute("aria-pressed", "true")
 
 
-def test_an_adapter_is_rolled_back_after_a_question(page: Page, daemon: LiveDaemon) -> None:
+def test_an_adapter_goes_back_after_a_question(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("turner").wants_one_answer()
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
     learnt(page, "turner", 1)
-    page.get_by_role("button", name="Roll back to version 0").click()
+    page.get_by_role("button", name="Go back to version 0").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert adapter(daemon, "turner")["version"] == 1
-    page.get_by_role("button", name="Roll back to version 0").click()
-    page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
+    page.get_by_role("button", name="Go back to version 0").click()
+    page.get_by_role("dialog").get_by_role("button", name="Go back").click()
     expect(page.locator("#versions tr.current")).to_contain_text("rollback to 0", timeout=PATIENT_MS)
     assert adapter(daemon, "turner")["version"] == 2
-    expect(page.get_by_role("button", name="Roll back to version 1")).to_be_visible(timeout=PATIENT_MS)
+    page.get_by_label("Version on the left").select_option("1", timeout=PATIENT_MS)
+    expect(page.get_by_role("button", name="Go back to version 1")).to_be_visible(timeout=PATIENT_MS)
 
 
 def colours(page: Page) -> set[str]:
@@ -233,6 +265,7 @@ def colours(page: Page) -> set[str]:
 
 
 def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
+    page.locator("#engine summary").click()
     page.get_by_label("Time shown").select_option("60")
     person = Person(page).is_called("drawer").wants_one_answer()
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
@@ -331,6 +364,7 @@ def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, sche
         page.get_by_role("button", name="Save edit").click()
         person.reads("^Pair|Said before")
         expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
+        page.locator("#engine summary").click()
         page.get_by_label("as", exact=True).fill("not a name")
         accessible(page)
         page.get_by_role("button", name="Keys").click()
@@ -373,7 +407,7 @@ def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
             expect(answer.locator(".chip")).to_have_text("base")
 
 
-def test_versions_are_compared_by_quality_and_say_why_there_is_no_way_back(page: Page, daemon: LiveDaemon) -> None:
+def test_versions_are_compared_by_quality(page: Page, daemon: LiveDaemon) -> None:
     taught(daemon, "judge", 3)
     version = {"created_at": "2025-01-01T00:00:00+00:00", "reason": "trained", "pairs": 3, "on_disk": False}
     quality = {"held_out_reward_accuracy": 0.75, "held_out_pairs": 8, "kl_nats": 0.31, "neutral_nll_change": 0.02}
@@ -385,7 +419,7 @@ def test_versions_are_compared_by_quality_and_say_why_there_is_no_way_back(page:
 
     page.route("**/v1/adapters/judge*", improved)
     page.reload()
-    page.get_by_label("of", exact=True).select_option("judge")
+    Person(page).is_called("judge")
     new, old = (page.locator(f"#versions tr:has-text('Answer {number}.')") for number in (2, 1))
     expect(new).to_contain_text(re.compile(r"6 of 8.*0\.31.*\+2\.0 %.*serving"))
     expect(old).to_contain_text("not on disk")

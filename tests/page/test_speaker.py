@@ -106,12 +106,13 @@ def test_who_may_not_teach_is_promised_no_learning(browser: Browser, port: int) 
 
 
 @pytest.mark.parametrize(("token", "buttons"), [("watcher", 0), ("desk", 1)])
-def test_rolling_back_is_offered_to_who_may(token: str, buttons: int, browser: Browser, port: int) -> None:
+def test_going_back_is_offered_to_who_may(token: str, buttons: int, browser: Browser, port: int) -> None:
     with shown_to(token, browser, port) as page:
+        Person(page).is_called("ben")
         expect(page.locator("#versions tr.current")).to_contain_text("serving", timeout=PATIENT_MS)
         expect(page.locator("#connection")).to_have_text("live")
-        expect(page.get_by_role("button", name="Roll back to version 0")).to_have_count(buttons)
-        expect(page.locator("#versions").get_by_text("your role may not")).to_have_count(1 - buttons)
+        expect(page.get_by_role("button", name="Go back to version 0")).to_have_count(buttons, timeout=PATIENT_MS)
+        expect(page.get_by_text("Your role may not go back.")).to_have_count(1 - buttons)
 
 
 def test_a_question_waits_until_the_page_knows_who_asks(browser: Browser, port: int) -> None:

@@ -255,8 +255,9 @@ class Counters:
     def report(self, now: float) -> dict[str, Any]:
         """Return the status' parts that are made from these counters."""
 
-        def halves(values: list[float]) -> dict[str, float]:
-            return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95)}
+        def halves(values: list[float]) -> dict[str, float | None]:
+            shares = {"p50": 0.5, "p95": 0.95}
+            return {name: percentile(values, share) if values else None for name, share in shares.items()}
 
         def milliseconds(waits: list[Wait]) -> list[float]:
             return [seconds * 1e3 for _, seconds, _, _ in waits]
