@@ -208,7 +208,6 @@ def test_a_jetson_without_nvidias_torch_gets_no_other_unless_it_is_told_to(tmp_p
     assert "--cpu" in refused.stderr
     assert not (tmp_path / "venv").exists()
     assert tried(CPU_TORCH="1").returncode == 0
-    assert tried(TEGRA_RELEASE=str(tmp_path / "none")).returncode == 0
 
 
 def test_tested_versions_are_installed_but_in_the_place_of_what_the_system_brings(tmp_path: Path) -> None:

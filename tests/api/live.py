@@ -28,7 +28,7 @@ _forked.set_forkserver_preload(["edged.daemon"])
 
 
 def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
-    """What `edged serve` does, with settings from the environment alone."""
+    """What `edged serve` does, with settings from this environment alone."""
     for name in [name for name in os.environ if name.startswith("EDGED_")]:
         del os.environ[name]
     os.environ.update(settings)
@@ -52,15 +52,18 @@ class LiveDaemon:
     """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`.
 
     The model is there after `download_s` seconds, as one that comes from the hub. Other settings may come from a file,
-    `config=PATH`.
+    `config=PATH`; `environ` has variables that are no settings.
     """
 
-    def __init__(self, folder: Path, model: Path, download_s: float = 0.0, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, model: Path, download_s: float = 0.0, environ: dict[str, str] | None = None, **settings: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.model = folder, model
         self.socket, self.data, self.log_file = folder / "edged.sock", folder / "data", folder / "log"
         places = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data}
         named = {f"EDGED_{name.upper()}": str(value) for name, value in {**places, **settings}.items()}
+        named |= environ or {}
         self.process = _forked.Process(target=_serve, args=(named, str(self.log_file), download_s), daemon=True)
         self.process.start()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import pytest
 
 from edged.client.client import Address, Client
 from edged.store.backup import write_file
@@ -32,6 +34,17 @@ def back_up(daemon: LiveDaemon, file: Path, query: str = "") -> int:
         headers, chunks = client.download(f"/v1/backup{query}")
         write_file(chunks, file)
     return int(headers["X-Edged-Bytes"])
+
+
+@pytest.fixture(scope="module")
+def large(daemon: LiveDaemon) -> Iterator[LiveDaemon]:
+    """The daemon with a database that no socket's buffer holds."""
+    body = {"user": "big", "prompt": "x" * 30_000, "chosen": "y" * 30_000, "rejected": "z"}
+    with daemon.http() as http:
+        for i in range(60):
+            assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
+        yield daemon
+        http.delete("/v1/adapters/big")
 
 
 class Load(threading.Thread):
@@ -96,33 +109,25 @@ def daemon_rows(daemon: LiveDaemon, sql: str) -> list[str]:
         return [row[0] for row in connection.execute(sql)]
 
 
-def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(daemon: LiveDaemon, http: httpx2.Client) -> None:
-    body = {"user": "big", "prompt": "x" * 30_000, "chosen": "y" * 30_000, "rejected": "z"}
-    for i in range(60):
-        assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
-    daemon.send(b"GET /v1/backup HTTP/1.1\r\nHost: edged\r\n\r\n", wait_for=b"edged.db")
+def test_a_client_that_leaves_in_the_middle_leaves_nothing_behind(large: LiveDaemon) -> None:
+    large.send(b"GET /v1/backup HTTP/1.1\r\nHost: edged\r\n\r\n", wait_for=b"edged.db")
     deadline = time.monotonic() + 10
-    while list(daemon.data.glob(".scratch-*")):
+    while list(large.data.glob(".scratch-*")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    http.delete("/v1/adapters/big")
 
 
-def test_one_backup_at_a_time(daemon: LiveDaemon, http: httpx2.Client) -> None:
-    body = {"user": "big", "prompt": "x" * 30_000, "chosen": "y" * 30_000, "rejected": "z"}
-    for i in range(60):
-        assert http.post("/v1/feedback", json={**body, "chosen": f"{i} {body['chosen']}"}).status_code == 200
+def test_one_backup_at_a_time(large: LiveDaemon, http: httpx2.Client) -> None:
     with http.stream("GET", "/v1/backup") as first:
         assert int(first.headers["X-Edged-Bytes"]) > 2 << 20, first.headers
         chunks = first.iter_raw(1024)
         next(chunks)
-        with daemon.http() as other:
+        with large.http() as other:
             refused = other.get("/v1/backup")
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "backup_busy")
         for _ in chunks:
             pass
     assert http.get("/v1/backup").status_code == 200
-    http.delete("/v1/adapters/big")
 
 
 def test_the_token_is_not_in_a_backup(tmp_path: Path) -> None:

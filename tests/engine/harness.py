@@ -46,9 +46,12 @@ class Client:
             self._changed.notify_all()
 
     def wait(self, condition: Any, seconds: float = 60.0) -> None:
-        """Until `condition()` holds; fails after `seconds`."""
+        """Until `condition()` holds, which need not come with an event; fails after `seconds`."""
+        deadline = time.monotonic() + seconds
         with self._changed:
-            assert self._changed.wait_for(condition, seconds), "the engine did not get there in time"
+            while not condition():
+                assert time.monotonic() < deadline, "the engine did not get there in time"
+                self._changed.wait(0.05)
 
     def of(self, kind: type) -> list[Any]:
         return [record for record in list(self.records) if isinstance(record, kind)]

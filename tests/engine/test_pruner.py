@@ -98,7 +98,7 @@ class Kept:
         return slabs_rows + sequence.compacted.removed
 
 
-@pytest.mark.parametrize("path", ["padded", "ragged", "native", "triton"])
+@pytest.mark.parametrize("path", ["padded", "ragged", "native", pytest.param("triton", marks=pytest.mark.slow)])
 def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_what_went(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -261,7 +261,7 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
 @pytest.mark.parametrize("keep_graph", [True, False])
 def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_graph: bool) -> None:
     with running_engine(tmp_path, align__keep_graph=keep_graph, guard__held_out_share=0.0) as (engine, client):
-        engine.built.trainer.size.first_pause_s = 1e-5
+        engine.built.trainer.size.first_pause_s = 1e-7
         left = [20]
 
         with shortage(layer(engine), while_learning(left)):

@@ -196,11 +196,11 @@ def check_restarts(life: Life, folder: Path, times: int, seed: int) -> None:
 
 
 def test_whenever_the_power_fails_what_was_acknowledged_is_on_the_disk(life: Life, tmp_path: Path) -> None:
-    check_cuts(life, tmp_path / "kept", 150, seed=1)
+    check_cuts(life, tmp_path / "kept", 60, seed=1)
 
 
 def test_after_the_power_failed_every_pair_is_learned_once(life: Life, tmp_path: Path) -> None:
-    check_restarts(life, tmp_path, 4, seed=2)
+    check_restarts(life, tmp_path, 2, seed=2)
 
 
 @pytest.mark.slow

@@ -351,7 +351,7 @@ def test_a_screen_reader_hears_the_answer_once_and_not_word_by_word(page: Page) 
     assert {element.get_attribute("id") for element in live.all()} == {"announcer", "detail"}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, scheme: Any) -> None:
     with opened(browser, port, color_scheme=scheme, viewport=PHONE if scheme == "dark" else None) as page:
         accessible(page)

@@ -6,6 +6,7 @@ systemd is played by real sockets: a datagram socket that receives, a listening 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -20,7 +21,7 @@ import pytest
 
 from edged.runtime.systemd import notify, watchdog_s
 from edged.store import Store
-from tests.api.live import crowd
+from tests.api.live import crowd, started
 from tests.cli.conftest import clean_environment
 from tests.models import save_tiny
 
@@ -48,6 +49,16 @@ Engine.start = start_and_hang
 sys.exit(daemon.run_daemon(load_settings()))
 """
 """A daemon whose engine thread hangs once stdin is closed, as in a device call that never returns."""
+_LISTENING = """
+import os, sys
+from edged.api.sockets import ListenError, take_addresses
+from edged.settings.load import load_settings
+try:
+    take_addresses(load_settings().api, False, os.environ)
+except ListenError as error:
+    sys.exit(str(error))
+"""
+"""What a daemon without tokens does with the sockets that it is handed."""
 
 
 @pytest.fixture(scope="module")
@@ -197,28 +208,27 @@ def test_a_service_takes_systemds_sockets_tells_of_its_life_and_leaves_the_socke
 def test_a_database_that_opens_slowly_is_waited_for_and_a_stop_is_not(tmp_path: Path, model: Path) -> None:
     database, manager = tmp_path / "data" / "edged.db", Manager(f"@edged-opening-{os.getpid()}")
     Store(database).close()
-    timed = {"EDGED_API__SOCKET": str(tmp_path / "s")}
+    environ = {"NOTIFY_SOCKET": manager.address}
     with closing(sqlite3.connect(database, isolation_level=None)) as other:
         # Opening waits for the lock, as it would for a slow disk.
         other.execute("BEGIN EXCLUSIVE")
-        with service(tmp_path, model, manager, **timed) as daemon:
+        with started(tmp_path, model, environ=environ) as daemon:
             assert int(manager.wait("STATUS", f"opening {database}")["EXTEND_TIMEOUT_USEC"]) > 0
-            daemon.terminate()
-            assert daemon.wait(20) == 0
-        with service(tmp_path, model, manager, **timed):
+            assert daemon.stop() == 0
+        with started(tmp_path, model, environ=environ):
             manager.wait("STATUS", f"opening {database}")
             other.execute("COMMIT")
             manager.wait("READY", "1")
 
 
 def test_what_systemd_hands_over_must_be_a_socket_that_listens(tmp_path: Path, model: Path) -> None:
-    with (tmp_path / "file").open("w") as file, service(tmp_path, model, None, (file,)) as daemon:
+    with (tmp_path / "file").open("w") as file, service(tmp_path, model, None, (file,), "-c", _LISTENING) as daemon:
         assert daemon.wait(60) == 1
     assert "systemd's socket unix (descriptor 3) cannot be used" in (tmp_path / "log").read_text()
     (tmp_path / "log").unlink()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(str(tmp_path / "datagrams"))
-        with service(tmp_path, model, None, (datagrams,)) as daemon:
+        with service(tmp_path, model, None, (datagrams,), "-c", _LISTENING) as daemon:
             assert daemon.wait(60) == 1
     assert "use ListenStream= with Accept=no" in (tmp_path / "log").read_text()
 
@@ -227,7 +237,7 @@ def test_a_tcp_socket_of_systemds_beyond_loopback_needs_a_token(tmp_path: Path, 
     with socket.socket(socket.AF_INET) as tcp:
         tcp.bind(("0.0.0.0", 0))
         tcp.listen()
-        with service(tmp_path, model, None, (tcp,)) as daemon:
+        with service(tmp_path, model, None, (tcp,), "-c", _LISTENING) as daemon:
             assert daemon.wait(60) == 1
     assert "set api.token" in (tmp_path / "log").read_text()
 
@@ -249,22 +259,22 @@ def test_an_idle_engine_feeds_the_watchdog_and_a_hung_one_starves_it(tmp_path: P
 
 def test_systemd_hears_of_requests_that_wait_and_of_those_that_were_refused(tmp_path: Path) -> None:
     model, manager = save_tiny(tmp_path / "tiny", max_position_embeddings=8192), Manager(str(tmp_path / "notify"))
-    few = {"EDGED_SERVING__MAX_SEQUENCES": "1", "EDGED_SERVING__MAX_QUEUE": "4"}
-    with service(tmp_path, model, manager, EDGED_API__SOCKET=str(tmp_path / "s"), WATCHDOG_USEC="2000000", **few):
+    environ = {"NOTIFY_SOCKET": manager.address, "WATCHDOG_USEC": "2000000"}
+    with started(tmp_path, model, environ=environ, serving__max_sequences=1, serving__max_queue=4) as daemon:
         manager.wait("READY", "1")
-        with crowd(tmp_path / "s", 12):
+        with crowd(daemon.socket, 12):
             manager.wait("STATUS", "serves tiny: 1 requests running, 4 waiting, 7 refused since start")
 
 
 def test_a_hangup_reloads_and_says_so(tmp_path: Path, model: Path) -> None:
     manager, config = Manager(str(tmp_path / "notify")), tmp_path / "edged.toml"
     config.write_text("[serving]\nmax_queue = 7\n")
-    with service(tmp_path, model, manager, EDGED_CONFIG=str(config)) as daemon:
+    with started(tmp_path, model, environ={"NOTIFY_SOCKET": manager.address}, config=config) as daemon:
         manager.wait("READY", "1")
         config.write_text("[serving]\nmax_queue = 9\n")
-        daemon.send_signal(1)
+        daemon.signal(signal.SIGHUP)
         reloading = manager.wait("RELOADING", "1")
         assert int(reloading["MONOTONIC_USEC"]) > 0
         manager.wait("READY", "1")
-        assert daemon.poll() is None
-    assert "serving.max_queue = 9" in (tmp_path / "log").read_text()
+        assert daemon.process.is_alive()
+    assert "serving.max_queue = 9" in daemon.log

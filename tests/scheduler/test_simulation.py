@@ -110,7 +110,7 @@ def play(world: World, asks: list[Ask], lessons: list[tuple[int, int]]) -> tuple
     return [life for life, ask in lives if ask.leaves is None or ask.leaves >= life.answer], tunings
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(tuple(ROWS)))
 def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
@@ -126,7 +126,7 @@ def test_every_request_gets_each_of_its_tokens_once_and_every_page_comes_back(
         assert sum(world.scheduler.counts().values()) == 0
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(worlds(tuple(name for name, policy in ROWS.items() if policy.trains)))
 def test_every_step_is_taken_whatever_serving_asks_for(
     drawn: tuple[World, list[Ask], list[tuple[int, int]]],
@@ -155,7 +155,7 @@ def overload(world: World, seconds: float, tokens: int = 400, rounds: int = 10, 
     return tuning
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from([0.1, 0.5, 2.0]),
     st.sampled_from([0.05, 0.1, 0.3]),
