@@ -248,11 +248,10 @@ def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
     return array("q", (pair_id for (pair_id,) in db.execute(sql, {"replay": replay})))
 
 
-def count_queued(db: Database, adapter: str | None = None, most: int = -1) -> int:
-    """Return the number of pairs (of one adapter) that wait to be learned, counted up to `most` unless that is -1."""
-    of_it = "" if adapter is None else "AND adapter = :adapter"
-    sql = f"SELECT count(*) FROM (SELECT 1 FROM pairs WHERE state = 'queued' {of_it} LIMIT :most)"
-    return int(first_value(db, sql, {"adapter": adapter, "most": most}))
+def count_queued(db: Database, adapter: str | None = None) -> int:
+    """Return the number of pairs (of one adapter) that wait to be learned."""
+    of_it = "" if adapter is None else "WHERE adapter = :adapter"
+    return int(first_value(db, f"SELECT coalesce(sum(pairs), 0) FROM queued_pairs {of_it}", {"adapter": adapter}))
 
 
 def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, version: int | None, note: str) -> None:

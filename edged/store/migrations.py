@@ -73,7 +73,26 @@ def m011_application_runs(db: Database) -> None:
     db.execute("CREATE INDEX application_runs_by_type ON application_runs (application, id)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs)
+def m012_counts(db: Database) -> None:
+    """How many pairs of each adapter wait, kept by triggers, and indexes of its latest scores and single ratings."""
+    db.execute("CREATE TABLE queued_pairs (adapter TEXT PRIMARY KEY, pairs INTEGER NOT NULL) WITHOUT ROWID")
+    db.execute("INSERT INTO queued_pairs SELECT adapter, count(*) FROM pairs WHERE state = 'queued' GROUP BY adapter")
+    more = "INSERT INTO queued_pairs VALUES (new.adapter, 1) ON CONFLICT (adapter) DO UPDATE SET pairs = pairs + 1"
+    # A name stays no longer than its pairs.
+    fewer = """UPDATE queued_pairs SET pairs = pairs - 1 WHERE adapter = old.adapter;
+               DELETE FROM queued_pairs WHERE adapter = old.adapter AND pairs = 0"""
+    for name, event, when, change in (
+        ("pairs_inserted", "INSERT", "new.state = 'queued'", more),
+        ("pairs_queued", "UPDATE OF state", "new.state = 'queued' AND old.state <> 'queued'", more),
+        ("pairs_taken", "UPDATE OF state", "new.state <> 'queued' AND old.state = 'queued'", fewer),
+        ("pairs_deleted", "DELETE", "old.state = 'queued'", fewer),
+    ):
+        db.execute(f"CREATE TRIGGER {name} AFTER {event} ON pairs WHEN {when} BEGIN {change}; END")
+    db.execute("CREATE INDEX metrics_by_split ON alignment_metrics (adapter, split)")
+    db.execute("CREATE INDEX pairs_of_one_side ON pairs (adapter, trained_version) WHERE '' IN (chosen, rejected)")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs, m012_counts)
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> list[str]:

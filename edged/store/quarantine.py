@@ -107,9 +107,9 @@ def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float],
         [adapter],
     ).fetchall()
     # Gradients of single ratings are smaller than those of pairs.
-    norms = f"""SELECT grad_norm FROM adapter_versions WHERE adapter = :adapter AND grad_norm > 0
-                    AND version NOT IN (SELECT trained_version FROM pairs WHERE adapter = :adapter
-                        AND trained_version IS NOT NULL AND '' IN (chosen, rejected))
+    norms = f"""SELECT grad_norm FROM adapter_versions AS v WHERE adapter = :adapter AND grad_norm > 0
+                    AND NOT EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter AND trained_version = v.version
+                        AND '' IN (chosen, rejected))
                     ORDER BY version DESC LIMIT {LATEST}"""
     losses, contrary = [loss for loss, _ in reversed(rows)], [bool(wrong) for _, wrong in reversed(rows)]
     return losses, first_column(db, norms, {"adapter": adapter})[::-1], contrary

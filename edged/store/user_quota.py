@@ -55,7 +55,7 @@ class UserQuota:
         Where nothing is learned pairs wait for an export, in any number.
         """
         most = self._settings.now.limits.queued_pairs if self._settings.now.align.enabled else 0
-        if most and count_queued(db, user, most) == most:
+        if most and count_queued(db, user) >= most:
             way_out = "send more when some were learned (`edged status` says what fine-tuning waits for), or raise that"
             raise PairQueueFull(
                 f'{most} pairs of user "{user}" wait to be learned, and limits.queued_pairs = {most}: {way_out}'

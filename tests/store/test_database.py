@@ -394,7 +394,7 @@ def test_a_file_from_before_the_first_release_keeps_its_pairs_and_what_refers_to
         assert store.read(lambda db: db.execute("SELECT pair_id FROM shelved_progress").fetchall()) == [(1,)]
         assert store.read(lambda db: db.execute("PRAGMA foreign_key_check").fetchall()) == []
         after = store.read(lambda db: db.execute("SELECT name FROM sqlite_schema WHERE tbl_name = 'pairs'").fetchall())
-        assert {name for (name,) in after} == indexes
+        assert {name for (name,) in after} >= indexes
         store.write(lambda db: db.execute("UPDATE pairs SET state = 'quarantined'")).result()
         store.write(lambda db: db.execute("DELETE FROM alignment_metrics")).result()
         store.write(lambda db: db.execute("DELETE FROM pairs")).result()

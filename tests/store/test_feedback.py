@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,12 +146,20 @@ def test_pairs_are_listed_by_adapter_time_and_who_may_see_them(rows: Rows) -> No
     assert [(row.ref_chosen_logp, row.ref_rejected_logp, row.ref_model) for row in gone] == [(None, None, None)] * 2
 
 
-def test_queued_pairs_are_counted_by_adapter_and_up_to_so_many(rows: Rows) -> None:
-    for adapter, state in [("ann", "queued"), ("bob", "queued"), ("ann", "held_out"), ("ann", "queued")]:
-        rows.pair(adapter, state=state)
-    assert rows.do(count_queued) == 3
-    assert [rows.do(count_queued, name) for name in ("ann", "bob", "eve")] == [2, 1, 0]
-    assert [rows.do(count_queued, "ann", most) for most in (0, 1, 9)] == [0, 1, 2]
+def test_queued_pairs_are_counted_by_adapter_as_they_come_and_go(rows: Rows) -> None:
+    def counted() -> list[int]:
+        return [rows.do(count_queued), *(rows.do(count_queued, name) for name in ("ann", "bob", "eve"))]
+
+    named = [("ann", "queued"), ("bob", "queued"), ("ann", "held_out"), ("ann", "queued")]
+    first, bobs, held, _ = [rows.pair(adapter, state=state) for adapter, state in named]
+    assert counted() == [3, 2, 1, 0]
+    for pair_id, state in ((first, "queued"), (bobs, "trained"), (held, "skipped"), (held, "queued")):
+        rows.do(set_pair_state, pair_id, state, 1, None, "")
+    assert counted() == [3, 3, 0, 0]
+    assert rows.do(lambda db: [row["adapter"] for row in db["queued_pairs"].rows]) == ["ann"], "bob has no pair left"
+    rows.do(erasure.begin_forgetting, "ann", "2025-05-05")
+    assert counted() == [0, 0, 0, 0]
+    assert rows.do(lambda db: db["queued_pairs"].count) == 0
 
 
 def test_what_a_restart_resumes_is_what_waits_and_the_latest_that_each_learned(rows: Rows) -> None:
@@ -348,6 +357,36 @@ def test_no_more_than_the_latest_are_usual(rows: Rows, monkeypatch: pytest.Monke
         rows.do(insert_metric, "2025", score(rows.pair(), place, float(place)))
         rows.do(insert_version, "2025", version(place, 1.0 + place))
     assert rows.do(quarantine.usual, "ann") == ([1.0, 2.0], [2.0, 3.0], [False, False])
+
+
+def test_what_is_usual_and_what_waits_is_found_among_many_pairs_as_quickly_as_among_few(rows: Rows) -> None:
+    def steps(db: Database) -> int:
+        taken = [0]
+
+        def took() -> int:
+            taken[0] += 1
+            return 0
+
+        db.conn.set_progress_handler(took, 1)
+        quarantine.usual(db, "ann")
+        count_queued(db, "ann")
+        db.conn.set_progress_handler(None, 0)
+        return taken[0]
+
+    def learn(db: Database, numbers: range) -> None:
+        (pair,) = get_pairs(db, [first])
+        for number in numbers:
+            # Every tenth is a rating of one answer.
+            made = insert_pair(db, replace(pair, rejected=Side("no" if number % 10 else "")), "key")
+            set_pair_state(db, made, "trained", 1, number, "")
+            insert_metric(db, "2025", score(made, number))
+            insert_version(db, "2025", version(number))
+
+    first = rows.pair()
+    rows.do(learn, range(200))
+    few = rows.do(steps)
+    rows.do(learn, range(200, 1000))
+    assert rows.do(steps) == few
 
 
 def test_a_forgetting_stands_from_the_deletion_to_its_end(rows: Rows) -> None:
