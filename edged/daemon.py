@@ -125,7 +125,7 @@ class Daemon:
             event_router, model = EventRouter(loop), self._settings.model.path
             load = partial(self._load, store, event_router, folder)
             services, journal = await self._unless_stopped(f"loading {model}", load, listeners, store)
-            return await self._run_until_stopped(services, journal, runner)
+            return await self._run_until_stopped(services, journal, runner, listeners.names)
 
     async def _unless_stopped(self, doing: str, fn: Callable[[], T], *opened: Store | Listeners) -> T:
         """Return the result of `fn`, while systemd is asked for the time. It cannot be interrupted: a signal ends the
@@ -154,7 +154,9 @@ class Daemon:
         gc.freeze()
         return services, journal
 
-    async def _run_until_stopped(self, services: Services, journal: Journal, runner: web.AppRunner) -> int:
+    async def _run_until_stopped(
+        self, services: Services, journal: Journal, runner: web.AppRunner, names: list[str]
+    ) -> int:
         services.engine.start()
         services.monitor.start()
         self._lifecycle.services, self._lifecycle.phase = services, "ready"
@@ -163,7 +165,7 @@ class Daemon:
         self._loaded.set()
         start_succeeded(os.environ)
         self._manager.ready(_status(services))
-        self._tell_ready(services)
+        self._tell_ready(services, names)
         engine, stalls = services.engine, runner.app[STALLS]
         services.store.on_writes = stalls.wrote
         watchdog = self._manager.watch(lambda: engine.loop.last_sign_s, lambda: _status(services))
@@ -200,13 +202,18 @@ class Daemon:
         message = f"edged {edged.__version__} loads {model}; socket {', '.join(sockets)}, data in {folder}"
         logs.event(log, logging.INFO, "start", message, model=model, sockets=sockets, data_dir=str(folder))
 
-    def _tell_ready(self, services: Services) -> None:
+    def _tell_ready(self, services: Services, names: list[str]) -> None:
         seconds, context = time.monotonic() - self._lifecycle.opened_s, services.engine.max_context_tokens
         memory = services.monitor.read()["process_rss_bytes"]
         message = f"edged serves {services.model}, context {context} tokens; loaded in {seconds:.1f} s"
         message += f", {memory >> 20} MiB of memory"
         fields = {"model": services.model, "context_tokens": context, "seconds": round(seconds, 2), "rss_bytes": memory}
         logs.event(log, logging.INFO, "ready", message, **fields)
+        paths, tcp = [name for name in names if "/" in name], [name for name in names if "/" not in name]
+        where = f"--socket {paths[0]} " if paths else f"--url http://{tcp[0]} "
+        page = f"http://{tcp[0]}/" if tcp else f"http://127.0.0.1:8137/ after ssh -L 8137:{paths[0]} BOX"
+        asked = f'ask: edged ask {where}--user NAME "Hello"; page: {page}; data: {services.store.path.parent}'
+        logs.event(log, logging.INFO, "usage", asked)
 
     def _on_signal(self) -> None:
         """Drain at the first signal, stop at once at the second; acknowledged data is on disk."""

@@ -121,10 +121,10 @@ def test_secrets_are_blanked_out_of_the_status_too(tmp_path: Path, manager: Mana
 @pytest.mark.parametrize(
     ("text", "environment", "said"),
     [
-        ("[api]\ntoken = 271828182845\n", {}, 'setting "api.token": Input should be a valid string'),
-        ("[[api]]\ntoken = '271828182845'\n", {}, 'setting "api": Input should be a valid dictionary'),
+        ("[api]\ntoken = 271828182845\n", {}, 'setting "api.token": it must be text'),
+        ("[[api]]\ntoken = '271828182845'\n", {}, 'setting "api": it must be a table'),
         ("[[api]]\ntoken = '271828182845'\n", {"EDGED_API__LISTEN": "127.0.0.1:1"}, '"api" is not a section'),
-        ("[[access]]\ntokens = ['271828182845']\n", {}, 'setting "access": Input should be a valid dictionary'),
+        ("[[access]]\ntokens = ['271828182845']\n", {}, 'setting "access": it must be a table'),
     ],
 )
 def test_what_was_meant_to_be_a_token_is_told_nobody(

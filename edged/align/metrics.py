@@ -115,7 +115,7 @@ def _judged(counts: dict[str, Any]) -> AdapterSummary:
     return {"reward_accuracy_recent_interval": correct, "win_rate_recent_interval": won, "verdict": verdict}
 
 
-def wilson(hits: int, count: int) -> list[float]:
+def wilson(hits: float, count: int) -> list[float]:
     """Wilson's 95 % interval of the share of `hits` among `count` (Wilson 1927): [low, high]."""
     share, z = hits / count, _DEVIATIONS**2 / count
     half = math.sqrt(z * share * (1 - share) + z * z / 4)

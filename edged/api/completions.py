@@ -69,7 +69,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     most_tokens = prompt_tokens + body.choices * sampling.max_tokens
     generation = Generation(services, body, completion, sampling, tenant, turn, caller.may("train"), pace)
     with counted(services, generation, names, most_tokens):
-        headers = limits.headers(tenant)
+        headers = {**limits.headers(tenant), **_told(services, body, adapter)}
         try:
             await generation.start()
             has_begun(request)
@@ -89,6 +89,14 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
     text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(openai_format.full(generation)))
     return web.json_response(text=text, headers=headers)
+
+
+def _told(services: Services, body: Body, adapter: str | None) -> dict[str, str]:
+    """Return headers on fields without an effect, and on a model that names an adapter which does not exist."""
+    headers = {"X-Edged-Ignored": body.ignored} if body.ignored else {}
+    if adapter is not None and not services.engine.version(adapter):
+        headers["X-Edged-Adapter"] = f"{adapter} has learned nothing yet: the base model answers"
+    return headers
 
 
 @contextlib.contextmanager

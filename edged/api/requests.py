@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pac
 from edged.scheduler.task import ServiceClass
 from edged.settings.load import USER_NAME, ReadingSettings
 
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOLD_FIELDS = 8
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _MOST_TOKENS = 2**31
@@ -85,14 +88,22 @@ class _Body(BaseModel):
     """A JSON object that a client sends; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    _ignored: tuple[str, ...] = ()
+
+    @property
+    def ignored(self) -> str:
+        """The first names of fields that have no effect, for a header."""
+        return ", ".join([name for name in self._ignored if _FIELD_NAME.fullmatch(name)][:_TOLD_FIELDS])
 
     @classmethod
     def checked(cls, body: dict[str, Any]) -> Self:
         """Validate `body` as this model. Raises ApiError that names the first field at fault."""
         try:
-            return cls.model_validate(body)
+            made = cls.model_validate(body)
         except ValidationError as error:
             raise _explain(error) from None
+        made._ignored = tuple(name for name in body if name not in cls.model_fields)
+        return made
 
 
 class TextPart(_Body):

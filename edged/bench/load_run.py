@@ -142,10 +142,15 @@ class LoadRun(ABC):
         return len(burst) / self._burst_s(burst)
 
     def _accompanied(self, load: Sequence[Arrival]) -> Iterator[tuple[Arrival, TokenPair | None]]:
-        """Yield the load's requests; a share of them (MACE's retrain rate) comes with a preference pair."""
-        chance = random.Random(self._plan.seed)
+        """Yield the load's requests; a share of them (MACE's retrain rate) comes with a preference pair.
+
+        They are spread evenly from a random one on: of few requests, too, the share is as asked for.
+        """
+        owed = random.Random(self._plan.seed).random()
         for arrival in load:
-            pair = next(self._pairs, None) if chance.random() < self._plan.retrain_rate else None
+            owed += self._plan.retrain_rate
+            pair = next(self._pairs, None) if owed >= 1.0 else None
+            owed -= owed >= 1.0
             self._pairs_sent += pair is not None
             yield arrival, pair
 

@@ -3,7 +3,9 @@ trains an adapter again from its pairs and compares it with the one that was lea
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import os
 import shutil
 import tarfile
@@ -153,8 +155,29 @@ def export(client: Client, name: str, output: Path) -> Any:
             for file in _FILES:
                 (Path(whole) / file).rename(output / file)
     version = int(headers["X-Edged-Version"])
+    with explain_os_errors(f"{output} cannot be written"):
+        (output / "README.md").write_text(_card(output, version, client.get(_path(name))))
     data = {"adapter": name, "version": version, "path": str(output)}
     return data, f"{name} version {version} is in {output}"
+
+
+def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
+    """Return a model card of an exported version: its base, its pairs, its tests."""
+    base = json.loads((folder / _FILES[0]).read_text())["base_model_name_or_path"]
+    test: dict[str, Any] = next((item for item in adapter["versions"] if item["version"] == version), {})
+    share, pairs, change = (
+        test.get(key) for key in ("held_out_reward_accuracy", "held_out_pairs", "neutral_nll_change")
+    )
+    measured = [
+        f"- {adapter['pairs_trained']} of {adapter['pairs_seen']} preference pairs learned; {adapter['verdict']}",
+        f"- held-out pairs predicted: {round(share * pairs)} of {pairs}" if share is not None and pairs else "",
+        f"- KL to the base: {test['kl_nats']:.3f} nats/token" if test.get("kl_nats") is not None else "",
+        f"- NLL of neutral text: {100 * change:+.1f} %" if change is not None else "",
+    ]
+    head = (
+        f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\n---\n\n# {adapter['adapter']}, version {version}\n\n"
+    )
+    return head + "A LoRA adapter that edged learned while it served.\n\n" + "\n".join(filter(None, measured)) + "\n"
 
 
 def refuse_full(folder: Path) -> None:
@@ -231,7 +254,7 @@ def forget(client: Client, name: str, yes: bool, data_dir: Path | None) -> Any:
     NAME.
     """
     if not yes:
-        click.confirm(f"Delete everything learned for {name}?", abort=True)
+        click.confirm(_question(client, name), abort=True)
     data = ask_or_open(data_dir, lambda: client.call("DELETE", _path(name)), lambda store: _forget_stopped(store, name))
     rows, searched = sum(data["rows_deleted"].values()), data["searched"]
     found = [f"the {it['what']} in {it['table']}.{it['column']} ({it['rows']} rows)" for it in searched["found"]]
@@ -248,6 +271,16 @@ def forget(client: Client, name: str, yes: bool, data_dir: Path | None) -> Any:
         "restore, exports",
     ]
     return data, text, 0 if data["verified"] else 1
+
+
+def _question(client: Client, name: str) -> str:
+    """Return the question that is asked before NAME is forgotten, which tells where there is no such adapter."""
+    with contextlib.suppress(NotRunning):
+        known = [item["adapter"] for item in client.get("/v1/adapters")["adapters"]]
+        if name not in known:
+            rest = "Delete what else may be stored of this name, such as completions?"
+            return f'No adapter is called "{name}" (known: {", ".join(known) or "none yet"}). {rest}'
+    return f"Delete everything learned for {name}?"
 
 
 def _forget_stopped(store: Store, name: str) -> dict[str, Any]:
@@ -370,4 +403,23 @@ def _text(result: Comparison) -> list[Any]:
                 table.add_row(f"{name} ({online.pairs})" if index == 0 else "", label, show(online), show(rebuilt))
     nothing = "no pair is held out: what both were trained on says little about either"
     agreement = f"the same greedy tokens: {percent(result.agreement)}"
-    return [table, None if result.online["held_out"] else nothing, agreement]
+    return [_better(result) or nothing, table, agreement]
+
+
+def _better(result: Comparison) -> str:
+    """Return a verdict on the held-out pairs; "" without any."""
+    from edged.align.metrics import wilson
+
+    online, rebuilt = result.online["held_out"], result.rebuilt["held_out"]
+    if online is None or rebuilt is None:
+        return ""
+    ends = [wilson(score.reward_accuracy * score.pairs, score.pairs) for score in (online, rebuilt)]
+    clear = ends[0][1] < ends[1][0] or ends[1][1] < ends[0][0]
+    better = "the rebuilt adapter" if rebuilt.reward_accuracy > online.reward_accuracy else "the online adapter"
+    verdict = (
+        f"{better} predicts {result.adapter}'s held-out pairs better"
+        if clear
+        else "no clear difference on held-out pairs"
+    )
+    said = (f"{100 * low:.0f} to {100 * high:.0f} %" for low, high in ends)
+    return f"{verdict}: {online.pairs} pairs, right are {' online and '.join(said)} rebuilt (95 % intervals)"

@@ -2,6 +2,7 @@
 profile`, which measures the scheduler's prices. The engine runs inside the command, without a daemon."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -251,32 +252,51 @@ def compare(
         runs = Runs.read(folder)
     rows, capacity = summarise(runs), manifest["capacity_per_s"]
 
-    def text() -> Renderable:
+    def text() -> list[Renderable]:
         for name, reason in runs.failed.items():
             click.echo(f"{name} failed: {reason}", err=True)
-        return table(rows)
+        return list(tables(rows))
 
     return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
 
 
-def table(rows: list[dict[str, Any]]) -> Renderable:
-    """Return a table of medians with their range over seeds; below each, its ratios to the BASELINES."""
-    from edged.bench.summary import BASELINES, METRICS
+def tables(rows: list[dict[str, Any]]) -> Iterator[Renderable]:
+    """Yield for each load a sentence on every policy against the BASELINES that ran, and a table of medians."""
+    from edged.bench.summary import BASELINES, METRICS, PAIRS, THROUGHPUT, TTFT
 
-    def cell(values: dict[str, Any], digits: int) -> str:
-        ratios = ("–" if not (ratio := values[f"to_{name}"]) else f"{ratio['median']:.2f}x" for name in BASELINES)
-        return f"{middle(values['value'], digits)}\n{' '.join(ratios)}"
+    for point in dict.fromkeys((row["rate_per_s"], row["retrain_rate"], row["load"]) for row in rows):
+        here = {
+            row["policy"]: row["metrics"]
+            for row in rows
+            if (row["rate_per_s"], row["retrain_rate"], row["load"]) == point
+        }
+        bases = [base for base in BASELINES if base in here]
 
-    metrics = [metric for metric in METRICS if any(row["metrics"][metric.path]["value"] for row in rows)]
-    made = make_table(
-        *("requests/s", "retrain", "policy", *(f">{metric.title}" for metric in metrics)),
-        caption=f"median (range) over seeds; below: ratios to {' and '.join(BASELINES)} at the same seeds",
-    )
-    for row in rows:
-        share = "" if row["load"] is None else f" ({percent(row['load'])})"
-        cells = (cell(row["metrics"][metric.path], metric.digits) for metric in metrics)
-        made.add_row(f"{row['rate_per_s']:.2f}{share}", percent(row["retrain_rate"]), row["policy"], *cells)
-    return made
+        def ratio(policy: str, metric: Any, base: str, here: Any = here) -> str:
+            found = here[policy][metric.path][f"to_{base}"]
+            return f"{found['median']:.2f}x" if found else ""
+
+        for policy in here:
+            for base in bases:
+                known = [(metric.title, ratio(policy, metric, base)) for metric in (TTFT, THROUGHPUT, PAIRS)]
+                if policy != base and (said := [f"{title} {times}" for title, times in known if times]):
+                    yield f"{policy} against {base}: {', '.join(said)}"
+        share = "" if point[2] is None else f" ({percent(point[2])} of a burst)"
+        title = f"{point[0]:.2f} requests/s{share}, pairs with {percent(point[1])} of them; median (range) over seeds"
+        if bases:
+            title += f"; below: ratio to {' and '.join(bases)} at the same seeds"
+        made = make_table("", *(f">{policy}" for policy in here), title=title, fold=True)
+        for metric in METRICS:
+            if any(metrics[metric.path]["value"] for metrics in here.values()):
+                made.add_row(
+                    metric.title,
+                    *(
+                        f"{middle(metrics[metric.path]['value'], metric.digits)}\n"
+                        + " ".join(ratio(policy, metric, base) for base in bases)
+                        for policy, metrics in here.items()
+                    ),
+                )
+        yield made
 
 
 def middle(value: dict[str, float] | None, digits: int) -> str:
@@ -363,6 +383,24 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         recent = alignment[f"{name}_recent"]
         return f"{number(alignment[name], 3, unit)} (last 50 pairs {number(recent, 3, unit)})"
 
+    learning = [
+        (
+            "fine-tuning",
+            f"{finetune['pairs_trained']} of {finetune['pairs_sent']} pairs in {finetune['steps']} steps, "
+            f"{finetune['trained_tokens_per_s']:.0f} trained tokens/s",
+        ),
+        (
+            "submitted to learned",
+            f"p50 {number(finetune['latency_ms']['p50'], 0, 'ms')}; {finetune['pairs_waiting']} not learned at the "
+            "end, counted as longer than they waited",
+        ),
+    ]
+    aligned = [
+        ("win rate", metric("win_rate")),
+        ("CLPD", metric("clpd_nats", "nats")),
+        ("reward accuracy", metric("reward_accuracy")),
+        ("reward margin", metric("reward_margin")),
+    ]
     return [
         ("requests", ", ".join(f"{count} {name}" for name, count in report["requests"].items())),
         ("TTFT", latency("ttft_ms")),
@@ -384,20 +422,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{percent(slo['requests_in_time_share'])} with their first token, by the latter, and at most "
             f"{slo['tpot_target_ms']:.0f} ms per further token",
         ),
-        (
-            "fine-tuning",
-            f"{finetune['pairs_trained']} of {finetune['pairs_sent']} pairs in {finetune['steps']} steps, "
-            f"{finetune['trained_tokens_per_s']:.0f} trained tokens/s",
-        ),
-        (
-            "submitted to learned",
-            f"p50 {number(finetune['latency_ms']['p50'], 0, 'ms')}; {finetune['pairs_waiting']} not learned at the "
-            "end, counted as longer than they waited",
-        ),
-        ("win rate", metric("win_rate")),
-        ("CLPD", metric("clpd_nats", "nats")),
-        ("reward accuracy", metric("reward_accuracy")),
-        ("reward margin", metric("reward_margin")),
+        *(learning if finetune["pairs_sent"] else []),
+        *(aligned if alignment["win_rate"] is not None else []),
         ("prefix hits", f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"),
         (
             "scheduler",

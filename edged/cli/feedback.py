@@ -20,7 +20,7 @@ from edged.cli.output import make_table, moment, number, print_json, progress_ba
 from edged.client.client import Client, DaemonError, Refused
 
 MOST_SHOWN = 20
-"""Most bad lines that are listed one by one; --json lists all."""
+"""Most problems of lines that are listed; --json lists all."""
 BUSY_WAIT_S = 0.5
 """Delay before a pair is sent again after status 429."""
 ASK_S = 0.2
@@ -250,10 +250,14 @@ def _converted(
 
 
 def _report(result: ImportedLines, user: str | None) -> None:
-    for bad in result.bad[:MOST_SHOWN]:
-        click.echo(f"line {bad['line']}: {bad['error']}", err=True)
-    if len(result.bad) > MOST_SHOWN:
-        click.echo(f"... and {len(result.bad) - MOST_SHOWN} more bad lines (--json lists all)", err=True)
+    lines: dict[str, list[int]] = {}
+    for bad in result.bad:
+        lines.setdefault(bad["error"], []).append(bad["line"])
+    for error, found in islice(lines.items(), MOST_SHOWN):
+        others = f" and {len(found) - 1} more lines" if len(found) > 1 else ""
+        click.echo(f"line {found[0]}{others}: {error}", err=True)
+    if len(lines) > MOST_SHOWN:
+        click.echo(f"... and {len(lines) - MOST_SHOWN} more problems (--json lists all)", err=True)
     parts = [f"{len(result.feedback_ids)} pairs imported for {user or 'the users that the lines name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")

@@ -3,7 +3,10 @@
 Commands are imported lazily, so that `edged status --help` appears at once.
 """
 
+import atexit
+import difflib
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -52,6 +55,11 @@ class FailingGroup(click.Group):
 class LazyGroup(FailingGroup):
     """A group whose commands are imported when they are named or listed."""
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, 1)):
+            ctx.fail(f'No such command "{args[0]}": did you mean "edged {near[0]}"?')
+        return super().resolve_command(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -75,4 +83,13 @@ def main() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
-    cli(prog_name="edged")
+    try:
+        cli(prog_name="edged")
+    except SystemExit as ended:
+        if "torch" in sys.modules and isinstance(ended.code, int):
+            # The interpreter's regular end would print what other libraries' bindings have not freed.
+            atexit._run_exitfuncs()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os._exit(ended.code)
+        raise

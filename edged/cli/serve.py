@@ -34,6 +34,7 @@ def serve(config: Path | None, **flags: str | None) -> None:
     Flags win over environment variables (EDGED_SECTION__KEY), and these over the file. `edged reload`, or SIGHUP where
     no terminal is, reads them again.
     """
+    from edged.models import ModelMissing, local_model
     from edged.refusal import refuse_start
     from edged.runtime import logs
     from edged.settings.load import ConfigError, LogSettings, Settings
@@ -41,7 +42,9 @@ def serve(config: Path | None, **flags: str | None) -> None:
     load = functools.partial(load_settings, config, overrides={_SETTINGS[flag]: flags[flag] for flag in flags})
     try:
         settings = load()
-    except ConfigError as error:
+        # Before torch is imported, which takes seconds.
+        local_model(settings.model)
+    except (ConfigError, ModelMissing) as error:
         logs.set_up(LogSettings(), logs.secrets_of(Settings(), os.environ), os.environ, sys.stderr)
         code = refuse_start(str(error), LogSettings(), os.environ)
         logs.take_down()

@@ -33,6 +33,8 @@ def trace(client: Client, seconds: float, output: Path, record: bool) -> Any:
         _wait(seconds)
     facts, events = _download(client, f"/v1/trace?seconds={seconds:g}", output)
     text = f"{output}: {number(facts['iterations'])} iterations of {seconds:g} s, {number(events)} events"
+    if not facts["iterations"]:
+        text = f"{output}: nothing was served or learned within {seconds:g} s, so there are no iterations"
     data = {"file": str(output), "events": events, **facts}
     return data, f"{text}; open it in https://ui.perfetto.dev"
 

@@ -115,7 +115,9 @@ def _graphs(
     return None, why_not
 
 
-def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: str, align: AlignSettings) -> LoraSpec:
+def lora_spec(
+    shapes: dict[str, tuple[int, int]], base_model: str, base_source: str, fingerprint: str, align: AlignSettings
+) -> LoraSpec:
     """Return the LoRA configuration of a base model's adapters; `shapes` are (in, out) of its target linears."""
     all_linear = align.target_modules == "all-linear"
     return LoraSpec(
@@ -125,6 +127,7 @@ def lora_spec(shapes: dict[str, tuple[int, int]], base_model: str, fingerprint: 
         base_model=base_model,
         fingerprint=fingerprint,
         peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes} if all_linear else shapes)),
+        base_source=base_source,
     )
 
 

@@ -35,6 +35,7 @@ from edged.engine.sequences import SequenceTable
 from edged.engine.stats.counters import Counters, percentile
 from edged.engine.stats.iterations import Iteration
 from edged.governors.limits import EngineLimits
+from edged.models import source_of
 from edged.runtime.process import in_thread
 from edged.scheduler.scheduler import Scheduler
 from edged.settings.live import Live
@@ -73,7 +74,7 @@ class Engine:
         base = base_fingerprint(model.fingerprint, hashed.result(), folder) if hashed else model.fingerprint
         # Hashing may have read them after they were dropped.
         drop_cached(Path(model_dir).glob("*.safetensors"))
-        spec = lora_spec(shapes, name, base, settings.align)
+        spec = lora_spec(shapes, name, source_of(settings.model, Path(model_dir)), base, settings.align)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""

@@ -31,16 +31,28 @@ def name_of(settings: ModelSettings) -> str:
     return settings.name or ("demo" if settings.path == "demo" else Path(settings.path).expanduser().resolve().name)
 
 
-def find_model(settings: ModelSettings) -> tuple[Path, str]:
-    """Return (directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+def local_model(settings: ModelSettings) -> Path | None:
+    """Return the model's directory on this box; None for a hub name. Raises ModelMissing."""
     if settings.path == "demo":
-        return demo_model_dir(), name_of(settings)
+        return demo_model_dir()
     path = Path(settings.path).expanduser()
     if path.is_dir():
-        return path, name_of(settings)
+        return path
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
         way_out = 'give one that save_pretrained wrote, a hub name, or "demo"'
         raise ModelMissing(f'model "{settings.path}" is not a directory: {way_out}')
+    return None
+
+
+def source_of(settings: ModelSettings, folder: Path) -> str:
+    """Return the base model in `folder` as PEFT finds it again: the hub name that it came by, else the folder."""
+    return settings.path if folder.parent.name == "snapshots" else str(folder.resolve())
+
+
+def find_model(settings: ModelSettings) -> tuple[Path, str]:
+    """Return (directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+    if (folder := local_model(settings)) is not None:
+        return folder, name_of(settings)
     from huggingface_hub import snapshot_download
 
     try:

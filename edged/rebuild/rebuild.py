@@ -20,6 +20,7 @@ from edged.engine.build import lora_spec
 from edged.engine.model.base_files import base_fingerprint, files_digest
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.served_model import fingerprint
+from edged.models import source_of
 from edged.rebuild.scores import Score, greedy_agreement, score
 from edged.rebuild.training import REBUILT, RebuildError, Recipe, check_loss, check_trl, train
 from edged.settings.load import Settings
@@ -87,7 +88,7 @@ class Rebuild:
         linears = {target: self._base.get_submodule(target) for target in self._targets}
         shapes = {target: (linear.in_features, linear.out_features) for target, linear in linears.items()}
         base = base_fingerprint(fingerprint(self._base), files_digest(model_dir, self._data_dir), self._data_dir)
-        return lora_spec(shapes, name, base, align)
+        return lora_spec(shapes, name, source_of(self._settings.model, model_dir), base, align)
 
     def train(self, recipe: Recipe, progress: Callable[[int, int, float], None]) -> Comparison:
         """Train a new adapter and compare it with the online version. Calls `progress(step, steps, loss)` after each

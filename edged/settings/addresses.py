@@ -19,7 +19,11 @@ def socket_paths(named: str, environ: Mapping[str, str]) -> tuple[Path, ...]:
     """
     if path := named or environ.get("EDGED_SOCKET", ""):
         return (Path(path).expanduser(),)
-    folders = [environ.get("RUNTIME_DIRECTORY", "").split(":")[0], environ.get("XDG_RUNTIME_DIR", ""), "/run/edged"]
+    folders = [environ.get("RUNTIME_DIRECTORY", "").split(":")[0], environ.get("XDG_RUNTIME_DIR", "")]
+    if not any(folders) and os.geteuid():
+        # A plain user without a runtime folder may not write to /run.
+        folders.append(str(Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"))
+    folders.append("/run/edged")
     return tuple(Path(folder) / SOCKET_FILE for folder in dict.fromkeys(folders) if folder)
 
 

@@ -348,6 +348,14 @@ class Settings(Section):
     metrics: MetricsSettings = MetricsSettings()
 
 
+_DEMANDS = {
+    **{"int": "a whole number", "float": "a number", "bool": "true or false", "string_type": "text", "list": "a list"},
+    **{"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than_equal": "at most {le}"},
+    **{"less_than": "less than {lt}", "finite": "a finite number", "dict": "a table", "model": "a table"},
+}
+"""Beginnings of pydantic's kinds of errors, and what each demands; a kind takes the first that fits."""
+
+
 def load_settings(
     path: str | Path | None = None,
     environ: dict[str, str] | None = None,
@@ -399,7 +407,16 @@ def _explain(item: Any) -> str:
         return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
     # A value that was meant to be a token stays hidden.
     shown = "" if item["type"] == "edged" or _is_secret(dotted) else f" = {item['input']!r}"
-    return f'setting "{dotted}"{shown}: {item["msg"]}'
+    return f'setting "{dotted}"{shown}: {_demand(item)}'
+
+
+def _demand(item: Any) -> str:
+    """Put what a validation error demands into plain words."""
+    kind, bounds = item["type"], item.get("ctx", {})
+    for beginning, words in _DEMANDS.items():
+        if kind.startswith(beginning):
+            return f"it must be {words.format(**bounds)}"
+    return str(item["msg"])
 
 
 def _is_secret(dotted: str) -> bool:

@@ -60,6 +60,8 @@ class Tokenizer:
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if _joins_bytes(tokenizer) else None
         self.token_bytes = cache(self._bytes_of)
         """The bytes that one token stands for, with its leading space; a special token's name."""
+        # What is too long is refused with a reason; the library's own warning would only be in the log.
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
 
     @classmethod

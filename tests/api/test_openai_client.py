@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx2
 import openai
 import pytest
 
@@ -26,6 +27,15 @@ def test_a_chat_has_an_answer_usage_and_an_id(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 24
     assert answer.usage.prompt_tokens == len("<s>user: hello\nassistant: ") - 2
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 24
+
+
+def test_what_has_no_effect_is_told_in_headers(http: httpx2.Client) -> None:
+    body = {"model": "tiny:zed", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    answer = http.post("/v1/chat/completions", json={**body, "temprature": 3, "a\nb": 1, "store": True})
+    assert answer.headers["X-Edged-Ignored"] == "temprature, store"
+    assert answer.headers["X-Edged-Adapter"] == "zed has learned nothing yet: the base model answers"
+    answer = http.post("/v1/chat/completions", json={**body, "model": "tiny"})
+    assert not {"X-Edged-Ignored", "X-Edged-Adapter"} & answer.headers.keys()
 
 
 def test_flex_is_the_batch_class(client: openai.OpenAI) -> None:

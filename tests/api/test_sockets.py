@@ -29,11 +29,19 @@ def leave_socket(path: Path) -> None:
         ("", {"EDGED_SOCKET": "/c/d.sock", "XDG_RUNTIME_DIR": "/run/user/1"}, "/c/d.sock"),
         ("", {"RUNTIME_DIRECTORY": "/run/one:/run/two", "XDG_RUNTIME_DIR": "/run/user/1"}, "/run/one/edged.sock"),
         ("", {"XDG_RUNTIME_DIR": "/run/user/1"}, "/run/user/1/edged.sock"),
-        ("", {}, "/run/edged/edged.sock"),
     ],
 )
 def test_the_socket_is_found_as_documented(setting: str, environ: dict[str, str], expected: str | Path) -> None:
     assert socket_paths(setting, environ)[0] == Path(expected)
+
+
+def test_a_plain_user_without_a_runtime_folder_listens_among_its_own_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    systems = Path("/run/edged/edged.sock")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert socket_paths("", {}) == (systems,)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert socket_paths("", {}) == (Path.home() / ".local/share/edged/edged.sock", systems)
+    assert socket_paths("", {"XDG_DATA_HOME": "/d"}) == (Path("/d/edged/edged.sock"), systems)
 
 
 def test_the_socket_is_for_owner_and_group_and_goes_with_the_daemon(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_the_command_measures_the_capacity_and_prints_a_row_for_each_policy(
     result = CliRunner().invoke(cli, [*arguments, "--loads", "0.2"])
     assert result.exit_code == 0, result.output
     assert "1.00x" in result.stdout
+    assert "below: ratio to fcfs at the same seeds" in result.stdout
 
     result = CliRunner().invoke(cli, [*arguments, "--policies", "fcfs,magic"])
     assert (result.exit_code, "magic" in result.stderr) == (1, True)

@@ -57,6 +57,36 @@ def documented_commands() -> Iterator[tuple[str, str]]:
                 yield path.name, match.group(1) or ""
 
 
+def test_a_command_that_is_nearly_one_is_recognised() -> None:
+    assert 'did you mean "edged status"?' in edged("statsu").stderr
+    assert "No such command" in edged("xyzzy").stderr
+
+
+def test_a_command_that_used_torch_ends_without_what_libraries_print_at_the_interpreters_end() -> None:
+    program = """if True:
+        import atexit, os, sys, types
+
+        class Late:
+            def __del__(self, write=os.write):
+                write(2, b"leaked")
+
+        late, sys.modules["torch"], sys.argv = Late(), types.ModuleType("torch"), ["edged", "--version"]
+        atexit.register(print, "tidied")
+        from edged.cli.main import main
+        main()"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment())
+    assert (told.returncode, told.stderr) == (0, "")
+    assert re.fullmatch(r"edged, version .+\ntidied\n", told.stdout)
+
+
+def test_a_model_that_is_not_there_is_named_before_torch_is_imported() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "edged.cli", "serve", "--model", "/no/such/model"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert told.returncode == 1
+    assert 'model "/no/such/model" is not a directory' in told.stderr
+    assert not re.search(r"\| +torch$", told.stderr, re.MULTILINE)
+
+
 @pytest.mark.parametrize("words", list(all_commands()), ids=" ".join)
 def test_every_command_explains_itself(words: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*words, "--help"])

@@ -104,7 +104,7 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
             '[[access.rules]]\npeers = ["ann"]\nroles = ["use"]\n',
             '"ann" names no peer: write "user:NAME", "group:NAME", "uid:NUMBER" or "gid:NUMBER"',
         ),
-        ("[fairness]\nweights = { ann = 0 }\n", 'setting "fairness.weights.ann" = 0: Input should be greater than 0'),
+        ("[fairness]\nweights = { ann = 0 }\n", 'setting "fairness.weights.ann" = 0: it must be more than 0'),
         ('[fairness]\nweights = { "a b" = 1 }\n', '"a b" names no user: give a name, or a name\'s beginning with "*"'),
         ('[fairness]\nrun_headers = ["a b"]\n', '"a b" is no name of a header'),
         ('[access]\ntokens = "{"\n', 'setting "access.tokens": it is neither a list of tables nor JSON'),

@@ -73,6 +73,19 @@ def test_tokens_and_weights_that_cannot_be_are_bad_lines(
     assert problem in result.stderr
 
 
+def test_lines_with_the_same_problem_are_told_once_with_the_format_that_is_meant(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    path = write(
+        tmp_path / "pairs",
+        *({side: f"\n\nHuman: {i}\n\nAssistant: {side}" for side in ("chosen", "rejected")} for i in range(9)),
+    )
+    result = daemon.run("feedback", "import", str(path), "--user", "ola", code=1)
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("line 1 and 8 more lines: has neither")
+    assert "--format hh" in result.stderr
+
+
 def test_pairs_of_nobody_are_not_imported(daemon: Daemon, tmp_path: Path) -> None:
     path = write(tmp_path / "pairs", PAIR, {**PAIR, "user": "ned"})
     result = daemon.run("feedback", "import", str(path), code=1)

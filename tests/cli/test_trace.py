@@ -30,6 +30,13 @@ def test_the_next_seconds_are_recorded_with_progress(daemon: Daemon, tmp_path: P
     assert "traceEvents" in json.loads(file.read_text())
 
 
+def test_a_trace_of_nothing_says_so(tmp_path: Path) -> None:
+    answer = b'{"otherData": {"iterations": 0}, "traceEvents": [\n]}'
+    with peer(tmp_path / "s", b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer):
+        told = edged("trace", "-o", str(tmp_path / "trace.json"), "--socket", str(tmp_path / "s"))
+    assert "nothing was served or learned within" in told.stdout
+
+
 def test_a_file_that_cannot_be_written_and_a_broken_answer_leave_nothing(daemon: Daemon, tmp_path: Path) -> None:
     result = daemon.run("trace", "-o", "/proc/nowhere/trace.json", code=1)
     assert result.stderr.startswith("edged: /proc/nowhere/trace.json cannot be written: ")

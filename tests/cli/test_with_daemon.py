@@ -201,7 +201,14 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     assert on_disk["bob"] > 1000
     folder = tmp_path / "peft"
     assert str(folder) in daemon.run("adapters", "export", "bob", "--output", str(folder)).stdout
-    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    card = (folder / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert f"of {len(PAIRS)} preference pairs learned" in card
+    # Where PEFT finds the base again.
+    base = Path(json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"])
+    assert (base / "config.json").is_file()
+    assert json.dumps(str(base)) in card
     weights = load_file(folder / "adapter_model.safetensors")
     loaded = get_peft_model_state_dict(
         PeftModel.from_pretrained(tiny_model(), str(folder)), save_embedding_layers=False
@@ -211,6 +218,8 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     assert "not an empty folder" in daemon.run("adapters", "export", "bob", "--output", str(folder), code=1).stderr
 
     assert daemon.run("adapters", "forget", "bob", input="n\n", code=1).stdout.startswith("Delete everything")
+    unknown = daemon.run("adapters", "forget", "bobby", input="n\n", code=1).stdout
+    assert unknown.startswith('No adapter is called "bobby" (known: ')
     forgotten = daemon.run("adapters", "forget", "bob", "--yes").stdout
     assert "bob is forgotten" in forgotten
     assert "copies made before still hold bob: backups" in forgotten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -183,6 +184,9 @@ def test_the_command_compares_and_changes_nothing_unless_told(stopped: tuple[Pat
     assert shown.returncode == 0, shown.stderr
     assert "reward accuracy" in shown.stdout
     assert "--adopt takes the rebuilt one" in shown.stdout
+    assert re.search(
+        r"held-out pairs.*: \d+ pairs, right are \d+ to \d+ % online and \d+ to \d+ % rebuilt", shown.stdout
+    )
     assert [line for line in shown.stderr.splitlines() if not line.startswith("step ")] == []
     assert (tmp_path / "peft" / "adapter_model.safetensors").exists()
     assert sorted(path.name for path in (data / "adapters").rglob("v*")) == before

@@ -52,6 +52,8 @@ class LoraSpec:
     """Identifier of the base model's weights: adapters and reference log-probabilities of another base are not used."""
     peft_targets: tuple[str, ...]
     """`target_modules` as written to PEFT's config."""
+    base_source: str = ""
+    """The base model as PEFT finds it again, a directory or a hub name; "": its name here."""
 
     @property
     def scaling(self) -> float:
@@ -403,7 +405,7 @@ class AdapterFiles:
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": self.spec.base_model,
+            "base_model_name_or_path": self.spec.base_source or self.spec.base_model,
             "r": self.spec.rank,
             "lora_alpha": self.spec.alpha,
             "lora_dropout": 0.0,

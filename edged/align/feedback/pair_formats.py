@@ -229,7 +229,8 @@ def _parse_edged(row: Pair) -> Pair:
     if row.get("prompt_ids") is not None:
         return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
     if "prompt" not in row:
-        raise FormatError('has neither "messages" nor "prompt" nor "prompt_ids"')
+        hint = "HH-RLHF's dialogues need --format hh, TRL's rows --format trl"
+        raise FormatError(f'has neither "messages" nor "prompt" nor "prompt_ids": {hint}')
     return _pair("prompt", _text(row, "prompt"), chosen, rejected) | more
 
 
