@@ -88,6 +88,7 @@ def test_a_burst_is_held_shown_and_decided_about(daemon: LiveDaemon) -> None:
         assert fate["text"] == f"held: {pairs[0]['reason']}; if this was you: edged quarantine release --user ann"
         status = daemon.status()
         assert status["quarantine"] == {"pairs": len(pairs)}
+        assert f"{len(pairs)} pairs held" in status["verdict"]
         assert status["finetune"]["alarms"] == ["ann"]
         metrics = http.get("/metrics").text
         assert f"\nedged_quarantined_pairs {len(pairs)}.0\n" in metrics

@@ -83,3 +83,14 @@ def test_learning_that_is_switched_off_is_named_with_the_way_out(tmp_path: Path,
         (wait,) = story(http)["waits"]
         assert wait["text"] == "1 pair of ann waits: learning is switched off (align.enabled = false)"
         assert wait["step"] == "set align.enabled = true, then edged reload"
+
+
+def test_the_status_is_summed_up_in_a_line_and_a_start_says_how_to_ask(tmp_path: Path, model: Path) -> None:
+    with running(tmp_path / "run", model, align__enabled="false", api__listen="127.0.0.1:0") as daemon:
+        status = daemon.status()
+        assert status["verdict"] == "healthy, idle, 0 users, learning switched off"
+        # Nothing was served: no time is 0 ms.
+        assert status["latency"]["ttft_ms"] == {"p50": None, "p95": None}
+        line = f'ask: edged ask --socket {daemon.socket} --user NAME "Hello"; page: http://127.0.0.1:'
+        assert line in daemon.log
+        assert f"; data: {daemon.data}" in daemon.log
