@@ -21,6 +21,7 @@ from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.admission import ERASURES_PER_MINUTE, LimitReached, UserLimits
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
@@ -101,6 +102,7 @@ class Scene:
             maintenance=self.maintenance,
             runs=ApplicationRuns(FairnessSettings, self.store),
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
+            version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), cast(Any, None)),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
