@@ -31,8 +31,13 @@ async def get_story(request: web.Request) -> Story:
     if summary is None:
         raise unknown_adapter(name)
     untrained = None if first is None else await services.version_answers.untrained(name, first)
+    said: dict[int | None, str | None] = {0: untrained}
     answers = [{"version": 0, "answer": untrained, "on_disk": True}]
-    answers += [{key: row[key] for key in answers[0]} for row in reversed(versions) if row["answer"] or row["on_disk"]]
+    for row in reversed(versions):
+        # A version that has the weights of another answers as it does.
+        said[row["version"]] = answer = said.get(row["restored"]) if row["answer"] is None else row["answer"]
+        if answer is not None or row["on_disk"]:
+            answers.append({"version": row["version"], "answer": answer, "on_disk": row["on_disk"]})
     asked = first and (content_text(first.messages[-1]) if first.messages else first.prompt)
     return Story(
         adapter=name,

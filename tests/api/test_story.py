@@ -56,7 +56,9 @@ def test_it_tells_what_was_learned_undone_and_what_each_version_answers(tmp_path
         until(lambda: story(http)["answers"][-1]["on_disk"])
         http.post("/v1/adapters/ann/rollback", json={"version": 0}).raise_for_status()
         until(lambda: len(story(http)["events"]) == 2)
-        assert story(http)["events"][-1]["text"].startswith("Version 2 is the untrained adapter again")
+        told = story(http)
+        assert told["events"][-1]["text"].startswith("Version 2 is the untrained adapter again")
+        assert told["answers"][-1] == {**told["answers"][0], "version": 2, "on_disk": told["answers"][-1]["on_disk"]}
         assert http.get("/v1/adapters/bob/story").json()["error"]["code"] == "unknown_adapter"
 
 
