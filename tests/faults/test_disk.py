@@ -168,7 +168,7 @@ def wreck_table(database: Path, table: str) -> None:
     """Overwrite the first page of a table and those of its indices beneath a daemon that runs."""
     with contextlib.closing(sqlite3.connect(database)) as db:
         assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
-        roots = db.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = ?", [table]).fetchall()
+        roots = db.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = ? AND rootpage > 0", [table]).fetchall()
         (size,) = db.execute("PRAGMA page_size").fetchone()
         with database.open("r+b") as file:
             for (root,) in roots:
