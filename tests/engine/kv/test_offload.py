@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,6 +91,27 @@ def test_a_copy_that_finds_no_memory_costs_no_place(kind: str, tmp_path: Path, m
     spill.close()
 
 
+def test_pages_are_read_into_buffers_in_turn_so_that_one_is_copied_while_the_next_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = make_kv()
+    spill = DiskOffload(kv, 4, tmp_path)
+    handles = [spill.save(page) for page in range(3)]
+    read, used = os.preadv, list[int]()
+
+    def noted(file: int, buffers: list[memoryview], offset: int) -> int:
+        used.append(np.frombuffer(buffers[0], np.uint8).ctypes.data)
+        return read(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    for handle in handles * 3:
+        assert handle is not None
+        assert spill.load(handle, 5)
+    assert len(set(used[:8])) == 8
+    assert used[8] == used[0]
+    spill.close()
+
+
 def test_the_file_has_no_name(tmp_path: Path) -> None:
     spill = make("disk", make_kv(), tmp_path / "new")
     spill.save(0)
@@ -122,13 +146,19 @@ def test_an_iteration_waits_for_a_disk_no_longer_than_it_may(tmp_path: Path) -> 
     spill.close()
 
 
-def test_where_pages_go_follows_the_settings_and_the_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_pages_go_follows_the_settings_and_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     kv = make_kv()
     assert pick_spill(kv, CacheSettings(), tmp_path) is None, "the CPU's memory is the box's own"
     assert pick_spill(kv, CacheSettings(spill="off"), tmp_path) is None
     host = pick_spill(kv, CacheSettings(spill="host", spill_mb=1), tmp_path)
     assert host is not None
     assert host.capacity == (1 << 20) // (2 * 3 * 2 * 4 * 8 * 4)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    less = pick_spill(kv, CacheSettings(spill="host", spill_mb=1), tmp_path)
+    assert less is not None
+    assert 0 < less.capacity < host.capacity, "others need memory, too"
     (tmp_path / "file").write_text("")
     assert pick_spill(kv, CacheSettings(spill="disk"), tmp_path / "file") is None
     assert "cache.spill disk is not possible" in caplog.text

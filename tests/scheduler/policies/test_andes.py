@@ -121,6 +121,24 @@ def test_who_has_most_to_read_gives_way_to_a_prompt_for_which_there_is_no_room(s
     assert set(granted(plan)) == {1, 2, 4, 9}
 
 
+def test_each_prompt_that_enters_has_a_victim_of_its_own(scheduler: Scheduler) -> None:
+    answers = full(scheduler, 1.0, 30.0, 40.0)
+    for number in (8, 9):
+        add_question(scheduler, number, 15 * PAGE)
+    plan = scheduler.plan(10.0, resources(free=10, total=90))
+    assert set(plan.preempt) == set(answers[2:])
+    assert set(granted(plan)) == {1, 2, 8, 9}
+
+
+def test_of_answers_that_outgrow_the_pages_the_one_gives_way_whose_reader_gains_least_by_a_page(
+    scheduler: Scheduler,
+) -> None:
+    answers = [add_answer(scheduler, number, 3.0, pages) for number, pages in ((1, 20), (2, 40), (3, 20))]
+    for answer in answers:
+        answer.context = answer.capacity
+    assert scheduler.plan(10.0, resources(free=2, total=82)).preempt == [answers[1]]
+
+
 def test_nobody_gives_way_where_there_is_room(scheduler: Scheduler) -> None:
     full(scheduler, 1.0, 30.0, 2.0)
     add_question(scheduler, 9, 15 * PAGE)

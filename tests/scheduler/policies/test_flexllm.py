@@ -180,6 +180,7 @@ class TestCutWindows:
         short, left_s = Unit("layer", 150), 0.9 * cost.unit_s(Unit("layer", 150))
         assert cost.rows(short, left_s, least=False) == 0
         assert 100 <= cost.rows(short, left_s, least=True) < 150
+        assert cost.rows(Unit("layer", 161), whole_s, least=True) == 160, "all but one"
 
     def test_cut_windows_train_where_whole_ones_never_fit(self) -> None:
         for policy, trains in (("flexllm", True), ("mace", False)):
