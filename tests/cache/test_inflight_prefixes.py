@@ -95,6 +95,16 @@ def test_followers_of_one_that_leaves_find_the_next_leader() -> None:
     check_prefixes(pending)
 
 
+def test_followers_of_one_that_leaves_go_on_where_the_cache_has_what_the_next_leader_would_compute() -> None:
+    cached = [0]
+    pending = InflightPrefixes(SIZE, lambda key, tokens: cached[0])
+    for name, text in ((1, "abcd"), (2, "abxy"), (3, "abxz")):
+        enter(pending, name, text)
+    cached[0] = 2 * SIZE
+    assert pending.leave(2) == [3]
+    assert not waits(pending, 3)
+
+
 def test_one_that_waits_may_leave_and_its_followers_move_up() -> None:
     pending = make()
     enter(pending, 1, "abcd")
