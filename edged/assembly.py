@@ -15,6 +15,7 @@ from edged.api.admission import TenantQueue, UserLimits, most_of_one, queue_size
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.jobs.runner import JobRunner
 from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
@@ -28,8 +29,9 @@ from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.base_models import refuse_other_base
-from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
 from edged.store.forgetting import finish_forgetting
+from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
@@ -73,6 +75,7 @@ def assemble(
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
         answers.tell(records)
+        job_runner.tell(records)
         return recorded
 
     engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)
@@ -87,6 +90,8 @@ def assemble(
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, tokenizer, engine, event_router)
     feedback_intake = FeedbackIntake(store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes)
+    about = (store, tokenizer, engine, live, facts["fingerprint"], name)
+    job_runner = JobRunner(*about, feedback_intake.release)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)
     monitor.subscribe(governors.hear)
@@ -102,6 +107,7 @@ def assemble(
         feed=feed,
         feedback_intake=feedback_intake,
         version_answers=answers,
+        job_runner=job_runner,
         monitor=monitor,
         admission=TenantQueue(
             lambda: queue_sizes(live.now.serving),
@@ -121,6 +127,10 @@ def assemble(
     )
     if resumed := feedback_intake.resume():
         log.info("%d pairs were queued and go on", resumed)
+    try:
+        sweep_files(store)
+    except OSError as error:
+        log.warning("files that nobody uploaded stay in %s: %s", folder / FILES_FOLDER, error)
     return services, journal
 
 
@@ -133,3 +143,4 @@ def connect(services: Services, reloader: Reloader) -> None:
     reloader.on_change(services.configure)
     reloader.on_change(lambda settings: services.limits.configure(settings.limits))
     reloader.on_change(lambda _: services.feedback_intake.release())
+    reloader.on_change(lambda _: services.job_runner.run_soon())

@@ -159,6 +159,7 @@ class Daemon:
     ) -> int:
         services.engine.start()
         services.monitor.start()
+        services.job_runner.start()
         self._lifecycle.services, self._lifecycle.phase = services, "ready"
         # Maintenance counts all rows first, which takes long in a large database.
         services.maintenance.start()
@@ -187,6 +188,7 @@ class Daemon:
         # Governors hold the engine back to its end; a reading may take long, and must not block the event loop.
         await _in_thread(services.monitor.stop)
         await runner.cleanup()
+        await _in_thread(services.job_runner.close)
         services.feedback_intake.close()
         await _in_thread(services.maintenance.stop)
         journal.flush()

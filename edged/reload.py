@@ -32,6 +32,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
         }
     ),
     "guard": _all_of("guard"),
+    "jobs": _all_of("jobs"),
     "governor": _all_of("governor"),
     "api": frozenset({"max_stop_chars", "max_logprobs"}),
     "access": _all_of("access"),

@@ -16,6 +16,7 @@ from sqlite_utils import Database
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import (
     IterationSample,
+    JobStepped,
     PairRetired,
     PairScored,
     Record,
@@ -26,6 +27,7 @@ from edged.align.feedback.pair import (
 )
 from edged.runtime import logs
 from edged.store import Store, adapters, feedback, quarantine, utc_now, utc_text
+from edged.store.jobs import jobs
 from edged.store.rows import field_values, insert_row
 
 log = logging.getLogger("edged.align")
@@ -153,6 +155,8 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():
             insert_row(db, "skipped_steps", {"created_at": created_at, **asdict(record)})
+        case JobStepped():
+            jobs.record_step(db, created_at, asdict(record))
         case IterationSample():
             raise TypeError("iteration samples are written in company: give them to Journal.append")
 

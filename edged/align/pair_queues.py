@@ -73,6 +73,11 @@ class AdapterQueue:
     loss: float = FIRST_LOSS
 
     @property
+    def tested(self) -> bool:
+        """Whether tests judge the adapter's versions."""
+        return True
+
+    @property
     def pairs(self) -> int:
         """Number of the adapter's pairs that wait for training or are in a step."""
         return len(self.queue) + len(self.taken)
@@ -373,7 +378,7 @@ class PairQueues:
 
     def testable(self, queue: AdapterQueue) -> bool:
         """Whether there are pairs or text to test the current version with; version 0 needs no test of its language."""
-        return bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
+        return queue.tested and bool(queue.held_out or (self.neutral and self._versions.get(queue.name, 0)))
 
     def take_step(
         self, first: AdapterQueue, align: AlignSettings, admit: Callable[[str], bool]

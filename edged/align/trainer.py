@@ -15,13 +15,22 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
-from edged.align.feedback.pair import PairRetired, Record, StepSkipped, TokenPair, VersionPublished, VersionTested
+from edged.align.feedback.pair import (
+    JobStepped,
+    PairRetired,
+    Record,
+    StepSkipped,
+    TokenPair,
+    VersionPublished,
+    VersionTested,
+)
 from edged.align.guard import TestScore
+from edged.align.jobs import JobPlan, JobQueue
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FineTuneStep, PairQueues, StepBatch
 from edged.align.versions import Read, Versions
 from edged.runtime import logs
 from edged.settings.live import Live
-from edged.settings.load import Settings
+from edged.settings.load import AlignSettings, Settings
 from edged.tensors.host_copy import HostCopies
 from edged.tensors.oom import StepSize, out_of_memory
 
@@ -54,7 +63,10 @@ class Trainer:
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self._decoder, self._release = decoder, release
         self._published = published
-        self._most_tokens = cache_tokens // 4
+        self.most_tokens = cache_tokens // 4
+        """Most tokens of a pair."""
+        self.jobs: dict[str, JobQueue] = {}
+        """Queues of the adapters that jobs train, by adapter."""
         self.records: list[Record] = []
         self.pairs_trained = self.trained_tokens = 0
         self.steps = 0
@@ -96,6 +108,7 @@ class Trainer:
         if adapter not in self.adapter_cache.versions and adapter not in self.adapter_cache.files.left:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)
+        self.jobs.pop(adapter, None)
         self.pair_queues.forget(adapter)
         self.adapter_cache.forget(adapter)
 
@@ -107,7 +120,7 @@ class Trainer:
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
             # KTO also computes the prompt of a single rating with the answer of another one.
-            most = self._most_tokens // 2 if pair.single else self._most_tokens
+            most = self.most_tokens // 2 if pair.single else self.most_tokens
             if pair.tokens > most:
                 reason = f"{pair.tokens} tokens do not fit: the KV cache has room for {most}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
@@ -118,6 +131,38 @@ class Trainer:
                     reason = "newer pairs are kept as the test"
                     outgrown = queue.outgrown(guard)
                     self.records += [old.retired("queued", version, old.epochs_done, reason) for old in outgrown]
+
+    def start_job(self, plan: JobPlan) -> int:
+        """Begin to train an adapter by a job's plan; its state is resident. Returns the number of steps it took."""
+        queue = JobQueue(plan.adapter, plan=plan, done=self.adapter_cache.get(plan.adapter).steps_taken)
+        self.abandon(plan.adapter)
+        self.pair_queues.forget(plan.adapter)
+        self.pair_queues.queues[plan.adapter] = queue
+        self.jobs[plan.adapter] = queue
+        return queue.done
+
+    def feed_job(self, adapter: str, step: int, examples: Sequence[TokenPair]) -> None:
+        """Take in the examples of a job's step (from 0), which is that after the last one taken in; others are not."""
+        queue = self.jobs.get(adapter)
+        if queue is not None and step == queue.done + len(queue.batches):
+            queue.batches.append(list(examples))
+
+    def end_job(self, adapter: str) -> None:
+        """End an adapter's job, with its step under way; the version that it has stays, as if it had passed a test."""
+        if adapter in self.jobs:
+            self.abandon(adapter)
+            del self.jobs[adapter]
+            self.pair_queues.forget(adapter)
+            self.pair_queues[adapter].guard.tested_version = self.adapter_cache.version(adapter)
+
+    def fail_job(self, adapter: str, reason: str) -> None:
+        """End the training of an adapter by its job, if it has one, for a reason that is recorded."""
+        if adapter in self.jobs:
+            self._skipped(self.jobs[adapter], (), reason)
+
+    def due_jobs(self) -> list[str]:
+        """Return the adapters whose job's next step can be opened."""
+        return [name for name, queue in self.jobs.items() if queue.due]
 
     def examine(self, adapter: str) -> None:
         """Have the adapter's current version tested before its next step."""
@@ -135,11 +180,15 @@ class Trainer:
         queue = self.pair_queues[adapter]
         if self.pair_queues.test_due(queue):
             return self._open_test(queue)
-        batches = self.pair_queues.take_step(queue, self.size.align, admit)
-        align = self._settings.now.align
+        if isinstance(queue, JobQueue):
+            # Alone: no other's pairs are trained on by the same settings.
+            batches, align = {adapter: queue.draw(self.size.align)}, queue.plan.settings(queue.done)
+            queue.begin(batches[adapter])
+        else:
+            batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
         try:
-            members = [self._member(self.pair_queues[name], batch) for name, batch in batches.items()]
-            step = DpoStep(members, self._decoder, align, self._release, self._most_tokens, keep_graph)
+            members = [self._member(self.pair_queues[name], batch, align) for name, batch in batches.items()]
+            step = DpoStep(members, self._decoder, align, self._release, self.most_tokens, keep_graph)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):
@@ -153,11 +202,11 @@ class Trainer:
         self.pair_queues.recount()
         return step
 
-    def _member(self, queue: AdapterQueue, batch: StepBatch) -> AdapterStep:
+    def _member(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
         untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
         scale = guard.step_scale * guard.caution
-        return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested)
+        return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested, align=align)
 
     def _open_test(self, queue: AdapterQueue) -> HeldOutEvaluation:
         settings, version = self._settings.now, self.adapter_cache.version(queue.name)
@@ -197,6 +246,9 @@ class Trainer:
 
     def _close_step(self, queue: AdapterQueue, step: DpoStep, seconds: float) -> None:
         settings, member, guard = self._settings.now, step.members[queue.name], queue.guard
+        if isinstance(queue, JobQueue):
+            self._close_job_step(queue, member, seconds)
+            return
         if member.doubted:
             # The version is tested before pairs are quarantined: to a broken version every pair looks strange.
             queue.put_back(member.fresh)
@@ -252,6 +304,28 @@ class Trainer:
                 self.records += [PairRetired(n, queue.name, "quarantined", version, 0, reason) for n in pair_ids]
 
             self.versions.take_back(queue.name, f"guard: {len(pair_ids)} pairs {why}", quarantine)
+
+    def _close_job_step(self, queue: JobQueue, member: AdapterStep, seconds: float) -> None:
+        """Publish the version that a job's step made; a step that found no memory is tried again, another's failure
+        ends the job."""
+        if member.starved:
+            self._starved([queue.name], True, member.error)
+            self.size.shrink()
+        elif member.error or not member.trained:
+            self._skipped(queue, (), member.error or "no example of a step could be trained on")
+        else:
+            learning_rate = queue.plan.settings(queue.done).learning_rate
+            queue.advance()
+            self.steps += 1
+            tokens = sum(pair.tokens for pair in member.fresh)
+            self.trained_tokens += tokens
+            self.size.grow()
+            self.size.forgive(queue.plan.job_id)
+            figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
+            self.versions.publish(queue, member.version, "trained", **figures)
+            version = self.adapter_cache.version(queue.name)
+            about = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
+            self.records.append(JobStepped(*about, member.loss, tokens, seconds, learning_rate))
 
     def _close_burst(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""
@@ -320,7 +394,10 @@ class Trainer:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
             queue.put_back()
-            if alone:
+            if isinstance(queue, JobQueue):
+                if self.size.hopeless(queue.plan.job_id, others_first=False):
+                    self._skipped(queue, (), f"out of memory: {reason}")
+            elif alone:
                 pair = queue.queue.popleft()
                 if self.size.hopeless(pair.pair_id):
                     self._skipped(queue, [pair], f"out of memory, also alone: {reason}")
@@ -353,6 +430,10 @@ class Trainer:
 
     def _skipped(self, queue: AdapterQueue, pairs: Sequence[TokenPair], reason: str) -> None:
         version = self.adapter_cache.version(queue.name)
+        if isinstance(queue, JobQueue):
+            queue.failed = True
+            self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, error=reason))
+            return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
         self.records += [pair.retired("skipped", version, pair.epochs_done, reason) for pair in pairs]
 

@@ -134,6 +134,8 @@ class Caller:
     roles: frozenset[Role]
     users: tuple[str, ...]
     rule: str
+    job_adapters: frozenset[str] = frozenset()
+    """Adapters that fine-tuning jobs of the caller's made."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""
@@ -141,7 +143,7 @@ class Caller:
 
     def speaks_for(self, user: str) -> bool:
         """Whether the caller may act as a user and read that user's data."""
-        return any(self._fits(known, user) for known in self.users)
+        return user in self.job_adapters or any(matches_user(known, user) for known in self.users)
 
     def turn(self, user: str | None, named: Collection[str] = ()) -> str:
         """Return the name under which a user's requests take turns with others.
@@ -153,11 +155,7 @@ class Caller:
             return self.tenant
         if self.may("admin") or user in self.users or user in named:
             return user
-        return next((known for known in self.users if known != "*" and self._fits(known, user)), self.tenant)
-
-    @staticmethod
-    def _fits(known: str, user: str) -> bool:
-        return user.startswith(known[:-1]) if known.endswith("*") else user == known
+        return next((known for known in self.users if known != "*" and matches_user(known, user)), self.tenant)
 
     def demand_role(self, role: Role) -> None:
         """Raise ApiError (403) unless the caller has the role."""
@@ -173,6 +171,11 @@ class Caller:
                 known = ", ".join(self.users) or "nobody"
                 message = f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})'
                 raise ApiError(403, message, code="forbidden_user", user=user)
+
+
+def matches_user(known: str, user: str) -> bool:
+    """Whether a user is the `known` one, or begins with it where it ends with "*"."""
+    return user.startswith(known[:-1]) if known.endswith("*") else user == known
 
 
 class Access:

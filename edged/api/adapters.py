@@ -29,6 +29,7 @@ from edged.settings.load import USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
+from edged.store.jobs.jobs import open_job_of
 
 _SERIES_PAIRS = 500
 MOST_SERIES_PAIRS = 100_000
@@ -87,6 +88,7 @@ async def rollback(request: web.Request) -> RolledBack:
     """
     services, name = services_of(request), adapter_name(request)
     body = await read_body(request, RollbackRequest.checked)
+    await _demand_no_job(services, name)
     try:
         version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
     except UnknownAdapter:
@@ -154,13 +156,21 @@ async def import_adapter(request: web.Request) -> Imported:
     if name in services.engine.adapter_files.left:
         message = f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '
         raise ApiError(409, f"{message}`edged adapters forget {name}` tries again", code="not_forgotten_yet")
+    await _demand_no_job(services, name)
     services.claim("import")
     try:
         weights = await _uploaded(request, services, spec)
     finally:
-        services.busy.discard("import")
+        services.free("import")
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
     return Imported(adapter=name, version=version, reason=reason)
+
+
+async def _demand_no_job(services: Services, name: str) -> None:
+    """Raise ApiError (409) while a fine-tuning job makes an adapter."""
+    job = await asyncio.to_thread(services.store.read, lambda db: open_job_of(db, name))
+    if job:
+        raise ApiError(409, f'job "{job}" makes adapter "{name}": wait for its end, or cancel it', code="job_runs")
 
 
 async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from edged.align.adapters.adapter import UnknownAdapter
@@ -9,7 +11,9 @@ from edged.api.services import Services
 from edged.store import StoreError, erasure, forgetting, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning
 from edged.store.base_models import served_base
-from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
+from edged.store.jobs.files import file_ids_of_user
+from edged.store.jobs.jobs import open_jobs_of_user
 from edged.store.maintenance import Maintenance
 
 log = logging.getLogger("edged.api")
@@ -28,10 +32,15 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         log.info("forgetting %s: %s (after %.1f s)", name, what, time.monotonic() - began_s)
 
     try:
+        stage("ending its jobs")
+        for job in store.read(lambda db: open_jobs_of_user(db, name)):
+            services.job_runner.end(job)
+        files = [store.path.parent / FILES_FOLDER / file for file in store.read(lambda db: file_ids_of_user(db, name))]
         stage("deleting its rows")
         erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
         services.reading_speeds.forget(name)
         services.version_answers.forget(name)
+        services.job_runner.refresh()
         # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")
@@ -39,6 +48,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
             gone = forgetting.deleted(name, services.engine.forget(name, erased.pair_ids).result)
         except UnknownAdapter:
             learned, gone = False, True
+        gone &= forgetting.deleted(name, lambda: _unlink(files))
         gone &= forgetting.deleted(name, lambda: forget_files(folder, name, store.read(served_base)))
         services.engine.hold_back(name, not gone)
         # And what the engine recorded of it meanwhile.
@@ -57,6 +67,12 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     finally:
         stages.pop(name, None)
     return forgetting.report(erased, searched, vacuumed)
+
+
+def _unlink(paths: Sequence[Path]) -> None:
+    """Delete files. Raises OSError."""
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _vacuum(maintenance: Maintenance) -> bool:

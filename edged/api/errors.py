@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from edged.align.adapters.adapter import AdapterError
 from edged.align.feedback.signals import FeedbackError
 from edged.api.admission import LimitReached
 from edged.api.responses import Error, ErrorDetail
@@ -32,6 +33,7 @@ MEANINGS = {
     413: "The body is larger than api.max_body_kb.",
     429: "Too many requests; `Retry-After` says how long to wait.",
     500: "edged's own failure; its log has the details.",
+    507: "The disk is full.",
     503: "Not now: loading, draining, stopped, or the disk cannot be written.",
 }
 """The description of each error status in the OpenAPI document."""
@@ -89,6 +91,7 @@ _ANSWERS: dict[type[Exception], tuple[int, str]] = {
     StorageFull: (403, "storage_full"),
     ConfigError: (400, "bad_settings"),
     StoreError: (503, "store_failed"),
+    AdapterError: (409, "adapter_unusable"),
 }
 """The status and code of each exception whose message the client gets."""
 

@@ -20,6 +20,7 @@ from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
 from edged.store.feedback import PairRow, count_queued, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
+from edged.store.jobs.jobs import open_jobs
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -46,7 +47,7 @@ class FeedbackIntake:
 
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
-        """Ids of pairs that came while learning was off."""
+        """Ids of pairs that came while learning was off, or while a job trained their adapter."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
     def resume(self) -> int:
@@ -98,7 +99,10 @@ class FeedbackIntake:
                 self.learn_soon(result.pair_ids)
 
     def release(self) -> None:
-        """Submit the pairs that came while learning was off, as the store has them now, if it is on again."""
+        """Submit the pairs that were withheld, as the store has them now, if learning is on.
+
+        It is to be called when a job has ended: pairs of adapters that jobs train wait for that.
+        """
 
         def hand_over() -> None:
             withheld, self._withheld = self._withheld, set()
@@ -130,7 +134,11 @@ class FeedbackIntake:
             self._withheld.update(pair_ids)
             return
         pairs: list[TokenPair] = []
+        in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model))}
         for row in self._rows(pair_ids):
+            if row.adapter in in_jobs:
+                self._withheld.add(row.id)
+                continue
             if row.state == "skipped":
                 # Dropped since it was to be submitted.
                 continue

@@ -68,7 +68,7 @@ def read(lifecycle: Lifecycle, observer: Observer, stalls: StallMonitor) -> Samp
     pairs_pending, most, unread = status["finetune"]["pairs_queued"], services.settings.metrics.adapters, False
     try:
         shown = store.read(lambda db: recent_adapters(db, versions.keys(), pairs_pending, most))
-        values |= readings.adapter_readings(versions, shown)
+        values |= readings.adapter_readings(versions, shown) | services.job_runner.readings()
     except StoreError as error:
         log.error("no metrics of adapters: %s", error)
         unread = True

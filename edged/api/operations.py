@@ -83,7 +83,7 @@ async def backup(request: web.Request) -> web.StreamResponse:
     finally:
         # `close` waits for the thread that may still make the next part for a client that left.
         closed = asyncio.get_running_loop().run_in_executor(None, close)
-        closed.add_done_callback(lambda _: services.busy.discard("backup"))
+        closed.add_done_callback(lambda _: services.free("backup"))
         # A client that has read the whole answer may ask for the next backup.
         await asyncio.shield(closed)
     return response

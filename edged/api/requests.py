@@ -84,7 +84,7 @@ UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), Af
 _CLEAN = AfterValidator(_clean)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     """A JSON object that a client sends; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
@@ -106,7 +106,7 @@ class _Body(BaseModel):
         return made
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """One part of a message's content."""
 
     type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text"]})]
@@ -119,7 +119,7 @@ class TextPart(_Body):
         return self
 
 
-class Message(_Body):
+class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -176,19 +176,19 @@ Biases = Annotated[
 ]
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """OpenAI's `stream_options`."""
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """OpenAI's `response_format`; only text can be had."""
 
     type: Literal["text"]
 
 
-class _Own(_Body):
+class _Own(Body):
     """A body of edged's own routes; unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -227,7 +227,7 @@ class QoeRequest(_Own):
         return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
 
 
-class _Generation(_Body):
+class _Generation(Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None

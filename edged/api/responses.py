@@ -9,13 +9,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
     """A JSON object that edged answers; it may have more fields than its model, never fewer."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class ErrorDetail(_Answer):
+class ErrorDetail(Answer):
     """An error: a sentence, its kind, the field at fault, a word for programs."""
 
     message: str
@@ -24,19 +24,19 @@ class ErrorDetail(_Answer):
     code: str | None
 
 
-class Error(_Answer):
+class Error(Answer):
     """The answer of every status from 400 on."""
 
     error: ErrorDetail
 
 
-class PromptTokenDetails(_Answer):
+class PromptTokenDetails(Answer):
     """How many of the prompt's tokens were found in the KV cache."""
 
     cached_tokens: int
 
 
-class Usage(_Answer):
+class Usage(Answer):
     """Tokens over all choices; the prompt counts once."""
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Usage(_Answer):
     prompt_tokens_details: PromptTokenDetails
 
 
-class TokenAlternative(_Answer):
+class TokenAlternative(Answer):
     """A token with its log-probability (natural logarithm) and its bytes."""
 
     token: str
@@ -59,14 +59,14 @@ class TokenLogprobs(TokenAlternative):
     top_logprobs: list[TokenAlternative]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(Answer):
     """Log-probabilities of a chat's answer."""
 
     content: list[TokenLogprobs]
     refusal: None
 
 
-class AssistantMessage(_Answer):
+class AssistantMessage(Answer):
     """The answer's text."""
 
     role: Literal["assistant"]
@@ -74,7 +74,7 @@ class AssistantMessage(_Answer):
     refusal: None
 
 
-class ChatChoice(_Answer):
+class ChatChoice(Answer):
     """One answer of a chat completion."""
 
     index: int
@@ -83,7 +83,7 @@ class ChatChoice(_Answer):
     finish_reason: Literal["stop", "length"]
 
 
-class _Completion(_Answer):
+class _Completion(Answer):
     id: str
     created: int
     model: str
@@ -99,7 +99,7 @@ class ChatCompletion(_Completion):
     choices: list[ChatChoice]
 
 
-class TextLogprobs(_Answer):
+class TextLogprobs(Answer):
     """Four parallel lists, one entry a token."""
 
     tokens: list[str]
@@ -108,7 +108,7 @@ class TextLogprobs(_Answer):
     text_offset: list[int]
 
 
-class TextChoice(_Answer):
+class TextChoice(Answer):
     """One continuation."""
 
     index: int
@@ -124,7 +124,7 @@ class TextCompletion(_Completion):
     choices: list[TextChoice]
 
 
-class Model(_Answer):
+class Model(Answer):
     """The base model, or the same with a user's adapter; `max_model_len` is the context in tokens."""
 
     id: str
@@ -136,14 +136,14 @@ class Model(_Answer):
     adapter: str | None
 
 
-class ModelList(_Answer):
+class ModelList(Answer):
     """All models."""
 
     object: Literal["list"]
     data: list[Model]
 
 
-class FeedbackTaken(_Answer):
+class FeedbackTaken(Answer):
     """Feedback that is on disk, and the pairs that follow from it."""
 
     id: str
@@ -153,7 +153,7 @@ class FeedbackTaken(_Answer):
     duplicate: bool
 
 
-class PairProgress(_Answer):
+class PairProgress(Answer):
     """The outcome of a pair: the version that learned it and after how many seconds, or what the pair waits for."""
 
     pair_id: int
@@ -165,7 +165,7 @@ class PairProgress(_Answer):
     text: str
 
 
-class FeedbackProgress(_Answer):
+class FeedbackProgress(Answer):
     """The outcome of a feedback. `settled`: every pair has its outcome; `blocked`: none comes by itself."""
 
     id: str
@@ -177,7 +177,7 @@ class FeedbackProgress(_Answer):
     pairs: list[PairProgress]
 
 
-class Adapter(_Answer):
+class Adapter(Answer):
     """An adapter with its means over pairs, which are None where there are no pairs."""
 
     adapter: str
@@ -205,13 +205,13 @@ class Adapter(_Answer):
     answer_repetition_recent: float | None
 
 
-class AdapterList(_Answer):
+class AdapterList(Answer):
     """Every adapter, with `disk_bytes` and `last_used_at`."""
 
     adapters: list[Adapter]
 
 
-class AdapterVersion(_Answer):
+class AdapterVersion(Answer):
     """One published version; `step_s` is the wall time of the step that made it, in seconds."""
 
     version: int
@@ -241,7 +241,7 @@ class AdapterDetail(Adapter):
     series: list[dict[str, Any]]
 
 
-class StoryEvent(_Answer):
+class StoryEvent(Answer):
     """Something that happened to an adapter, as a sentence; `held_out` is the newest test of these versions, if any."""
 
     at: str
@@ -254,7 +254,7 @@ class StoryEvent(_Answer):
     held_out: dict[str, Any] | None
 
 
-class Wait(_Answer):
+class Wait(Answer):
     """Feedback that waits: why, and the one step that settles it."""
 
     kind: Literal["queued", "held", "unpaired"]
@@ -263,7 +263,7 @@ class Wait(_Answer):
     step: str
 
 
-class VersionAnswer(_Answer):
+class VersionAnswer(Answer):
     """A version's answer to the adapter's first prompt, None where it was not asked; version 0 is the untrained one."""
 
     version: int
@@ -271,7 +271,7 @@ class VersionAnswer(_Answer):
     on_disk: bool
 
 
-class Story(_Answer):
+class Story(Answer):
     """An adapter's events, oldest first, the feedback that waits, and answers of versions to `prompt`."""
 
     adapter: str
@@ -283,7 +283,7 @@ class Story(_Answer):
     answers: list[VersionAnswer]
 
 
-class RolledBack(_Answer):
+class RolledBack(Answer):
     """`version` is served now, with the weights of `restored`."""
 
     adapter: str
@@ -291,14 +291,14 @@ class RolledBack(_Answer):
     restored: int
 
 
-class Examined(_Answer):
+class Examined(Answer):
     """`version` is tested now; GET /v1/adapters/{name} tells what came of it."""
 
     adapter: str
     version: int
 
 
-class Forgotten(_Answer):
+class Forgotten(Answer):
     """The numbers of deleted rows, by table."""
 
     adapter: str
@@ -306,7 +306,7 @@ class Forgotten(_Answer):
     rows_deleted: dict[str, int]
 
 
-class Imported(_Answer):
+class Imported(Answer):
     """A user's newest version came from elsewhere."""
 
     adapter: str
@@ -314,34 +314,34 @@ class Imported(_Answer):
     reason: Literal["imported", "rebuilt"]
 
 
-class Quarantine(_Answer):
+class Quarantine(Answer):
     """Pairs that wait for a decision; `count` of them in all."""
 
     pairs: list[dict[str, Any]]
     count: int
 
 
-class ApplicationList(_Answer):
+class ApplicationList(Answer):
     """Types of applications by user, with medians over their latest runs."""
 
     applications: list[dict[str, Any]]
 
 
-class RunList(_Answer):
+class RunList(Answer):
     """The latest runs of a type of application; costs are KV token-iterations."""
 
     application: str
     runs: list[dict[str, Any]]
 
 
-class ApplicationsForgotten(_Answer):
+class ApplicationsForgotten(Answer):
     """How many ended runs of a type were forgotten."""
 
     application: str
     runs: int
 
 
-class Decided(_Answer):
+class Decided(Answer):
     """The decision about a pair; `left` of its user still wait."""
 
     pair_id: int
@@ -350,7 +350,7 @@ class Decided(_Answer):
     left: int
 
 
-class AllDecided(_Answer):
+class AllDecided(Answer):
     """The decision about all pairs of a user that waited; `left` came meanwhile."""
 
     user: str
@@ -359,7 +359,7 @@ class AllDecided(_Answer):
     left: int
 
 
-class StoreReport(_Answer):
+class StoreReport(Answer):
     """The database's sizes in bytes, and what it holds."""
 
     path: str
@@ -371,32 +371,32 @@ class StoreReport(_Answer):
     deleted: dict[str, int]
 
 
-class Pruned(_Answer):
+class Pruned(Answer):
     """Rows that were deleted, by table, and the database after that."""
 
     deleted: dict[str, int]
     store: StoreReport
 
 
-class Vacuumed(_Answer):
+class Vacuumed(Answer):
     """The database's size before and after."""
 
     bytes_before: int
     bytes_after: int
 
 
-class SettingsInUse(_Answer):
+class SettingsInUse(Answer):
     """All settings by section, tokens left out; `store.data_dir` is the folder in use."""
 
 
-class Reloaded(_Answer):
+class Reloaded(Answer):
     """Settings that hold now, and those that need a restart: each with `setting`, `old` and `new`."""
 
     applied: list[dict[str, Any]]
     needs_restart: list[dict[str, Any]]
 
 
-class Trace(_Answer):
+class Trace(Answer):
     """A document in Chrome's trace event format."""
 
     displayTimeUnit: str
@@ -404,7 +404,7 @@ class Trace(_Answer):
     traceEvents: list[dict[str, Any]]
 
 
-class KnownCaller(_Answer):
+class KnownCaller(Answer):
     """The caller of this request. `users`: names, beginnings of names with "*", or "*" for all it may speak for."""
 
     name: str
@@ -412,7 +412,7 @@ class KnownCaller(_Answer):
     users: list[str]
 
 
-class Status(_Answer):
+class Status(Answer):
     """The state of the daemon; `degraded` has a sentence for everything that is not as it should be."""
 
     version: str
@@ -438,20 +438,20 @@ class Status(_Answer):
     store: dict[str, Any]
 
 
-class Health(_Answer):
+class Health(Answer):
     """The process should be left alone."""
 
     status: Literal["ok"]
     phase: Literal["loading", "ready", "draining"]
 
 
-class Ready(_Answer):
+class Ready(Answer):
     """Completions are served."""
 
     status: Literal["ready"]
 
 
-class Document(_Answer):
+class Document(Answer):
     """The OpenAPI document."""
 
     openapi: str

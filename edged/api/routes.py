@@ -22,6 +22,7 @@ from edged.api import (
     trace,
 )
 from edged.api.event_streams import MOST_BACKLOG
+from edged.api.jobs import bodies, files, finetuning
 from edged.api.openapi import EVENTS, Route, document
 
 _TAR = ("application/x-tar",)
@@ -33,6 +34,14 @@ _LIMIT = {"limit": {"type": "integer", "minimum": 1, "maximum": adapters.MOST_SE
 _VERSIONS = {"versions": {"type": "string", "enum": ["newest", "all"]}}
 _BACKLOG = {"type": "integer", "minimum": 0, "maximum": MOST_BACKLOG}
 _EVENTS: dict[str, dict[str, Any]] = {"events": {"type": "string"}, "backlog": _BACKLOG}
+_BYTES = ("application/octet-stream",)
+_AFTER: dict[str, dict[str, Any]] = {"after": {"type": "string"}}
+_PAGE: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": finetuning.MOST_LISTED},
+    **_AFTER,
+}
+_FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": files.MOST_LISTED}, **_AFTER,
+          "purpose": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]}}  # fmt: skip
 _SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MOST_SECONDS}}
 
 
@@ -59,7 +68,7 @@ ROUTES = (
     Route("GET", "/v1/adapters/{name}/story", story.get_story, role="use", answer=responses.Story, errors=(404,)),
     Route("DELETE", "/v1/adapters/{name}", adapters.forget, role="train", answer=responses.Forgotten, errors=(404,)),
     Route("POST", "/v1/adapters/{name}/rollback", adapters.rollback, role="train",
-          body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404,)),
+          body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/mend", adapters.mend, role="train",
           answer=responses.Examined, status=202, errors=(404,)),
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),
@@ -75,6 +84,24 @@ ROUTES = (
           body=(requests.UserQuarantineRequest,), answer=responses.AllDecided),
     Route("POST", "/v1/quarantine/{pair}", quarantine.decide, role="train",
           body=(requests.QuarantineRequest,), answer=responses.Decided, errors=(404, 409)),
+    Route("POST", "/v1/files", files.upload, role="train", streamed=True,
+          answer=bodies.FileObject, errors=(408, 409, 413, 507)),
+    Route("GET", "/v1/files", files.list_files, role="train", query=_FILES, answer=bodies.FileList),
+    Route("GET", "/v1/files/{id}", files.get_file, role="train", answer=bodies.FileObject, errors=(404,)),
+    Route("GET", "/v1/files/{id}/content", files.content, role="train", media=_BYTES, errors=(404,)),
+    Route("DELETE", "/v1/files/{id}", files.delete, role="train", answer=bodies.Deleted, errors=(404, 409)),
+    Route("POST", "/v1/fine_tuning/jobs", finetuning.create, role="train",
+          body=(bodies.JobRequest,), answer=bodies.Job, errors=(404, 409)),
+    Route("GET", "/v1/fine_tuning/jobs", finetuning.list_jobs, role="train", query=_PAGE, answer=bodies.JobList),
+    Route("GET", "/v1/fine_tuning/jobs/{id}", finetuning.get_job, role="train", answer=bodies.Job, errors=(404,)),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/cancel", finetuning.cancel, role="train",
+          answer=bodies.Job, errors=(404,)),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/pause", finetuning.pause, role="train",
+          answer=bodies.Job, errors=(404,)),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/resume", finetuning.resume, role="train",
+          answer=bodies.Job, errors=(404,)),
+    Route("GET", "/v1/fine_tuning/jobs/{id}/events", finetuning.events, role="train",
+          query=_PAGE, answer=bodies.EventList, errors=(404,)),
     Route("GET", "/v1/backup", operations.backup, query=_VERSIONS, media=_TAR),
     Route("GET", "/v1/store", operations.store_report, answer=responses.StoreReport),
     Route("POST", "/v1/store/prune", operations.prune, answer=responses.Pruned),

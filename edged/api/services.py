@@ -14,6 +14,7 @@ from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
+from edged.api.jobs.runner import JobRunner
 from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
@@ -47,6 +48,7 @@ class Services:
     feed: Feed
     feedback_intake: FeedbackIntake
     version_answers: VersionAnswers
+    job_runner: JobRunner
     monitor: DeviceMonitor
     admission: TenantQueue
     runs: ApplicationRuns
@@ -65,8 +67,8 @@ class Services:
     """Tasks that forget adapters: the daemon waits for them before it ends."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)
     """The present stage of each such task, by adapter."""
-    busy: set[str] = field(default_factory=set)
-    """Running work of kinds that only one caller may do at a time, such as "backup"."""
+    busy: set[tuple[str, str]] = field(default_factory=set)
+    """Running work of kinds that only one caller may do at a time, such as "backup", or each owner."""
 
     @property
     def settings(self) -> Settings:
@@ -82,15 +84,19 @@ class Services:
         if settings.access != before.access:
             self.feed.close()
 
-    def claim(self, what: str) -> None:
-        """Add `what` to `busy`, from which the caller removes it at its end. Raises ApiError (429) if it is there.
+    def claim(self, what: str, whose: str = "") -> None:
+        """Add `what` to `busy` until `free` is called for it. Raises ApiError (429) if it is there; `whose` else.
 
         Others are refused and do not wait, since they would hold a connection.
         """
-        if what in self.busy:
+        if (what, whose) in self.busy:
             message = f"another {what} is being made: try again when it is done"
             raise ApiError(429, message, code=f"{what}_busy", retry_after_s=_BUSY_RETRY_S)
-        self.busy.add(what)
+        self.busy.add((what, whose))
+
+    def free(self, what: str, whose: str = "") -> None:
+        """End a claim."""
+        self.busy.discard((what, whose))
 
 
 @dataclass(slots=True)

@@ -16,13 +16,26 @@ from edged import __version__
 
 COMMANDS = (
     *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
-    *("backup", "restore", "quarantine", "applications", "config", "token", "doctor", "trace", "profile", "bench"),
+    *(
+        "backup",
+        "restore",
+        "quarantine",
+        "applications",
+        "finetune",
+        "files",
+        "config",
+        "token",
+        "doctor",
+        "trace",
+        "profile",
+        "bench",
+    ),
 )
 """Names of the click commands; each is in the module of its name unless MODULES has another."""
 MODULES = {
     **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
     **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
-    **{"metrics": "status", "profile": "bench", "doctor": "doctor.command"},
+    **{"files": "finetune", "metrics": "status", "profile": "bench", "doctor": "doctor.command"},
 }
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = {

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,11 @@ class Client:
         return self.call("POST", path, body)
 
     def call(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | Iterable[bytes] | None = None,
+        content_type: str = "application/json",
     ) -> dict[str, Any]:
         """Send one request and return its JSON answer. Raises NotRunning, Refused or DaemonError."""
         return _object(self._body(self._open(method, path, body, content_type)))
@@ -190,7 +194,11 @@ class Client:
             raise self._lost(error) from None
 
     def _open(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None = None, content_type: str = "application/json"
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | Iterable[bytes] | None = None,
+        content_type: str = "application/json",
     ) -> http.client.HTTPResponse:
         """Send a request and return its response, body unread; repeated while the model is being loaded."""
         payload = json.dumps(body).encode() if isinstance(body, dict) else body
@@ -211,7 +219,9 @@ class Client:
             waits = True
             time.sleep(_ASK_AGAIN_S)
 
-    def _ask(self, method: str, path: str, payload: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
+    def _ask(
+        self, method: str, path: str, payload: bytes | Iterable[bytes] | None, headers: dict[str, str]
+    ) -> http.client.HTTPResponse:
         """Send a request and return its response, body unread; reconnects once if a kept connection was closed."""
         while True:
             kept = self._connection is not None

@@ -4,7 +4,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +19,7 @@ from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
+from edged.align.jobs import JobPlan
 from edged.align.trainer import Trainer
 from edged.engine.build import build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
@@ -208,6 +209,23 @@ class Engine:
     def withdraw(self, pair_ids: Collection[int]) -> None:
         """Train no more on these pairs."""
         self.commands.offer(lambda: self.finetuning.withdraw(pair_ids))
+
+    @property
+    def most_pair_tokens(self) -> int:
+        """Most tokens of a pair that is trained on."""
+        return min(self.settings.align.max_pair_tokens, self.trainer.most_tokens)
+
+    def start_job(self, plan: JobPlan) -> Future[int]:
+        """Begin to train an adapter by a job's plan; the future has the number of steps that it has taken already."""
+        return self.commands.ask_at_length(lambda: self.finetuning.start_job(plan))
+
+    def feed_job(self, adapter: str, step: int, examples: Sequence[TokenPair]) -> None:
+        """Queue the examples of a job's step, counted from 0; steps come in their order."""
+        self.commands.offer(lambda: self.trainer.feed_job(adapter, step, examples))
+
+    def end_job(self, adapter: str) -> Future[int]:
+        """End an adapter's job; the future has the version that it leaves when that is on disk, or UnknownAdapter."""
+        return self.commands.ask_at_length(lambda: self.finetuning.end_job(adapter))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.

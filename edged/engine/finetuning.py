@@ -9,12 +9,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from edged.align.adapters.adapter import AdapterState, UnknownAdapter
+from edged.align.adapters.adapter import AdapterError, AdapterState, UnknownAdapter
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
 from edged.engine.command_queue import pass_on
@@ -109,6 +110,7 @@ class FinetuneJobs:
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
+        self._make_way(bool(ready), slots_wanted)
         if self._under_way >= self._most_open:
             return
         for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
@@ -117,6 +119,31 @@ class FinetuneJobs:
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
+        if self._trainer.jobs and not (ready or self.jobs):
+            # One step of one job at a time, begun when nobody's own pairs have work.
+            for adapter in self._trainer.due_jobs()[:1]:
+                self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+
+    def _make_way(self, ready: bool, slots_wanted: bool) -> None:
+        """Take a job's step out of the way of people's own pairs and of requests; it computes its group again.
+
+        It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
+        """
+        bulk = [job for job in self.jobs.values() if job.task.bulk]
+        if not bulk:
+            return
+        if slots_wanted or (ready and (self._under_way >= self._most_open or not self._slots.idle)):
+            for job in bulk:
+                self.abandon(job.step.adapters[0])
+            return
+        asking = [job.task for job in self.jobs.values() if not (job.task.bulk or job.task.begun)]
+        holding = [job.task for job in bulk if job.task.held_pages]
+        if asking and holding:
+            # Beside serving a step begins where it leaves as many pages as it takes.
+            pages = [task.pages_for(task.tokens, self._pages.page_size) for task in (*asking, *asking, *holding)]
+            if sum(pages) + self._scheduler.counts()[Kind.DECODE] > self._pages.available:
+                for task in holding:
+                    self.preempt(task.task_id, time.monotonic())
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or load the adapter first, few at once; note which waits longest for a slot."""
@@ -124,14 +151,49 @@ class FinetuneJobs:
         overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         spare = self._slots.count if slots_wanted and not overdue else 0
-        if self._trainer.adapter_cache.resident(adapter):
-            slot = self._open_step(adapter, now, spare)
-        else:
-            slot = overdue or self._slots.idle > spare
-            if slot and self._loader.count < self._most_open:
-                self._loader.fetch(adapter)
-        if not slot and not self._slotless:
+        if not self._try_begin(adapter, now, spare, overdue) and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
+
+    def _try_begin(self, adapter: str, now: float, spare: int, overdue: bool) -> bool:
+        """Open an adapter's step, or load the adapter first; returns whether it got a slot, or will get one."""
+        if self._trainer.adapter_cache.resident(adapter):
+            return self._open_step(adapter, now, spare)
+        slot = overdue or self._slots.idle > spare
+        if slot and self._loader.count < self._most_open:
+            self._loader.fetch(adapter)
+        return slot
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    def start_job(self, plan: JobPlan) -> Future[int]:
+        """Begin to train an adapter by a job's plan, once it is read; the future has the number of steps it took."""
+        answer: Future[int] = Future()
+        adapter_cache = self._trainer.adapter_cache
+
+        def take(done: Future[AdapterState] | None) -> None:
+            try:
+                if done is None:
+                    raise UnknownAdapter(plan.adapter)
+                adapter_cache.adopt(done.result())
+                steps = self._trainer.start_job(plan)
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(steps)
+
+        self._loader.read(plan.adapter, partial(adapter_cache.load, plan.adapter), take)
+        return answer
+
+    def end_job(self, adapter: str) -> Future[int]:
+        """End an adapter's job; the future has the version that it leaves, once that is on disk.
+
+        Raises UnknownAdapter.
+        """
+        if adapter not in self._trainer.adapter_cache.versions:
+            raise UnknownAdapter(adapter)
+        self.abandon(adapter)
+        self._trainer.end_job(adapter)
+        return self._writer.saved(adapter, self._trainer.adapter_cache.version(adapter))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +223,8 @@ class FinetuneJobs:
                 if done is None:
                     raise UnknownAdapter(adapter)
                 state = done.result()
+                if adapter in self._trainer.jobs:
+                    raise AdapterError(f'a fine-tuning job makes adapter "{adapter}": wait for its end, or cancel it')
                 self.abandon(adapter)
                 saved = self._writer.saved(adapter, self._trainer.versions.replace(state, reason, restored))
             except Exception as error:
@@ -304,7 +368,7 @@ class FinetuneJobs:
                 self._shrink(now)
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
-        task.trains = tuple(step.adapters)
+        task.trains, task.bulk = tuple(step.adapters), adapter in self._trainer.jobs
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -353,6 +417,7 @@ class FinetuneJobs:
                 log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
                 self.abandon(adapter)
                 reason = f"guard: version {version} answered with numbers that are not finite"
+                self._trainer.fail_job(adapter, reason)
                 self._trainer.versions.take_back(adapter, reason)
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained

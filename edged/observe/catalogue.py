@@ -93,6 +93,8 @@ CATALOGUE = (
     _gauge("edged_adapter_neutral_nll_change_ratio", "NLL of neutral text over the base's, less 1", "adapter"),
     _gauge("edged_adapter_version", "Version that is served", "adapter"),
     _gauge("edged_adapter_pairs_pending", "Pairs that wait", "adapter"),
+    _gauge("edged_jobs", "Fine-tuning jobs by status", "status"),
+    _counter("edged_job_tokens_total", "Tokens of fine-tuning jobs' examples that were trained on"),
     # Governors
     _gauge("edged_memory_governor_step", "Held: 0 nothing, 1 caches, 2 pruning, 3 also fine-tuning, 4 also admission"),
     _gauge("edged_power_governor_share_ratio", "Share of the time that heat, power and quiet hours leave fine-tuning"),

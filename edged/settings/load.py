@@ -21,6 +21,7 @@ from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
 from edged.settings.by_user import ByUser
 from edged.settings.fairness import FairnessSettings as FairnessSettings
+from edged.settings.jobs import JobSettings as JobSettings
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
@@ -339,6 +340,7 @@ class Settings(Section):
     align: AlignSettings = AlignSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()
+    jobs: JobSettings = JobSettings()
     governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()
     access: AccessSettings = AccessSettings()

@@ -1,5 +1,6 @@
 """The tables `adapter_versions`, `alignment_metrics` and `skipped_steps` of adapters."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.data_dir import erase_folder
+from edged.store.jobs.files import file_ids_of_user
+from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_value, insert_row, update_rows
 
 
@@ -80,6 +83,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     signals = f"user = :adapter OR completion_id IN ({said})"
     pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
+    jobs = "owner = :adapter OR adapter = :adapter"
     learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
     deletions = {
         "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
@@ -89,9 +93,16 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",
         "application_runs": "user = :adapter",
+        "job_events": f"job_id IN (SELECT id FROM jobs WHERE {jobs})",
+        "files": "id IN (SELECT value FROM json_each(:files))",
+        "jobs": jobs,
     }
-    named = {"adapter": adapter}
+    named = {"adapter": adapter, "files": json.dumps(file_ids_of_user(db, adapter))}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
+    ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,
+        error = CASE WHEN {IS_OPEN} THEN 'the adapter that it began with was forgotten' ELSE error END,
+        error_code = CASE WHEN {IS_OPEN} THEN 'invalid_model' ELSE error_code END"""
+    db.execute(f"UPDATE jobs SET {ended}, parent = '', model = '' WHERE parent = :adapter", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids

@@ -1,4 +1,4 @@
-"""A backup: one tar of the database, the adapters' newest whole versions, the profiles and the settings.
+"""A backup: one tar of the database, the adapters' newest whole versions, uploaded files, profiles and settings.
 
 The adapters are taken before the database: what a version had learned is then in the database too, and what the
 database has beyond it is learned again after a restore, as after a crash. What the database does not name any more was
@@ -19,7 +19,7 @@ from typing import Any
 
 import edged
 from edged.store.archive import END, Content, member
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, SCRATCH, sha256_of, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, SCRATCH, sha256_of, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -58,6 +58,8 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
         settle()
         copy_database(database, folder / DATABASE_FILE)
         _drop_unnamed(folder)
+        if (data_dir / FILES_FOLDER).is_dir():
+            _link_files(data_dir / FILES_FOLDER, folder)
         if (data_dir / PROFILES_FOLDER).is_dir():
             shutil.copytree(data_dir / PROFILES_FOLDER, folder / PROFILES_FOLDER)
         (folder / CONFIG_FILE).write_text(config)
@@ -109,6 +111,15 @@ def _drop_unnamed(folder: Path) -> None:
     for version in (folder / ADAPTERS_FOLDER).glob("*/*/v*"):
         if (version.parent.parent.name, version.parent.name, int(version.name[1:])) not in named:
             shutil.rmtree(version)
+
+
+def _link_files(source: Path, folder: Path) -> None:
+    """Link the uploaded files that the copied database names; one that was deleted since then is left out."""
+    (folder / FILES_FOLDER).mkdir()
+    with closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
+        for (file_id,) in connection.execute("SELECT id FROM files"):
+            if (source / file_id).is_file():
+                _link(str(source / file_id), str(folder / FILES_FOLDER / file_id))
 
 
 def _link(source: str, target: str) -> None:

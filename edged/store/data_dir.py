@@ -8,6 +8,7 @@ from pathlib import Path
 
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
+FILES_FOLDER = "files"
 SCRATCH = ".scratch-"
 """Name prefix of folders with a request's files; leftovers are removed at the next start."""
 

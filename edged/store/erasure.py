@@ -29,6 +29,7 @@ _OTHERS = {
 _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps", "application_runs"),
+    *("files", "jobs", "job_events"),
 )
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),

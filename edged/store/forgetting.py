@@ -10,6 +10,7 @@ from edged.store import erasure
 from edged.store.adapters import forget_files, forget_learning
 from edged.store.data_dir import ADAPTERS_FOLDER
 from edged.store.database import Store
+from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import checkpoint
 from edged.store.timestamps import utc_now, utc_text
 
@@ -76,6 +77,7 @@ def _finish(
     The room in the database goes back to the disk with the first sweep after a start, or `edged store prune`.
     """
     gone = deleted(name, partial(forget_files, adapters, name, None))
+    gone &= deleted(name, lambda: sweep_files(store))
     store.write(partial(forget_learning, adapter=name)).result()
     searched = search(store, adapters, name, texts, since)
     emptied = store.write(checkpoint, alone=True).result()

@@ -27,6 +27,7 @@ from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
 from edged.store.feedback import REPLAY_PAIRS
+from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_column, first_value
 from edged.store.timestamps import utc_now, utc_text
 
@@ -274,6 +275,7 @@ RULES = (
     Rule("shelved_versions", "on_disk = 0 AND created_at < :cutoff"),
     Rule("skipped_steps", "created_at < :cutoff"),
     Rule("shelved_steps", "created_at < :cutoff"),
+    Rule("job_events", f"created_at < :cutoff AND job_id NOT IN (SELECT id FROM jobs WHERE {IS_OPEN})"),
     Rule(
         "application_runs",
         f"""created_at < :cutoff OR id <= :runs_over OR id <= (

@@ -92,7 +92,58 @@ def m012_counts(db: Database) -> None:
     db.execute("CREATE INDEX pairs_of_one_side ON pairs (adapter, trained_version) WHERE '' IN (chosen, rejected)")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs, m012_counts)
+def m013_jobs(db: Database) -> None:
+    """Uploaded files, fine-tuning jobs over them, and what the jobs report."""
+    db.execute("""
+        CREATE TABLE files (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            filename TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            bytes INTEGER NOT NULL,
+            sha256 TEXT NOT NULL
+        )""")
+    db.execute("""
+        CREATE TABLE jobs (
+            id TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            base TEXT NOT NULL,
+            model TEXT NOT NULL,
+            parent TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            method TEXT NOT NULL,
+            hyperparameters TEXT NOT NULL,
+            seed INTEGER NOT NULL,
+            training_file TEXT NOT NULL,
+            metadata TEXT NOT NULL,
+            status TEXT NOT NULL,
+            examples INTEGER NOT NULL,
+            paused INTEGER NOT NULL,
+            trained_tokens INTEGER,
+            finished_at TEXT,
+            error_code TEXT,
+            error TEXT,
+            error_param TEXT,
+            result_file TEXT
+        )""")
+    db.execute("""
+        CREATE TABLE job_events (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            job_id TEXT NOT NULL,
+            level TEXT NOT NULL,
+            message TEXT NOT NULL,
+            step INTEGER,
+            data TEXT NOT NULL
+        )""")
+    db.execute("CREATE INDEX jobs_by_adapter ON jobs (adapter, status)")
+    db.execute("CREATE INDEX job_events_by_job ON job_events (job_id, id)")
+    db.execute("CREATE INDEX job_events_by_step ON job_events (job_id, step) WHERE step IS NOT NULL")
+
+
+MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs, m012_counts, m013_jobs)
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> list[str]:

@@ -17,14 +17,14 @@ from sqlite_utils import Database
 
 from edged.store.archive import Content
 from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_known
 from edged.store.timestamps import utc_now
 
 _PART = "[A-Za-z0-9][A-Za-z0-9._@-]*"
 _MEMBER = re.compile(
-    f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{_PART}"
+    f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{_PART}|{FILES_FOLDER}/{_PART}"
     f"|{ADAPTERS_FOLDER}/{_PART}/{_PART}/v[0-9]+/{_PART}|{re.escape(MANIFEST)}"
 )
 _MOST_MANIFEST_BYTES = 64 << 20

@@ -16,6 +16,8 @@ from edged.store.adapters import insert_version
 from edged.store.completions import insert_completion, users_of_completion
 from edged.store.data_dir import erase_folder
 from edged.store.forgetting import deleted, finish_forgetting, forget_stopped
+from edged.store.jobs.files import keep_file
+from edged.store.jobs.jobs import JobRow, find_job, insert_job
 from tests.store.rows import MOMENT, completion
 
 
@@ -179,3 +181,23 @@ def test_the_search_passes_over_versions_that_come_and_go(tmp_path: Path) -> Non
     finally:
         ended.set()
         saving.join()
+
+
+def test_forgetting_an_adapter_ends_the_jobs_that_begin_with_it_and_leaves_what_is_no_file(store: Store) -> None:
+    files = store.path.parent / "files"
+    (files / "folder").mkdir(parents=True)
+    make(store, "ann")
+    row = JobRow("job", MOMENT, "bob", "base", "tiny:ann", "ann", "bobs", "dpo", {}, 1, "file", {})
+    store.write(lambda db: insert_job(db, row)).result()
+    draft = store.path.parent / "draft"
+    draft.write_text("{}")
+    kept = keep_file(store, "ann", "a.jsonl", "fine-tune", draft, "digest")
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert told["verified"]
+    assert told["rows_deleted"]["files"] == 1
+    found = store.read(lambda db: find_job(db, "job"))
+    assert found is not None
+    assert (found.status, found.parent, found.model) == ("failed", "", "")
+    assert found.error == "the adapter that it began with was forgotten"
+    assert [path.name for path in files.iterdir()] == ["folder"], f"{kept.id} is gone"

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from edged.settings.live import Live
-from edged.settings.load import Settings
+from edged.settings.load import AlignSettings, Settings
 from edged.store.data_dir import erase_folder, sha256_of, sync
 from edged.tensors.host_copy import HostCopies
 
@@ -124,14 +124,16 @@ class AdapterState:
         weight: float | None = None,
         most_norm: float = math.inf,
         scale: float = 1.0,
+        align: AlignSettings | None = None,
     ) -> float:
         """Clip the gradient, take AdamW's step and begin the next version. Returns the mean's L2 norm before clipping.
 
         `gradients` are sums, divided by `count`. `weight` is the sum of the pairs' weights, by default `count`; `scale`
-        multiplies the step size. Raises FloatingPointError when the norm is not finite, GradientTooLarge when it is
-        over `most_norm`, and whatever AdamW raises; nothing has changed then.
+        multiplies the step size; `align` are the step's settings, by default those in force. Raises FloatingPointError
+        when the norm is not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing
+        has changed then.
         """
-        align, group = self.settings.now.align, self._optimizer.param_groups[0]
+        align, group = align or self.settings.now.align, self._optimizer.param_groups[0]
         try:
             sums = [gradient.flatten() for name in self.weights for gradient in gradients[name]]
             self._flat.grad = torch.cat(sums).div_(count)
@@ -167,6 +169,12 @@ class AdapterState:
             else:
                 state["step"].copy_(steps)
             raise
+
+    @property
+    def steps_taken(self) -> int:
+        """Number of AdamW's steps since it was made anew: it is a part of the moments, on disk as in memory."""
+        state: Mapping[str, torch.Tensor] = next(iter(self._optimizer.state.values()), {})
+        return int(state["step"]) if state else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The weights by PEFT's names, copied to the host."""

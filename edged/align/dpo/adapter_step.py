@@ -12,6 +12,7 @@ from edged.align.dpo.loss import AnswerLogps, ExampleLoss, example_loss, pair_sc
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.runtime import logs
+from edged.settings.load import AlignSettings
 from edged.tensors.oom import out_of_memory
 
 
@@ -47,11 +48,12 @@ class AdapterStep:
         detector: OutlierDetector | None = None,
         step_scale: float = 1.0,
         untested: bool = False,
+        align: AlignSettings | None = None,
     ) -> None:
         """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
 
         Where the version is `untested`, strange pairs cast doubt on it first. KTO (`align.unpaired`) compares the
-        single ratings of a step with each other.
+        single ratings of a step with each other. `align` are the step's settings, by default those in force.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
         self.fresh, self.replay = list(fresh), list(replay)
@@ -77,7 +79,7 @@ class AdapterStep:
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
-        self._align = state.settings.now.align
+        self._align = align or state.settings.now.align
         self.mismatched = self._mismatches() if self._align.unpaired == "kto" else []
         """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
         self._origins: list[float] = []
@@ -205,7 +207,7 @@ class AdapterStep:
             trained = [outcome for outcome in self._taken if outcome.trained]
             weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
-                rest = (count, weight, self._most_norm(), self._step_scale)
+                rest = (count, weight, self._most_norm(), self._step_scale, self._align)
                 self.grad_norm = self.state.step(self.gradients, *rest)
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested

@@ -166,8 +166,11 @@ def rating_loss(answers: Sequence[AnswerLogps], good: bool, beta: float, origin:
 def example_loss(
     pair: TokenPair, answers: Sequence[AnswerLogps], align: AlignSettings, origin: float = 0.0
 ) -> ExampleLoss:
-    """The loss of a pair, or of a single rating: see `rating_loss`."""
-    if pair.single:
+    """The loss of a pair, or of a single rating: see `rating_loss`.
+
+    Where single ratings are not learned, a good answer alone is an example of "sft" and "dft".
+    """
+    if pair.single and not (pair.chosen and align.unpaired == "off" and align.loss in ("sft", "dft")):
         return rating_loss(answers, bool(pair.chosen), align.beta, origin)
     return preference_loss(answers, align)
 

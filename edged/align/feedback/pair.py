@@ -166,4 +166,32 @@ class IterationSample:
     free_pages: int
 
 
-Record = PairScored | PairRetired | VersionPublished | VersionTested | VersionSaved | StepSkipped | IterationSample
+@dataclass(frozen=True, slots=True)
+class JobStepped:
+    """The record of a step of a fine-tuning job, or with an `error` of the reason why the job cannot go on.
+
+    `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`.
+    """
+
+    job_id: str
+    adapter: str
+    step: int
+    version: int
+    total_steps: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    learning_rate: float = 0.0
+    error: str = ""
+
+
+Record = (
+    PairScored
+    | PairRetired
+    | VersionPublished
+    | VersionTested
+    | VersionSaved
+    | StepSkipped
+    | JobStepped
+    | IterationSample
+)

@@ -133,27 +133,38 @@ def _open(path: Path) -> IO[bytes]:
 def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
     """Parse a line into its pair, or the problem with it."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return f"not UTF-8: {error.reason} at byte {error.start}"
-    except (json.JSONDecodeError, RecursionError) as error:
-        return f"not JSON: {error}"
-    if not isinstance(row, dict):
-        return f"not a JSON object: {type(row).__name__}"
-    try:
-        pair = parse(row)
+        return checked_pair(parse(parse_object(line)))
     except FormatError as error:
         return str(error)
+
+
+def parse_object(line: bytes) -> Pair:
+    """Parse a line that is a JSON object. Raises FormatError."""
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise FormatError(f"not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise FormatError(f"not a JSON object: {type(row).__name__}")
+    return row
+
+
+def checked_pair(pair: Pair) -> Pair:
+    """Return a pair whose answers are neither empty nor equal. Raises FormatError."""
     chosen, rejected = pair["chosen"].strip(), pair["rejected"].strip()
     if not (chosen and rejected):
-        return f'the answer of "{"rejected" if chosen else "chosen"}" is empty'
-    return "the chosen and the rejected answer are equal" if chosen == rejected else pair
+        raise FormatError(f'the answer of "{"rejected" if chosen else "chosen"}" is empty')
+    if chosen == rejected:
+        raise FormatError("the chosen and the rejected answer are equal")
+    return pair
 
 
 def _parse_hh(row: Pair) -> Pair:
     """Parse HH-RLHF: two whole dialogues that differ in the assistant's last turn."""
-    chosen_turns, chosen = _split_dialogue(_text(row, "chosen"), "chosen")
-    rejected_turns, rejected = _split_dialogue(_text(row, "rejected"), "rejected")
+    chosen_turns, chosen = _split_dialogue(text_of(row, "chosen"), "chosen")
+    rejected_turns, rejected = _split_dialogue(text_of(row, "rejected"), "rejected")
     if chosen_turns != rejected_turns:
         raise FormatError("the dialogues differ before the last answer")
     return {"messages": chosen_turns, "chosen": chosen, "rejected": rejected}
@@ -182,7 +193,7 @@ def _split_dialogue(dialogue: str, name: str) -> tuple[list[dict[str, str]], str
     return messages, answer.strip()
 
 
-def _parse_trl(row: Pair) -> Pair:
+def parse_trl(row: Pair) -> Pair:
     """Parse TRL's preference types: standard or conversational, with an explicit prompt or the common start as it."""
     sides = (row.get("chosen"), row.get("rejected"))
     prompt = row.get("prompt")
@@ -194,12 +205,12 @@ def _parse_trl(row: Pair) -> Pair:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _pair("prompt", prompt, chosen, rejected)
     if all(isinstance(side, list) for side in sides) and isinstance(prompt, list | None):
-        good, bad = _messages(sides[0], "chosen"), _messages(sides[1], "rejected")
-        before = [] if prompt is None else _messages(prompt, "prompt")
+        good, bad = messages_of(sides[0], "chosen"), messages_of(sides[1], "rejected")
+        before = [] if prompt is None else messages_of(prompt, "prompt")
         if prompt is None:
             same = _common(good, bad)
             before, good, bad = good[:same], good[same:], bad[same:]
-        return _pair("messages", before, _answer(good, "chosen"), _answer(bad, "rejected"))
+        return _pair("messages", before, answer_of(good, "chosen"), answer_of(bad, "rejected"))
     raise FormatError('needs "chosen" and "rejected", and "prompt" if any, all as strings or all as lists of messages')
 
 
@@ -208,7 +219,8 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
     return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
 
 
-def _answer(messages: list[dict[str, Any]], name: str) -> str:
+def answer_of(messages: list[dict[str, Any]], name: str) -> str:
+    """Return the text of the one assistant message that a field adds. Raises FormatError."""
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         roles = ", ".join(message["role"] for message in messages) or "nothing"
         raise FormatError(f'"{name}" must add one assistant message to the prompt, it adds: {roles}')
@@ -222,16 +234,16 @@ def _demand_pair(pair: Pair) -> None:
 
 def _parse_edged(row: Pair) -> Pair:
     _demand_pair(row)
-    chosen, rejected = _text(row, "chosen"), _text(row, "rejected")
+    chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
     more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
     if row.get("messages") is not None:
-        return _pair("messages", _messages(row["messages"], "messages"), chosen, rejected) | more
+        return _pair("messages", messages_of(row["messages"], "messages"), chosen, rejected) | more
     if row.get("prompt_ids") is not None:
         return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
     if "prompt" not in row:
         hint = "HH-RLHF's dialogues need --format hh, TRL's rows --format trl"
         raise FormatError(f'has neither "messages" nor "prompt" nor "prompt_ids": {hint}')
-    return _pair("prompt", _text(row, "prompt"), chosen, rejected) | more
+    return _pair("prompt", text_of(row, "prompt"), chosen, rejected) | more
 
 
 def _pair(name: Literal["prompt", "messages"], before: Any, chosen: str, rejected: str) -> Pair:
@@ -240,7 +252,8 @@ def _pair(name: Literal["prompt", "messages"], before: Any, chosen: str, rejecte
     return {name: before, "chosen": chosen, "rejected": rejected}
 
 
-def _text(row: Pair, name: str) -> str:
+def text_of(row: Pair, name: str) -> str:
+    """Return a field that is a text. Raises FormatError."""
     value = row.get(name)
     if not isinstance(value, str):
         found = "is missing" if name not in row else f"is {type(value).__name__}, not a string"
@@ -248,7 +261,8 @@ def _text(row: Pair, name: str) -> str:
     return value
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+def messages_of(value: Any, name: str) -> list[dict[str, Any]]:
+    """Return a field that is a list of messages. Raises FormatError."""
     if not isinstance(value, list):
         raise FormatError(f'"{name}" is {type(value).__name__}, not a list of messages')
     for message in value:
@@ -258,4 +272,4 @@ def _messages(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
-_PARSERS: dict[str, Callable[[Pair], Pair]] = {"hh": _parse_hh, "trl": _parse_trl, "edged": _parse_edged}
+_PARSERS: dict[str, Callable[[Pair], Pair]] = {"hh": _parse_hh, "trl": parse_trl, "edged": _parse_edged}

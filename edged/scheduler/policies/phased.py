@@ -81,7 +81,8 @@ def serve_only(
 
 
 def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
-    """Return fine-tune tasks with work to do that memory can hold: those in the middle of a step, then by arrival.
+    """Return fine-tune tasks with work to do that memory can hold: those in the middle of a step, then by arrival;
+    those of jobs come last.
 
     Empty while fine-tuning is throttled.
     """
@@ -92,7 +93,7 @@ def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
         for task in queues.finetunes
         if task.has_work and task.held_pages + task.pages_for(task.tokens, resources.page_size) <= resources.total_pages
     ]
-    return sorted(able, key=lambda task: not task.begun)
+    return sorted(able, key=lambda task: (task.bulk, not task.begun))
 
 
 def train_only(

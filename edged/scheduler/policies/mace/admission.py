@@ -32,15 +32,16 @@ class MaceAdmission(Admission):
         """Choose the prompts that may run, and the step by the wait that `spare` knows."""
         tuning = self._ranked(queues, draft, now) if queues.finetunes and not queues.throttled else []
         entry = Entry([task for task in queues.started if task not in draft.preempted])
-        entry.due = bool(tuning) and self._outranks_serving(draft, queues, tuning[0], spare, now)
+        entry.due = bool(tuning) and not tuning[0].bulk and self._outranks_serving(draft, queues, tuning[0], spare, now)
         self._admit(draft, queues, tuning, entry, now)
         return entry
 
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
         """Return fine-tune tasks with work to do, by priority: only those in the middle of a step where there are any,
-        for they hold memory, of no use before the end."""
+        for they hold memory, of no use before the end; those of jobs where there are no others."""
         rank = self._priorities.finetune
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
+        able = [task for task in able if not task.bulk] or able
         begun = [task for task in able if task.begun]
         return sorted(begun or able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 

@@ -34,8 +34,8 @@ class MaceSpare(Spare):
         self._budget.configure(settings)
 
     def arrived(self, task: Task, now: float) -> None:
-        """Start the wait of fine-tuning at its first task."""
-        if task.kind is Kind.FINETUNE:
+        """Start the wait of fine-tuning at its first task that is not of a job."""
+        if task.kind is Kind.FINETUNE and not task.bulk:
             if not self._tasks:
                 self._deficit.start(now)
             self._tasks.add(task)
@@ -64,8 +64,8 @@ class MaceSpare(Spare):
         return serving_s
 
     def waited_s(self, now: float) -> float:
-        """Return the wait of all fine-tuning, less what its work has paid for."""
-        return self._deficit.wait_s(now)
+        """Return the wait of all fine-tuning, less what its work has paid for; jobs do not count."""
+        return self._deficit.wait_s(now) if self._tasks else 0.0
 
     def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
         """Return fine-tuning's share of the time that it waited; the quantum, when it is in the way.

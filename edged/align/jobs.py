@@ -1,0 +1,147 @@
+"""Fine-tuning jobs in training: the plan of a job's steps, and the queue of an adapter that a job trains.
+
+Each of a job's steps takes AdamW's step once, and AdamW counts them: a version says by itself where its job goes on.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from edged.align.feedback.pair import PairState, TokenPair
+from edged.align.pair_queues import AdapterQueue, StepBatch
+from edged.settings.load import AlignSettings, GuardSettings
+
+LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+"""The loss of each method."""
+MOST_STEPS = 100_000
+"""Steps of a job: each is a row of its report."""
+_WARM_UP = 0.03
+"""Share of a job's steps in which the learning rate rises."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """A job's steps: which examples each takes, and by which settings. All of it follows from these fields."""
+
+    job_id: str
+    adapter: str
+    align: AlignSettings
+    """The settings of its steps but for the learning rate, which is the highest."""
+    examples: int
+    batch_size: int
+    epochs: int
+    seed: int
+
+    @property
+    def epoch_steps(self) -> int:
+        """Number of steps of an epoch."""
+        return -(-self.examples // self.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return self.epochs * self.epoch_steps
+
+    def batch(self, step: int) -> Sequence[int]:
+        """Return the numbers of the examples of a step, from 0: each epoch has an order of its own."""
+        epoch, place = divmod(step, self.epoch_steps)
+        begin = place * self.batch_size
+        places = range(begin, min(begin + self.batch_size, self.examples))
+        return [_shuffled(f"{self.seed} {epoch}", self.examples, place) for place in places]
+
+    def settings(self, step: int) -> AlignSettings:
+        """Return the settings of a step: the learning rate rises at first, and falls linearly to the end."""
+        warm = max(1, round(_WARM_UP * self.steps))
+        share = (step + 1) / warm if step < warm else (self.steps - step) / (self.steps - warm)
+        return self.align.model_copy(update={"learning_rate": self.align.learning_rate * share})
+
+
+def _shuffled(order: str, count: int, place: int) -> int:
+    """Return the number, below `count`, at a place of a pseudo-random order, of which nothing is kept.
+
+    Four rounds of a Feistel network permute the numbers of twice as many bits as `half`; those beyond go on.
+    """
+    half = max(1, (count.bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = place >> half, place & mask
+        for turn in range(4):
+            digest = blake2b(f"{order} {turn} {right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest) & mask)
+        place = left << half | right
+        if place < count:
+            return place
+
+
+def job_settings(align: AlignSettings, method: str, hyperparameters: dict[str, Any]) -> AlignSettings:
+    """Return the settings of a job's steps, at its highest learning rate.
+
+    Every example is trained on as often as it is said, whatever its loss, and alone counts as much as many.
+    """
+    own: dict[str, Any] = {"loss": LOSSES[method], "learning_rate": hyperparameters["learning_rate"]}
+    own |= {"loss_threshold": 0.0, "micro_batch_pairs": 1, "sft_weight": 0.0, "label_smoothing": 0.0}
+    own["unpaired"] = "off"
+    if "beta" in hyperparameters:
+        own["beta"] = hyperparameters["beta"]
+    return align.model_copy(update=own)
+
+
+def auto(examples: int, hyperparameters: dict[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with a number for each "auto"."""
+    epochs = 3 if examples <= 500 else 2 if examples <= 5_000 else 1
+    batch_size = min(32, max(1, round(0.002 * examples)))
+    chosen = {"n_epochs": epochs, "batch_size": batch_size, "learning_rate_multiplier": 1.0, "beta": 0.1}
+    return {name: chosen[name] if value == "auto" else value for name, value in hyperparameters.items()}
+
+
+@dataclass(slots=True)
+class JobQueue(AdapterQueue):
+    """The queue of an adapter that a job trains: its pairs are the job's examples, and no test judges its versions.
+
+    Pairs that its users give meanwhile are not taken in: they wait in the store for the job's end.
+    """
+
+    plan: JobPlan = field(kw_only=True)
+    done: int = 0
+    """Number of the job's steps that were taken."""
+    batches: deque[list[TokenPair]] = field(default_factory=deque)
+    """Examples of the next steps."""
+    failed: bool = False
+
+    @property
+    def tested(self) -> bool:
+        """False: no test judges its versions."""
+        return False
+
+    @property
+    def pairs(self) -> int:
+        """None: they are the job's."""
+        return 0
+
+    @property
+    def due(self) -> bool:
+        """Whether its next step can be opened."""
+        return bool(self.batches) and self.step is None and not (self.unreadable or self.failed)
+
+    def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
+        """Leave a pair in the store."""
+        return None
+
+    def draw(self, align: AlignSettings) -> StepBatch:
+        """Return the next step's examples, which stay until the step was taken."""
+        return StepBatch(self.batches[0], [])
+
+    def begin(self, draw: StepBatch) -> None:
+        """Note the examples of the step under way."""
+        self.taken = draw.fresh
+
+    def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
+        """Note that the step was not taken."""
+        self.step, self.taken = None, []
+
+    def advance(self) -> None:
+        """Note that the step was taken."""
+        self.batches.popleft()
+        self.done += 1

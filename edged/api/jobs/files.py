@@ -1,0 +1,241 @@
+"""`/v1/files`: files of examples, taken in piece by piece; nothing half stays."""
+
+import asyncio
+import hashlib
+import shutil
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from edged.api.access import Caller, caller_of
+from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.jobs.bodies import Deleted, FileList, FileObject
+from edged.api.requests import queried_integer
+from edged.api.services import Services, services_of
+from edged.store.data_dir import FILES_FOLDER, SCRATCH
+from edged.store.jobs import files
+
+_PIECE = 1 << 18
+_SLOWEST = 256 << 10
+"""Bytes a second: an upload that is slower on average is aborted."""
+_NOTHING = hashlib.sha256().hexdigest()
+"""The digest of an empty file."""
+_MOST_FIELDS, _MOST_FIELD = 16, 1024
+_RESERVE = 64 << 20
+"""Bytes that an upload leaves free on the disk."""
+MOST_LISTED = 1000
+
+
+async def upload(request: web.Request) -> FileObject:
+    """Take a file of examples.
+
+    A multipart form with `purpose` "fine-tune" and `file`; 200 means that the file is on disk.
+    """
+    services, caller = services_of(request), caller_of(request)
+    demand_enabled(services)
+    if services.store.suspect:
+        raise ApiError(503, services.store.suspect, code="store_suspect")
+    if not request.content_type == "multipart/form-data":
+        raise bad_request('a file is sent as multipart/form-data with the fields "purpose" and "file"')
+    services.claim("upload", caller.tenant)
+    try:
+        scratch = tempfile.mkdtemp(prefix=f"{SCRATCH}file-", dir=services.store.path.parent)
+        try:
+            return await _store_upload(request, services, caller, Path(scratch) / "file")
+        finally:
+            # Not by the event loop: a large file takes long.
+            asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, scratch, True)
+    except ConnectionError:
+        raise
+    except OSError as error:
+        raise ApiError(507, f"the file cannot be written: {error.strerror}", "file", "disk_full") from None
+    finally:
+        services.free("upload", caller.tenant)
+
+
+async def _store_upload(request: web.Request, services: Services, caller: Caller, draft: Path) -> FileObject:
+    """Receive a form into `draft`, and make a file of it. Raises ApiError."""
+    most = await _bytes_left(services, caller)
+    body_s, size = services.settings.limits.body_s, min(most, request.content_length or most)
+    try:
+        async with asyncio.timeout(body_s + size / _SLOWEST):
+            fields, name, digest = await _receive(request, draft, most)
+    except TimeoutError:
+        allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
+        raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
+    except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
+        raise bad_request(f"the form cannot be read: {str(error)[:200]}", code="malformed_form") from None
+    if fields.get("purpose") != "fine-tune":
+        raise bad_request(f'purpose = "{fields.get("purpose", "")[:40]}": edged takes "fine-tune"', "purpose")
+    if digest in ("", _NOTHING):
+        raise bad_request(f'"file" is {"empty" if digest else "missing"}', "file")
+    # Shielded from the client's disconnect: a file without its row would stay.
+    about = (caller.tenant, name, "fine-tune", draft, digest)
+    return shown_file(await asyncio.shield(asyncio.to_thread(files.keep_file, services.store, *about)))
+
+
+async def _bytes_left(services: Services, caller: Caller) -> int:
+    """Return how many bytes the caller may add. Raises ApiError where that is none."""
+    settings, folder = services.settings, services.store.path.parent
+    count, kept = await asyncio.to_thread(services.store.read, lambda db: files.stored_files_of(db, caller.tenant))
+    bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
+    name, most_mb = min(((n, mb) for n, mb in bounds.items() if mb), key=lambda bound: bound[1])
+    if count >= settings.jobs.max_files or kept >= most_mb << 20:
+        told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {most_mb}"
+        message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"
+        raise ApiError(403, message, "file", "storage_full")
+    most = min(settings.jobs.max_file_mb << 20, (most_mb << 20) - kept)
+    free = shutil.disk_usage(folder).free - _RESERVE
+    if free < 1:
+        message = f"the disk has {free + _RESERVE} bytes of room, of which {_RESERVE} stay free: make room on it"
+        raise ApiError(507, message, "file", "disk_full")
+    return min(most, free)
+
+
+async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[str, str], str, str]:
+    """Return the fields of a form, the name of its file, which is written to `draft`, and the file's SHA-256 in hex.
+
+    Raises ApiError, and ValueError for what is no form.
+    """
+    fields: dict[str, str] = {}
+    name = digest = ""
+    reader = await request.multipart()
+    for _ in range(_MOST_FIELDS):
+        part = await reader.next()
+        if part is None:
+            return fields, name, digest
+        if not isinstance(part, BodyPartReader):
+            raise ValueError("a part is a form of its own")
+        if part.name == "file" and not digest:
+            name = (part.filename or "file")[:200].encode("utf-8", "replace").decode()
+            digest = await _write(part, draft, most)
+        else:
+            value = bytearray()
+            while piece := await part.read_chunk(_MOST_FIELD):
+                value += piece
+                if len(value) > _MOST_FIELD:
+                    raise bad_request(f'field "{(part.name or "")[:40]}" is longer than {_MOST_FIELD} bytes')
+            fields[part.name or ""] = value.decode("utf-8", "replace")
+    raise ValueError(f"it has more than {_MOST_FIELDS} fields")
+
+
+async def _write(part: BodyPartReader, draft: Path, most: int) -> str:
+    """Write a part to a file; returns its SHA-256. Raises ApiError (413) for more than `most` bytes."""
+    sha, size = hashlib.sha256(), 0
+    with draft.open("wb") as file:
+        while piece := await part.read_chunk(_PIECE):
+            size += len(piece)
+            if size > most:
+                bounds = "jobs.max_file_mb, jobs.files_mb, limits.stored_mb and the room on the disk"
+                raise ApiError(413, f"the file is larger than {most} bytes, by {bounds}", "file", "body_too_large")
+            await asyncio.to_thread(_write_piece, file, sha, piece)
+    return sha.hexdigest()
+
+
+def _write_piece(file: BinaryIO, sha: Any, piece: bytes) -> None:
+    file.write(piece)
+    sha.update(piece)
+
+
+async def list_files(request: web.Request) -> FileList:
+    """Files, newest first.
+
+    The caller's own; an admin's are all.
+    """
+    services, caller = services_of(request), caller_of(request)
+    limit, after = queried_integer(request, "limit", MOST_LISTED, 1, MOST_LISTED), queried_id(request)
+    rest = (request.query.get("purpose"), request.query.get("order") == "asc")
+    rows = await asyncio.to_thread(
+        services.store.read, lambda db: files.list_files(db, owner_of(caller), after, limit + 1, *rest)
+    )
+    data = [shown_file(row) for row in rows[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return FileList(object="list", data=data, has_more=len(rows) > limit, first_id=first, last_id=last)
+
+
+async def get_file(request: web.Request) -> FileObject:
+    """One file."""
+    return shown_file(await asyncio.to_thread(found_file, request, request.match_info["id"]))
+
+
+async def content(request: web.Request) -> web.StreamResponse:
+    """The content of a file."""
+    row = await asyncio.to_thread(found_file, request, request.match_info["id"])
+    path = services_of(request).store.path.parent / FILES_FOLDER / row.id
+    try:
+        file = await asyncio.to_thread(path.open, "rb")
+    except FileNotFoundError:
+        raise _unknown(row.id, "id") from None
+    with file:
+        headers = {"Content-Type": "application/octet-stream", "Content-Length": str(row.bytes)}
+        return await send_pieces(request, "a file", headers, lambda: file.read(_PIECE) or None)
+
+
+async def delete(request: web.Request) -> Deleted:
+    """Delete a file.
+
+    Refused while a job needs it.
+    """
+    services = services_of(request)
+    row = await asyncio.to_thread(found_file, request, request.match_info["id"])
+    # Shielded from the client's disconnect: its content would stay.
+    job = await asyncio.shield(asyncio.to_thread(files.delete_file, services.store, row.id))
+    if job:
+        message = f'file "{row.id}" is needed by job "{job}": cancel the job first'
+        raise ApiError(409, message, "id", "file_in_use")
+    return Deleted(id=row.id, object="file", deleted=True)
+
+
+def found_file(request: web.Request, file_id: str, param: str = "id") -> files.FileRow:
+    """Return a file of the caller's. Raises ApiError (404) for one that is unknown or another's."""
+    row = services_of(request).store.read(lambda db: files.find_file(db, file_id)) if file_id.isascii() else None
+    if row is None or not owns(caller_of(request), row.owner):
+        raise _unknown(file_id, param)
+    return row
+
+
+def _unknown(file_id: str, param: str) -> ApiError:
+    return ApiError(404, f'file "{file_id[:80]}" does not exist: POST /v1/files takes one', param, "unknown_file")
+
+
+def shown_file(row: files.FileRow) -> FileObject:
+    """Return a file as the API shows it."""
+    about: dict[str, Any] = {"id": row.id, "bytes": row.bytes, "filename": row.filename, "purpose": row.purpose}
+    return FileObject(object="file", created_at=unix_s(row.created_at), expires_at=None, status="processed", **about)
+
+
+def queried_id(request: web.Request) -> str:
+    """Return the id after which a page begins; "" for the first one. Raises ApiError."""
+    after = request.query.get("after", "")
+    if not after.isascii():
+        raise bad_request(f'after = "{after[:40]}" is no id', "after")
+    return after
+
+
+def owner_of(caller: Caller) -> str | None:
+    """Return whose files and jobs a caller sees; None: everybody's."""
+    return None if caller.may("admin") else caller.tenant
+
+
+def owns(caller: Caller, owner: str) -> bool:
+    """Whether a caller may see an owner's files and jobs."""
+    return owner_of(caller) in (None, owner)
+
+
+def unix_s(moment: str) -> int:
+    """Return a moment of the database in seconds since 1970."""
+    return int(datetime.fromisoformat(moment).timestamp())
+
+
+def demand_enabled(services: Services) -> None:
+    """Raise ApiError (409) where files and jobs are not taken."""
+    settings, tuning = services.settings, services.engine.finetuning
+    if not (settings.jobs.enabled and settings.align.enabled):
+        which = "jobs.enabled" if settings.align.enabled else "align.enabled"
+        raise ApiError(409, f"{which} is false: neither files nor jobs are taken", code="jobs_disabled")
+    if not tuning.trains:
+        raise ApiError(409, f"nothing is trained here: {tuning.report()['reason']}", code="jobs_disabled")

@@ -1,0 +1,231 @@
+"""`/v1/fine_tuning/jobs`: create, list, cancel and watch fine-tuning jobs."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.api.access import Caller, caller_of, id_of, matches_user
+from edged.api.errors import ApiError, bad_request
+from edged.api.jobs.bodies import EventList, Job, JobError, JobList, JobReport, JobRequest
+from edged.api.jobs.files import demand_enabled, found_file, owner_of, owns, queried_id, unix_s
+from edged.api.models import split_model
+from edged.api.requests import queried_integer, read_body
+from edged.api.services import Services, services_of
+from edged.settings.load import USER_NAME, JobSettings
+from edged.store import utc_now, utc_text
+from edged.store.jobs import files, jobs
+
+MOST_LISTED = 100
+_EVENT = "ftevent-"
+"""Beginning of events' ids."""
+
+
+async def create(request: web.Request) -> Job:
+    """Make an adapter of a file of examples.
+
+    The job waits for those before it, and learns when nobody's own pairs wait. `fine_tuned_model` is BASE:SUFFIX.
+    """
+    services, caller = services_of(request), caller_of(request)
+    body = await read_body(request, JobRequest.checked)
+    demand_enabled(services)
+    method, hyperparameters = body.learned_by()
+    if body.integrations:
+        raise bad_request("integrations are not supported: leave them out", "integrations")
+    if body.validation_file:
+        raise bad_request("a validation file is not supported: leave it out", "validation_file")
+    model, parent = split_model(services, body.model)
+    caller.demand_user(parent)
+    if parent is not None and not services.engine.version(parent):
+        raise ApiError(404, f'model "{model}" has learned nothing: name "{services.model}"', "model", "model_not_found")
+    file = await asyncio.to_thread(found_file, request, body.training_file, "training_file")
+    if file.purpose != "fine-tune":
+        raise bad_request(f'file "{file.id}" is of purpose "{file.purpose}"', "training_file")
+    job_id = f"ftjob-{secrets.token_hex(12)}"
+    adapter = body.suffix or f"{_name_prefix(caller)}{job_id.removeprefix('ftjob-')[:12]}"
+    if not USER_NAME.fullmatch(adapter):
+        raise bad_request(
+            f'suffix "{adapter}" cannot name an adapter: use letters, digits, ".", "_", "@", "-"', "suffix"
+        )
+    await _demand_name(services, caller, adapter)
+    seed = secrets.randbelow(2**31) if body.seed is None else body.seed
+    about = (services.feedback_intake.ref_model, model, parent or "", adapter, method, hyperparameters, seed)
+    now = utc_text(utc_now())
+    row = jobs.JobRow(job_id, now, caller.tenant, *about, file.id, body.metadata or {})
+    # Shielded from the client's disconnect: the runner would not hear of the job.
+    await asyncio.shield(asyncio.to_thread(_store_job, services, row))
+    return _shown(services, row)
+
+
+def _store_job(services: Services, row: jobs.JobRow) -> None:
+    """Store a job, and have it begun. Raises ApiError, and StoreError."""
+    services.store.write(lambda db: _insert(db, row, services.settings.jobs)).result()
+    services.job_runner.refresh()
+    services.job_runner.run_soon()
+
+
+def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
+    """Add a job. Raises ApiError where its adapter is taken, its file is gone, or its owner has too many jobs."""
+    if other := jobs.open_job_of(db, row.adapter):
+        raise _suffix_taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
+    if jobs.has_user_data(db, row.adapter):
+        raise _suffix_taken(f'"{row.adapter}" is a user of whom answers or pairs are stored: give another suffix')
+    if files.find_file(db, row.training_file) is None:
+        raise ApiError(404, f'file "{row.training_file}" was deleted', "training_file", "unknown_file")
+    waiting, made = jobs.count_jobs(db, row.owner)
+    if waiting >= settings.max_waiting:
+        told = f"{waiting} of your jobs wait or run, and jobs.max_waiting = {settings.max_waiting}: cancel one"
+        raise ApiError(429, told, code="too_many_jobs", retry_after_s=60.0)
+    if made >= settings.max_adapters:
+        told = f"your jobs made {made} adapters, and jobs.max_adapters = {settings.max_adapters}"
+        raise ApiError(403, f"{told}: forget one (`edged adapters forget NAME`)", code="too_many_adapters")
+    jobs.insert_job(db, row)
+    jobs.add_event(db, row.created_at, row.id, f"Created fine-tuning job: {row.id}")
+
+
+def _suffix_taken(message: str) -> ApiError:
+    return ApiError(409, message, "suffix", "suffix_taken")
+
+
+def _name_prefix(caller: Caller) -> str:
+    """Return the beginning of the adapters' names that a caller's jobs may make."""
+    return f"{caller.name[:40] if USER_NAME.fullmatch(caller.name) else 'job'}-"
+
+
+async def _demand_name(services: Services, caller: Caller, adapter: str) -> None:
+    """Raise ApiError where the caller's jobs may not make an adapter of this name.
+
+    They may make those that the caller speaks for, and those that begin with the caller's name, unless somebody else
+    is meant by them. The adapters are the caller's then.
+    """
+    if not caller.speaks_for(adapter):
+        access = services.settings.access
+        granted = [user for grant in (*access.rules, *access.tokens) for user in grant.users if user != "*"]
+        prefix = _name_prefix(caller)
+        foreign = not adapter.startswith(prefix) or any(matches_user(user, adapter) for user in granted)
+        if foreign or await asyncio.to_thread(id_of, "user", adapter) is not None:
+            told = f'suffix "{adapter}" is not for {caller.label}: let it begin with "{prefix}", or leave it out'
+            raise ApiError(403, told, "suffix", "forbidden_user")
+    if services.engine.version(adapter) is not None or adapter in services.engine.adapter_files.left:
+        raise _suffix_taken(f'adapter "{adapter}" exists: give another suffix')
+
+
+async def list_jobs(request: web.Request) -> JobList:
+    """Jobs, newest first.
+
+    The caller's own; an admin's are all. `?metadata[KEY]=VALUE` chooses among them.
+    """
+    services, owner = services_of(request), owner_of(caller_of(request))
+    limit, after = _page(request)
+    wanted = {name[9:-1]: value for name, value in request.query.items() if name.startswith("metadata[")}
+    rows = await asyncio.to_thread(services.store.read, lambda db: jobs.list_jobs(db, owner, after, limit + 1, wanted))
+    return JobList(object="list", data=[_shown(services, row) for row in rows[:limit]], has_more=len(rows) > limit)
+
+
+def _page(request: web.Request) -> tuple[int, str]:
+    """Return how many rows are asked for, and after which. Raises ApiError."""
+    return queried_integer(request, "limit", 20, 1, MOST_LISTED), queried_id(request)
+
+
+async def get_job(request: web.Request) -> Job:
+    """One job."""
+    return _shown(services_of(request), await asyncio.to_thread(_found, request))
+
+
+async def cancel(request: web.Request) -> Job:
+    """Cancel a job.
+
+    What it has learned stays: the last version is served as BASE:SUFFIX.
+    """
+    runner = services_of(request).job_runner
+    return await _changed(request, "cancel", runner.end)
+
+
+async def pause(request: web.Request) -> Job:
+    """Pause a job.
+
+    It keeps its place, and goes on where it was when it is resumed.
+    """
+    runner = services_of(request).job_runner
+    return await _changed(request, "pause", lambda row: runner.pause(row, True))
+
+
+async def resume(request: web.Request) -> Job:
+    """Let a paused job go on."""
+    runner = services_of(request).job_runner
+    return await _changed(request, "resume", lambda row: runner.pause(row, False))
+
+
+async def _changed(request: web.Request, what: str, change: Callable[[jobs.JobRow], None]) -> Job:
+    """Change an open job. Raises ApiError."""
+    row = await asyncio.to_thread(_found, request)
+    if row.status not in jobs.OPEN:
+        raise bad_request(f'job "{row.id}" has {row.status}: there is nothing to {what}', "id")
+    services, whose = services_of(request), caller_of(request).tenant
+    services.claim("change", whose)
+    changed = asyncio.ensure_future(asyncio.to_thread(change, row))
+    changed.add_done_callback(lambda _: services.free("change", whose))
+    # Shielded from the client's disconnect: it is half changed.
+    await asyncio.shield(changed)
+    return await get_job(request)
+
+
+async def events(request: web.Request) -> EventList:
+    """The report of a job, newest first.
+
+    Events of type "metrics" have a step's loss.
+    """
+    services, row = services_of(request), await asyncio.to_thread(_found, request)
+    limit, after = _page(request)
+    number = after.removeprefix(_EVENT)
+    if after and not (number.isascii() and number.isdigit() and len(number) < 19):
+        raise bad_request(f'after = "{after[:40]}" is no event\'s id', "after")
+    before = int(number) if number else 2**63 - 1
+    rows = await asyncio.to_thread(services.store.read, lambda db: jobs.list_events(db, row.id, before, limit + 1))
+    return EventList(object="list", data=[_event(event) for event in rows[:limit]], has_more=len(rows) > limit)
+
+
+def _event(event: jobs.JobEvent) -> JobReport:
+    about: dict[str, Any] = {"level": event.level, "message": event.message, "data": event.data}
+    about |= {"type": "message" if event.step is None else "metrics", "created_at": unix_s(event.created_at)}
+    return JobReport(id=f"{_EVENT}{event.id}", object="fine_tuning.job.event", **about)
+
+
+def _found(request: web.Request) -> jobs.JobRow:
+    """Return a job of the caller's. Raises ApiError (404) for one that is unknown or another's."""
+    job_id = request.match_info["id"]
+    row = services_of(request).store.read(lambda db: jobs.find_job(db, job_id)) if job_id.isascii() else None
+    if row is None or not owns(caller_of(request), row.owner):
+        raise ApiError(404, f'job "{job_id[:80]}" does not exist', "id", "unknown_job")
+    return row
+
+
+def _shown(services: Services, row: jobs.JobRow) -> Job:
+    error = None
+    if row.error is not None:
+        error = JobError(code=row.error_code or "", message=row.error, param=row.error_param)
+    done = row.status == "succeeded"
+    return Job(
+        id=row.id,
+        object="fine_tuning.job",
+        created_at=unix_s(row.created_at),
+        finished_at=unix_s(row.finished_at) if row.finished_at else None,
+        estimated_finish=None,
+        model=row.model,
+        fine_tuned_model=f"{services.model}:{row.adapter}" if done else None,
+        organization_id="",
+        status="queued" if row.paused and row.finished_at is None else row.status,
+        error=error,
+        hyperparameters=row.hyperparameters,
+        method={"type": row.method, row.method: {"hyperparameters": row.hyperparameters}},
+        seed=row.seed,
+        trained_tokens=row.trained_tokens,
+        training_file=row.training_file,
+        validation_file=None,
+        result_files=[row.result_file] if row.result_file else [],
+        integrations=[],
+        metadata=row.metadata,
+    )

@@ -1,0 +1,442 @@
+"""The runner of fine-tuning jobs: it checks their files, feeds their examples to the engine, and ends them."""
+
+import contextlib
+import csv
+import logging
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlite_utils import Database
+
+from edged.align.adapters.adapter import AdapterError, UnknownAdapter
+from edged.align.feedback.examples import BadFile, ExampleFile
+from edged.align.feedback.pair import JobStepped, Record, TokenPair
+from edged.align.feedback.pair_bounds import cut_asked, cut_side
+from edged.align.feedback.pair_formats import Pair
+from edged.align.feedback.pair_tokens import tokenize_pair
+from edged.align.jobs import MOST_STEPS, JobPlan, auto, job_settings
+from edged.engine.engine import Engine
+from edged.engine.request import EngineStopping
+from edged.runtime import logs
+from edged.settings.live import Live
+from edged.settings.load import Settings
+from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
+from edged.store.feedback import PairRow, Side
+from edged.store.jobs import files, jobs
+from edged.text.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger("edged.api")
+
+_STEPS_AHEAD = 2
+"""Steps whose examples the engine has beside the one under way: memory does not grow with the file."""
+_MOST_STEP_TOKENS = 1 << 21
+"""Tokens of a step's examples."""
+_RETRY_S = 5.0
+"""Time after which the store is asked again when it failed."""
+_ROWS_AT_ONCE = 1000
+_METRICS = ("step", "train_loss", "learning_rate", "tokens", "tokens_per_s")
+T = TypeVar("T")
+
+
+class JobFailed(Exception):
+    """A job that cannot go on: `code` and `param` are OpenAI's."""
+
+    def __init__(self, message: str, code: str = "training_failed", param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+class _JobStopped(Exception):
+    """The daemon stops, the job was cancelled or paused, or another owner's job has its turn."""
+
+
+@dataclass(eq=False)
+class JobRunner:
+    """Checks one file and trains one job at a time, on two threads; owners take turns.
+
+    Where jobs go on after a turn or a restart is in their versions.
+    """
+
+    store: Store
+    tokenizer: Tokenizer
+    engine: Engine
+    settings: Live[Settings]
+    base: str
+    """The base model's fingerprint: jobs of another base wait."""
+    model: str
+    resubmit_pairs: Callable[[], None]
+    """Has the pairs learned that came while a job trained their adapter."""
+
+    def __post_init__(self) -> None:
+        self._wake = threading.Condition()
+        self._changes = 0
+        """Number of changes after which there may be something to check or train."""
+        self._stopping = False
+        self._checked: dict[str, ExampleFile] = {}
+        """The files of open jobs that were checked since the start, by job."""
+        self._stop_requested: set[str] = set()
+        """Jobs that are to be left, because they are cancelled or paused."""
+        self._under_way: set[str] = set()
+        """Jobs that are being checked or trained."""
+        self._cut_told: set[str] = set()
+        """Jobs in whose report it stands that an example was cut."""
+        self._steps: deque[JobStepped] = deque()
+        self._tokens = 0
+        """Tokens that jobs have trained on since the start."""
+        self.adapters_by_owner: dict[str, frozenset[str]] = {}
+        """Adapters that jobs make or made, by the jobs' owners."""
+        self._threads = [
+            threading.Thread(target=self._loop, args=(work,), name=f"edged-jobs-{number}", daemon=True)
+            for number, work in enumerate(
+                (partial(self._run_next, self._check, False), partial(self._run_next, self._train, True))
+            )
+        ]
+
+    # -- from other threads ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin, or go on, with open jobs."""
+        self.refresh()
+        for thread in self._threads:
+            thread.start()
+
+    def run_soon(self) -> None:
+        """Look for something to check or to train."""
+        with self._wake:
+            self._changes += 1
+            self._wake.notify_all()
+
+    def refresh(self) -> None:
+        """Read anew which adapters are of whose jobs. Raises StoreError."""
+        self.adapters_by_owner = self.store.read(jobs.adapters_by_owner)
+
+    def tell(self, records: Sequence[Record]) -> None:
+        """Take in the steps among an engine's records."""
+        for record in records:
+            if isinstance(record, JobStepped):
+                self._tokens += record.tokens
+                with self._wake:
+                    if record.job_id in self._under_way:
+                        self._steps.append(record)
+                        self._wake.notify_all()
+
+    def readings(self) -> dict[str, Any]:
+        """Return the metrics of jobs. Raises StoreError."""
+        counts = self.store.read(jobs.count_by_status)
+        return {"edged_jobs": counts, "edged_job_tokens_total": self._tokens}
+
+    def end(self, job: jobs.JobRow) -> None:
+        """Cancel an open job, whose last version stays and is on disk then. Raises StoreError."""
+        self._stop_job(job.id, lambda: self._finish(job, "cancelled", "The job was cancelled"))
+
+    def pause(self, job: jobs.JobRow, paused: bool) -> None:
+        """Pause an open job, whose last version is on disk then, or let it go on. Raises StoreError."""
+
+        def write(db: Database) -> None:
+            if jobs.update_job(db, job.id, paused=int(paused)):
+                jobs.add_event(db, utc_text(utc_now()), job.id, "The job is paused" if paused else "The job goes on")
+
+        self._stop_job(job.id, lambda: self.store.write(write).result())
+        self.run_soon()
+
+    def close(self) -> None:
+        """Stop the threads; open jobs go on at the next start."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _stop_job(self, job_id: str, then: Callable[[], object]) -> None:
+        """Have a job left, if it is under way, and then do something before it can be begun again."""
+        with self._wake:
+            self._stop_requested.add(job_id)
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: job_id not in self._under_way)
+        try:
+            then()
+        finally:
+            self._stop_requested.discard(job_id)
+
+    # -- the threads -------------------------------------------------------------------------------------------------
+
+    def _loop(self, work: Callable[[dict[str, int]], bool]) -> None:
+        """Work as long as there is something to do; wait then."""
+        turns: dict[str, int] = {}
+        while not self._stopping:
+            seen: int = self._changes
+            wait_s: float | None = None
+            try:
+                if work(turns):
+                    continue
+            except EngineStopping:
+                log.debug("fine-tuning jobs go on at the next start")
+            except StoreError as error:
+                log.warning("fine-tuning jobs wait: %s", error)
+                wait_s = _RETRY_S
+            except Exception:
+                log.exception("fine-tuning jobs wait")
+                wait_s = _RETRY_S
+            with self._wake:
+                self._wake.wait_for(partial(lambda seen: self._stopping or self._changes != seen, seen), wait_s)
+
+    def _run_next(self, work: Callable[[jobs.JobRow], None], checked: bool, turns: dict[str, int]) -> bool:
+        """Do the work of the next job whose file was `checked`, or was not; returns whether there was one.
+
+        The owner whose latest turn is the longest ago has the next one.
+        """
+        waiting = self._waiting(checked)
+        if not waiting:
+            return False
+        job = min(waiting, key=lambda job: turns.get(job.owner, 0))
+        latest = max(turns.values(), default=0)
+        for owner in turns.keys() - {job.owner for job in waiting}:
+            del turns[owner]
+        turns[job.owner] = latest + 1
+        with self._wake:
+            if job.id in self._stop_requested:
+                return True
+            self._under_way.add(job.id)
+        try:
+            work(job)
+        except _JobStopped:
+            log.debug("job %s is left", job.id)
+        except (StoreError, EngineStopping):
+            raise
+        except Exception as error:
+            failure = error if isinstance(error, JobFailed) else JobFailed(logs.first_line(error, with_kind=True))
+            if failure is not error:
+                log.exception("job %s failed", job.id)
+            self._finish(job, "failed", f"The job failed: {failure}", failure)
+        finally:
+            with self._wake:
+                self._under_way.discard(job.id)
+                self._wake.notify_all()
+        return True
+
+    @property
+    def _may_train(self) -> bool:
+        settings = self.settings.now
+        return settings.jobs.enabled and settings.align.enabled and self.engine.finetuning.trains
+
+    def _waiting(self, checked: bool) -> list[jobs.JobRow]:
+        """Return the open jobs whose file was `checked`, or was not; none while nothing may be trained."""
+        if not self._may_train:
+            return []
+        open_jobs = self.store.read(lambda db: jobs.open_jobs(db, self.base))
+        return [
+            job
+            for job in open_jobs
+            if (job.id in self._checked) is checked and not job.paused and job.id not in self._stop_requested
+        ]
+
+    def _must_stop(self, job_id: str) -> bool:
+        return self._stopping or job_id in self._stop_requested
+
+    def _result(self, future: Future[T]) -> T:
+        """Wait for the engine. Raises EngineStopping where it ends before it has answered."""
+        future.add_done_callback(lambda _: self.run_soon())
+        with self._wake:
+            self._wake.wait_for(lambda: future.done() or self._stopping)
+        if not future.done():
+            raise EngineStopping("the daemon is stopping")
+        return future.result()
+
+    # -- a job's file ------------------------------------------------------------------------------------------------
+
+    def _check(self, job: jobs.JobRow) -> None:
+        """Check a job's file, and settle its hyperparameters. Raises JobFailed."""
+        folder = self.store.path.parent
+        if job.status == "validating_files":
+            self._tell(job.id, f"Validating training file: {job.training_file}")
+        try:
+            path, preferences = folder / FILES_FOLDER / job.training_file, job.method != "supervised"
+            examples = ExampleFile(path, folder, preferences, lambda: self._must_stop(job.id))
+        except (BadFile, OSError) as error:
+            told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
+            raise JobFailed(told, "invalid_training_file", "training_file") from None
+        if self._must_stop(job.id):
+            examples.close()
+            return
+        settled = auto(len(examples), job.hyperparameters)
+        settled.setdefault("learning_rate", self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"])
+        steps = self._plan(replace(job, examples=len(examples), hyperparameters=settled)).steps
+        if steps > MOST_STEPS:
+            examples.close()
+            told = f"{len(examples)} examples, {settled['n_epochs']} times in batches of {settled['batch_size']}"
+            way_out = f"a job has at most {MOST_STEPS}: raise batch_size, or lower n_epochs"
+            raise JobFailed(f"{told}, are {steps} steps, and {way_out}", "invalid_hyperparameters", "hyperparameters")
+        columns: dict[str, Any] = {"examples": len(examples), "hyperparameters": settled}
+        if job.status == "validating_files":
+            columns["status"] = "queued"
+        if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
+            self._checked[job.id] = examples
+            self.run_soon()
+        else:
+            examples.close()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def _train(self, job: jobs.JobRow) -> None:
+        """Train a job to its end, or until it is left. Raises JobFailed, and _JobStopped."""
+        self._steps.clear()
+        plan, done = self._begin(job)
+        try:
+            self._take_steps(job, plan, done)
+        finally:
+            if not self._stopping:
+                with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile
+                    self._result(self.engine.end_job(job.adapter))
+        if self._stopping:
+            raise _JobStopped
+        told = f"The job has successfully completed: {self.model}:{job.adapter} is ready"
+        self._finish(job, "succeeded", told)
+
+    def _plan(self, job: jobs.JobRow) -> JobPlan:
+        """Return the plan of a job whose hyperparameters are settled."""
+        settled = job.hyperparameters
+        align = job_settings(self.settings.now.align, job.method, settled)
+        sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
+        return JobPlan(job.id, job.adapter, align, *sizes)
+
+    def _begin(self, job: jobs.JobRow) -> tuple[JobPlan, int]:
+        """Have the engine begin a job, or go on with it; returns its plan, and the number of steps that were taken."""
+        plan = self._plan(job)
+        version, resumed = self.engine.version(job.adapter), job.status == "running"
+        if version and not resumed:
+            told = f'adapter "{job.adapter}" was taught while the job waited: give another suffix'
+            raise JobFailed(told, "suffix_taken", "suffix")
+        if not self.store.write(lambda db: jobs.update_job(db, job.id, status="running")).result():
+            raise _JobStopped
+        if job.parent and not version:
+            self._inherit(job)
+        done = self._result(self.engine.start_job(plan))
+
+        def write(db: Database) -> None:
+            jobs.drop_later_steps(db, job.id, done)
+            told = f"step {done} of {plan.steps} is done, {plan.examples} examples"
+            message = f"Fine-tuning job {'goes on' if resumed else 'started'}: {told}"
+            jobs.add_event(db, utc_text(utc_now()), job.id, message)
+
+        self.store.write(write).result()
+        return plan, done
+
+    def _inherit(self, job: jobs.JobRow) -> None:
+        """Begin with the weights of another adapter's newest version on disk. Raises JobFailed."""
+        on_disk = self.engine.adapter_files
+        version, _ = on_disk.newest(job.parent)
+        try:
+            if not version:
+                raise AdapterError(f'adapter "{job.parent}" has no version on disk')
+            weights = on_disk.load(job.parent, version).weights
+            self._result(self.engine.import_adapter(job.adapter, weights, "imported"))
+        except AdapterError as error:
+            raise JobFailed(str(error), "invalid_model", "model") from None
+
+    def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
+        """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
+        fed, turn_ends_s = done, time.monotonic() + self.settings.now.jobs.turn_s
+        while done < plan.steps:
+            while fed < min(plan.steps, done + 1 + _STEPS_AHEAD):
+                self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
+                fed += 1
+            with self._wake:
+                self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train)
+                if not self._steps or self._must_stop(job.id):
+                    raise _JobStopped
+                step = self._steps.popleft()
+            if step.error:
+                raise JobFailed(step.error)
+            done = step.step
+            if time.monotonic() >= turn_ends_s and done < plan.steps:
+                if any(other.owner != job.owner for other in self._waiting(True)):
+                    raise _JobStopped
+                turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
+
+    def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int) -> list[TokenPair]:
+        """Return the tokenized examples of a step; no other pairs have their ids. Raises JobFailed."""
+        most, tokens = self.engine.most_pair_tokens, list[TokenPair]()
+        for line, example in self._checked[job.id].read(plan.batch(step)):
+            for turn, pair in enumerate(example):
+                if self._must_stop(job.id):
+                    raise _JobStopped
+                row = _row(plan.adapter, pair, most)
+                try:
+                    made, note = tokenize_pair(self.tokenizer, row, most)
+                except TokenizerError as error:
+                    raise JobFailed(f"line {line}: {error}", "invalid_training_file", "training_file") from None
+                if note and job.id not in self._cut_told:
+                    self._cut_told.add(job.id)
+                    self._tell(job.id, f"line {line}: {note}; further examples that are cut are not told", "warn")
+                tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True))
+        total = sum(pair.tokens for pair in tokens)
+        if total > _MOST_STEP_TOKENS:
+            told = f"step {step + 1} has {total} tokens, and may have {_MOST_STEP_TOKENS}: lower batch_size"
+            raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
+        return tokens
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, job: jobs.JobRow, status: str, message: str, failure: JobFailed | None = None) -> None:
+        """End an open job that is not under way. Raises StoreError."""
+        now = utc_text(utc_now())
+        tokens = self.store.read(lambda db: jobs.trained_tokens(db, job.id))
+        columns: dict[str, Any] = {"status": status, "finished_at": now, "trained_tokens": tokens}
+        if failure is not None:
+            columns |= {"error": str(failure), "error_code": failure.code, "error_param": failure.param}
+        if tokens:
+            columns["result_file"] = self._write_results(job)
+
+        def write(db: Database) -> bool:
+            is_open = jobs.update_job(db, job.id, **columns)
+            if is_open:
+                jobs.add_event(db, now, job.id, message, "error" if failure is not None else "info")
+            return is_open
+
+        if self.store.write(write).result():
+            logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
+        self._cut_told.discard(job.id)
+        if (examples := self._checked.pop(job.id, None)) is not None:
+            examples.close()
+        self.resubmit_pairs()
+        self.run_soon()
+
+    def _write_results(self, job: jobs.JobRow) -> str | None:
+        """Write the metrics of a job's steps as a CSV file of its owner; returns its id, None where it has none."""
+        try:
+            with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}results-", dir=self.store.path.parent) as folder:
+                draft, last = Path(folder) / "metrics", 0
+                with draft.open("w", newline="") as file:
+                    table = csv.DictWriter(file, _METRICS, extrasaction="ignore")
+                    table.writeheader()
+                    read = partial(jobs.metrics_after, job_id=job.id, most=_ROWS_AT_ONCE)
+                    while rows := self.store.read(partial(read, step=last)):
+                        table.writerows(rows)
+                        last = rows[-1]["step"]
+                about = ("step_metrics.csv", "fine-tune-results", draft, sha256_of(draft))
+                return files.keep_file(self.store, job.owner, *about).id
+        except OSError as error:
+            log.warning("the metrics of job %s are in no file: %s", job.id, error)
+            return None
+
+    def _tell(self, job_id: str, message: str, level: str = "info") -> None:
+        now = utc_text(utc_now())
+        self.store.write(lambda db: jobs.add_event(db, now, job_id, message, level)).result()
+
+
+def _row(adapter: str, pair: Pair, most_tokens: int) -> PairRow:
+    """A pair of a file as a stored pair has it."""
+    messages = pair.get("messages")
+    asked = cut_asked((tuple(messages) if messages is not None else None, pair.get("prompt"), None), most_tokens)
+    chosen, rejected = (cut_side(Side(pair.get(side, "")), most_tokens) for side in ("chosen", "rejected"))
+    return PairRow(0, "", adapter, "", "pair", 1.0, *asked, chosen, rejected, state="queued")

@@ -1,0 +1,1 @@
+"""The tables of fine-tuning by file, and the files themselves."""

@@ -1,0 +1,111 @@
+"""The table `files`, and the folder with the content of the files that it names."""
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sqlite_utils import Database
+
+from edged.store.data_dir import FILES_FOLDER, sync
+from edged.store.database import FOLDER_MODE, Store
+from edged.store.jobs.jobs import IS_OPEN
+from edged.store.rows import first_column, first_value, insert_row
+from edged.store.timestamps import utc_now, utc_text
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """A file that `owner` uploaded, or that a job of the owner's made; its content is `files/ID` in the data folder."""
+
+    id: str
+    created_at: str
+    owner: str
+    filename: str
+    purpose: str
+    bytes: int
+    sha256: str
+
+
+def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
+    """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
+    folder = store.path.parent / FILES_FOLDER
+    if not folder.is_dir():
+        folder.mkdir(mode=FOLDER_MODE)
+        sync(folder.parent)
+    size = draft.stat().st_size
+    row = FileRow(f"file-{secrets.token_hex(12)}", utc_text(utc_now()), owner, filename, purpose, size, sha256)
+    sync(draft)
+    os.rename(draft, folder / row.id)
+    sync(folder)
+    try:
+        store.write(lambda db: insert_row(db, "files", asdict(row))).result()
+    except BaseException:
+        (folder / row.id).unlink()
+        raise
+    return row
+
+
+def find_file(db: Database, file_id: str) -> FileRow | None:
+    """Return a file by its id; None where there is none."""
+    row = next(db.query("SELECT * FROM files WHERE id = ?", [file_id]), None)
+    return FileRow(**row) if row else None
+
+
+def list_files(
+    db: Database,
+    owner: str | None,
+    after: str = "",
+    most: int = -1,
+    purpose: str | None = None,
+    ascending: bool = False,
+) -> list[FileRow]:
+    """Return up to `most` files (-1: all; of one owner, or purpose), newest first, from that `after` a file on."""
+    later, order = (">", "ASC") if ascending else ("<", "DESC")
+    sql = f"""SELECT * FROM files WHERE (:owner IS NULL OR owner = :owner) AND (:purpose IS NULL OR purpose = :purpose)
+              AND (:after = '' OR rowid {later} (SELECT rowid FROM files WHERE id = :after))
+              ORDER BY rowid {order} LIMIT :most"""
+    values = {"owner": owner, "purpose": purpose, "after": after, "most": most}
+    return [FileRow(**row) for row in db.query(sql, values)]
+
+
+def file_ids_of_user(db: Database, name: str) -> list[str]:
+    """Return the ids of a user's files, and of those that jobs made of the user's adapter."""
+    made = "SELECT result_file FROM jobs WHERE adapter = :name"
+    return first_column(db, f"SELECT id FROM files WHERE owner = :name OR id IN ({made})", {"name": name})
+
+
+def stored_files_of(db: Database, owner: str) -> tuple[int, int]:
+    """Return (how many files an owner has uploaded, bytes of all the owner's files)."""
+    sql = "SELECT count(*) FILTER (WHERE purpose = 'fine-tune'), coalesce(sum(bytes), 0) FROM files WHERE owner = ?"
+    count, size = db.execute(sql, [owner]).fetchone()
+    return count, size
+
+
+def delete_file(store: Store, file_id: str) -> str:
+    """Delete a file; returns the id of an open job that needs it, "" where it is deleted. Raises StoreError.
+
+    Content that could not be deleted is left to `sweep_files`.
+    """
+
+    def delete(db: Database) -> str:
+        needed = first_value(db, f"SELECT id FROM jobs WHERE training_file = ? AND {IS_OPEN}", [file_id])
+        if not needed:
+            db.execute("DELETE FROM files WHERE id = ?", [file_id])
+            db.execute("UPDATE jobs SET result_file = NULL WHERE result_file = ?", [file_id])
+        return needed or ""
+
+    needed = store.write(delete).result()
+    if not needed:
+        with suppress(OSError):
+            (store.path.parent / FILES_FOLDER / file_id).unlink(missing_ok=True)
+    return needed
+
+
+def sweep_files(store: Store) -> None:
+    """Remove what no row of `files` names from their folder; nobody is uploading. Raises OSError."""
+    known = set(store.read(lambda db: first_column(db, "SELECT id FROM files")))
+    for path in (store.path.parent / FILES_FOLDER).glob("*"):
+        if path.name not in known and not path.is_dir():
+            path.unlink()

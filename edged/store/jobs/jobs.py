@@ -1,0 +1,194 @@
+"""The tables `jobs` and `job_events`: fine-tuning jobs and what they report."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlite_utils import Database
+
+from edged.store.rows import first_value, insert_row, update_rows
+
+OPEN = ("validating_files", "queued", "running")
+"""Statuses of jobs that have not ended."""
+IS_OPEN = f"status IN {OPEN}"
+_OF_OWNER = "(:owner IS NULL OR owner = :owner)"
+_KEPT = 20
+"""Ended jobs of one owner that never began and are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A fine-tuning job of `owner` that makes `adapter`, beginning with the weights of `parent` ("": from nothing)."""
+
+    id: str
+    created_at: str
+    owner: str
+    base: str
+    """The base model's fingerprint: a job waits while another base is served."""
+    model: str
+    """The model as the job named it."""
+    parent: str
+    adapter: str
+    method: str
+    hyperparameters: dict[str, Any]
+    seed: int
+    training_file: str
+    metadata: dict[str, str]
+    status: str = "validating_files"
+    examples: int = 0
+    """Number of examples; 0 before they are checked."""
+    paused: int = 0
+    trained_tokens: int | None = None
+    """Tokens that the steps of an ended job have trained on."""
+    finished_at: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+    error_param: str | None = None
+    result_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """A line of a job's report: a message, or the metrics of a `step` in `data`."""
+
+    id: int
+    created_at: str
+    level: str
+    message: str
+    step: int | None
+    data: dict[str, Any]
+
+
+def insert_job(db: Database, job: JobRow) -> None:
+    """Add a job; the owner's oldest ones that ended before they began go."""
+    row = asdict(job) | {name: json.dumps(getattr(job, name)) for name in ("hyperparameters", "metadata")}
+    insert_row(db, "jobs", row)
+    old = f"""SELECT id FROM jobs WHERE owner = ? AND examples = 0 AND NOT {IS_OPEN}
+              ORDER BY rowid DESC LIMIT -1 OFFSET {_KEPT}"""
+    db.execute(f"DELETE FROM job_events WHERE job_id IN ({old})", [job.owner])
+    db.execute(f"DELETE FROM jobs WHERE id IN ({old})", [job.owner])
+
+
+def find_job(db: Database, job_id: str) -> JobRow | None:
+    """Return a job by its id; None where there is none."""
+    return next(_jobs(db, "id = :id", {"id": job_id}), None)
+
+
+def list_jobs(
+    db: Database, owner: str | None, after: str, most: int, metadata: Mapping[str, str] | None = None
+) -> list[JobRow]:
+    """Return up to `most` jobs (of one owner) that have this metadata, newest first, from that `after` a job on."""
+    wanted = "SELECT 1 FROM json_each(:wanted) AS wanted WHERE NOT EXISTS"
+    has = "SELECT 1 FROM json_each(jobs.metadata) AS had WHERE had.key = wanted.key AND had.value = wanted.value"
+    values = {"owner": owner, "after": after, "wanted": json.dumps(dict(metadata or {}))}
+    later = "(:after = '' OR rowid < (SELECT rowid FROM jobs WHERE id = :after))"
+    return list(_jobs(db, f"{_OF_OWNER} AND NOT EXISTS ({wanted} ({has})) AND {later}", values, f"DESC LIMIT {most}"))
+
+
+def open_jobs(db: Database, base: str) -> list[JobRow]:
+    """Return the open jobs of a base, oldest first."""
+    return list(_jobs(db, f"{IS_OPEN} AND base = :base", {"base": base}))
+
+
+def open_jobs_of_user(db: Database, name: str) -> list[JobRow]:
+    """Return the open jobs of a user, or that make the user's adapter or begin with it."""
+    return list(_jobs(db, f"(owner = :name OR :name IN (adapter, parent)) AND {IS_OPEN}", {"name": name}))
+
+
+def open_job_of(db: Database, adapter: str) -> str:
+    """Return the id of the open job that makes an adapter; "" where there is none."""
+    return first_value(db, f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN}", [adapter]) or ""
+
+
+def count_jobs(db: Database, owner: str) -> tuple[int, int]:
+    """Return the numbers of an owner's open jobs, and of those that began or may begin."""
+    sql = f"SELECT count(*) FILTER (WHERE {IS_OPEN}), count(*) FROM jobs WHERE owner = ? AND (examples OR {IS_OPEN})"
+    open_, kept = db.execute(sql, [owner]).fetchone()
+    return open_, kept
+
+
+def count_by_status(db: Database) -> dict[str, int]:
+    """Return the number of jobs of each status."""
+    counts = dict(db.execute("SELECT status, count(*) FROM jobs GROUP BY status").fetchall())
+    return {status: counts.get(status, 0) for status in (*OPEN, "succeeded", "failed", "cancelled")}
+
+
+def has_user_data(db: Database, name: str) -> bool:
+    """Whether anything is stored for a user of this name."""
+    tables = {"pairs": "adapter", "completions": "adapter", "adapter_versions": "adapter"}
+    return any(first_value(db, f"SELECT 1 FROM {table} WHERE {of} = ? LIMIT 1", [name]) for table, of in tables.items())
+
+
+def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
+    """Return the adapters that jobs make or made, by the jobs' owners."""
+    made: dict[str, set[str]] = {}
+    for owner, adapter in db.execute("SELECT owner, adapter FROM jobs"):
+        made.setdefault(owner, set()).add(adapter)
+    return {owner: frozenset(adapters) for owner, adapters in made.items()}
+
+
+def update_job(db: Database, job_id: str, **columns: Any) -> bool:
+    """Set columns of an open job; returns whether it is open."""
+    is_open = first_value(db, f"SELECT 1 FROM jobs WHERE id = ? AND {IS_OPEN}", [job_id]) is not None
+    if is_open:
+        stored = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in columns.items()}
+        update_rows(db, "jobs", stored, id=job_id)
+    return is_open
+
+
+def _jobs(db: Database, where: str, values: Mapping[str, Any], rest: str = "") -> Any:
+    for row in db.query(f"SELECT * FROM jobs WHERE {where} ORDER BY rowid {rest}", values):
+        yield JobRow(**row | {name: json.loads(row[name]) for name in ("hyperparameters", "metadata")})
+
+
+def add_event(
+    db: Database,
+    created_at: str,
+    job_id: str,
+    message: str,
+    level: str = "info",
+    step: int | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> None:
+    """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`."""
+    row = {"created_at": created_at, "job_id": job_id, "level": level, "message": message, "step": step}
+    condition = "EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)"
+    insert_row(db, "job_events", row | {"data": json.dumps(dict(data or {}))}, condition=condition)
+
+
+def record_step(db: Database, created_at: str, step: Mapping[str, Any]) -> None:
+    """Add the event of a job's step (keys: the fields of its record)."""
+    if step["error"]:
+        return
+    figures = {"step": step["step"], "total_steps": step["total_steps"], "train_loss": step["loss"]}
+    figures |= {"learning_rate": step["learning_rate"], "tokens": step["tokens"]}
+    figures |= {"trained_tokens": trained_tokens(db, step["job_id"]) + step["tokens"]}
+    figures["tokens_per_s"] = step["tokens"] / max(step["seconds"], 1e-9)
+    message = f"step {step['step']} of {step['total_steps']}: training loss {step['loss']:.4f}"
+    add_event(db, created_at, step["job_id"], message, step=step["step"], data=figures)
+
+
+def list_events(db: Database, job_id: str, before: int, most: int) -> list[JobEvent]:
+    """Return up to `most` of a job's events, newest first, from that `before` an event's id on."""
+    sql = "SELECT id, created_at, level, message, step, data FROM job_events WHERE job_id = ? AND id < ?"
+    rows = db.query(f"{sql} ORDER BY id DESC LIMIT {most}", [job_id, before])
+    return [JobEvent(**row | {"data": json.loads(row["data"])}) for row in rows]
+
+
+def metrics_after(db: Database, job_id: str, step: int, most: int) -> list[dict[str, Any]]:
+    """Return the metrics of up to `most` steps after `step`, in their order."""
+    sql = "SELECT data FROM job_events WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?"
+    return [json.loads(data) for (data,) in db.execute(sql, [job_id, step, most])]
+
+
+def drop_later_steps(db: Database, job_id: str, step: int) -> None:
+    """Delete the metrics of steps after `step`, which were lost and are taken again."""
+    db.execute("DELETE FROM job_events WHERE job_id = ? AND step > ?", [job_id, step])
+
+
+def trained_tokens(db: Database, job_id: str) -> int:
+    """Return the number of tokens that a job's steps have trained on."""
+    last = "SELECT data FROM job_events WHERE job_id = ? AND step > 0 ORDER BY step DESC LIMIT 1"
+    data = first_value(db, last, [job_id])
+    return int(json.loads(data)["trained_tokens"]) if data else 0

@@ -1,0 +1,69 @@
+"""Files of examples: what a line may be, and what a check keeps in memory."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edged.align.feedback.examples import BadFile, ExampleFile
+from edged.align.jobs import JobPlan
+from edged.settings.load import AlignSettings
+
+
+def written(folder: Path, rows: list[Any]) -> Path:
+    path = folder / "examples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat(turns: int) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[turn % 2], "content": "word"} for turn in range(turns)]}
+
+
+def test_a_conversation_has_a_bounded_number_of_messages(tmp_path: Path) -> None:
+    assert len(ExampleFile(written(tmp_path, [chat(1024)]), tmp_path, False)) == 1
+    with pytest.raises(BadFile, match='line 1: "messages" has 1026 messages: it may have 1 to 1024'):
+        ExampleFile(written(tmp_path, [chat(1026)]), tmp_path, False)
+
+
+def test_a_line_is_at_most_a_mebibyte(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b" * (1 << 20)}, {"prompt": "a", "completion": "b"}]
+    with pytest.raises(BadFile, match=r"^line 1: it is longer than 1048576 bytes: split it$"):
+        ExampleFile(written(tmp_path, rows), tmp_path, False)
+
+
+def test_what_is_told_of_a_bad_line_is_short(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "assistant", "content": "b", "weight": "w" * 100_000}]}] * 30
+    with pytest.raises(BadFile) as refused:
+        ExampleFile(written(tmp_path, rows), tmp_path, False)
+    assert len(str(refused.value)) < 20 * 220
+    assert str(refused.value).endswith("; and 10 more")
+
+
+def test_a_check_keeps_as_much_of_a_large_file_as_of_a_small_one(tmp_path: Path) -> None:
+    def peak(lines: int) -> int:
+        path = written(tmp_path, [{"prompt": f"word {number}", "completion": "b"} for number in range(lines)])
+        tracemalloc.start()
+        try:
+            found = ExampleFile(path, tmp_path, False)
+            plan = JobPlan("job", "made", AlignSettings(), lines, 4, 1, 0)
+            read = [line for line, _ in found.read(plan.batch(plan.steps - 1))]
+            assert len(read) == 4
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(20_000) < peak(100) + 200_000
+
+
+def test_every_epoch_has_each_example_once_in_an_order_of_its_own() -> None:
+    plan = JobPlan("job", "made", AlignSettings(), 103, 10, 2, 7)
+    epochs = [[n for step in range(begin, begin + 11) for n in plan.batch(step)] for begin in (0, 11)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(103))] * 2
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != sorted(epochs[0])

@@ -1,0 +1,149 @@
+"""Fine-tuning jobs of several accounts: whose an adapter is, how much one may keep, and who has the next turn."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from tests.api.accounts import ANN, BOB, account, open_folder, root_only
+from tests.api.jobs.test_jobs import GREEDY, SETTINGS, chats, ended, lines, preferences, upload
+from tests.api.live import LiveDaemon, running
+from tests.models import save_tiny
+
+LONG: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
+SHORT: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 1}}}
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[LiveDaemon]:
+    limits = {"jobs__files_mb": 4, "jobs__max_files": 6, "jobs__max_waiting": 3, "jobs__turn_s": 0.2}
+    with open_folder() as folder:
+        save_tiny(folder / "tiny")
+        with running(folder / "run", folder / "tiny", api__socket_mode="0666", **SETTINGS, **limits) as live:
+            yield live
+
+
+class Transport(httpx2.HTTPTransport):
+    """Connections that an account opens."""
+
+    def __init__(self, live: LiveDaemon, name: str) -> None:
+        super().__init__(uds=str(live.socket))
+        self._name = name
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        with account(self._name):
+            return super().handle_request(request)
+
+
+@contextmanager
+def speaking(live: LiveDaemon, name: str) -> Iterator[openai.OpenAI]:
+    """The official client as an account has it."""
+    http = httpx2.Client(transport=Transport(live, name), timeout=30.0)
+    with openai.OpenAI(base_url="http://edged/v1", api_key="none", http_client=http, max_retries=0) as client:
+        yield client
+        for job in client.fine_tuning.jobs.list():
+            if job.status in ("validating_files", "queued", "running"):
+                client.fine_tuning.jobs.cancel(job.id)
+        for file in client.files.list():
+            client.files.delete(file.id)
+
+
+def until(condition: Callable[[], Any], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@root_only
+def test_an_adapter_is_of_the_account_whose_job_made_it(tiny: LiveDaemon) -> None:
+    with speaking(tiny, ANN) as ann, speaking(tiny, BOB) as bob:
+        made = ann.fine_tuning.jobs.create(model="tiny", training_file=upload(ann, chats(2)))
+        model = ended(ann, made.id).fine_tuned_model
+        assert model is not None
+        assert model.startswith(f"tiny:{ANN}-")
+        assert ann.chat.completions.create(model=model, **GREEDY).choices
+        assert model in [each.id for each in ann.models.list()]
+        with pytest.raises(openai.PermissionDeniedError, match="is not for"):
+            bob.chat.completions.create(model=model, **GREEDY)
+        assert model not in [each.id for each in bob.models.list()]
+        for ask in (bob.fine_tuning.jobs.retrieve, bob.fine_tuning.jobs.cancel, bob.fine_tuning.jobs.pause):
+            with pytest.raises(openai.NotFoundError):
+                ask(made.id)
+        with pytest.raises(openai.NotFoundError):
+            bob.fine_tuning.jobs.create(model="tiny", training_file=made.training_file)
+        file_id = upload(bob, chats(1))
+        for suffix in (f"{ANN}-x", getpass.getuser(), "www-data"):
+            with pytest.raises(openai.PermissionDeniedError, match=f'let it begin with "{BOB}-"'):
+                bob.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=suffix)
+        named = bob.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=f"{BOB}-mine")
+        assert ended(bob, named.id).fine_tuned_model == f"tiny:{BOB}-mine"
+    with tiny.http() as http, speaking(tiny, ANN) as ann:
+        assert http.delete(f"/v1/adapters/{model.removeprefix('tiny:')}").status_code == 200
+        with pytest.raises(openai.PermissionDeniedError):
+            ann.chat.completions.create(model=model, **GREEDY)
+
+
+@root_only
+def test_an_account_keeps_a_bounded_number_of_files_bytes_and_jobs(tiny: LiveDaemon) -> None:
+    with speaking(tiny, ANN) as ann, speaking(tiny, BOB) as bob:
+        with pytest.raises(openai.BadRequestError, match='"file" is empty'):
+            upload(ann, b"")
+        with pytest.raises(openai.APIStatusError, match="larger than 4194304 bytes") as refused:
+            upload(ann, b"\n" * (5 << 20))
+        assert refused.value.status_code == 413
+        upload(ann, b"\n" * (3 << 20))
+        with pytest.raises(openai.APIStatusError, match="larger than 1048576 bytes"):
+            upload(ann, b"\n" * (2 << 20))
+        ids = [upload(ann, preferences(20)) for _ in range(5)]
+        with pytest.raises(openai.PermissionDeniedError, match=r"6 uploaded files .* jobs.max_files = 6"):
+            upload(ann, b"\n")
+        file_id = upload(bob, preferences(4))
+        for number in range(3):
+            ann.fine_tuning.jobs.create(model="tiny", training_file=ids[number], method=LONG)
+        with pytest.raises(openai.RateLimitError, match=r"3 of your jobs wait or run, and jobs\.max_waiting = 3"):
+            ann.fine_tuning.jobs.create(model="tiny", training_file=ids[0], method=LONG)
+        made = bob.fine_tuning.jobs.create(model="tiny", training_file=file_id, method=SHORT)
+        assert ended(bob, made.id).status == "succeeded", "nobody's jobs block another's"
+        states = [job.status for job in ann.fine_tuning.jobs.list()][:3]
+        assert "succeeded" not in states
+        assert "running" in states
+
+
+def test_a_check_delays_no_cancel_and_no_stop(tmp_path: Path) -> None:
+    content = lines([{"prompt": f"word {number}", "completion": "b"} for number in range(400_000)])
+    with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), **SETTINGS) as live:
+        with live.openai() as client:
+            large = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, content), suffix="large")
+            file_id = upload(client, chats(1))
+            small = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="small")
+            assert client.fine_tuning.jobs.cancel(small.id).status == "cancelled"
+            assert client.fine_tuning.jobs.retrieve(large.id).status == "validating_files"
+        assert live.stop() == 0
+        with sqlite3.connect(live.data / "edged.db") as database:
+            status, examples = database.execute("SELECT status, examples FROM jobs WHERE id = ?", [large.id]).fetchone()
+    assert (status, examples) == ("validating_files", 0)
+
+
+def test_a_client_that_leaves_leaves_no_job_that_nobody_begins(tiny: LiveDaemon) -> None:
+    with tiny.openai() as client:
+        file_id = upload(client, chats(1))
+        for number in range(10):
+            body = f'{{"model": "tiny", "training_file": "{file_id}", "suffix": "left-{number}"}}'.encode()
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.connect(str(tiny.socket))
+                head = "POST /v1/fine_tuning/jobs HTTP/1.1\r\nHost: x\r\nContent-Length: "
+                raw.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+                time.sleep(0.002 * number)
+            until(lambda: all(job.finished_at for job in client.fine_tuning.jobs.list()))
+        client.files.delete(file_id)

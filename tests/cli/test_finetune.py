@@ -1,0 +1,54 @@
+"""`edged finetune` and `edged files` with a running daemon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.api.jobs.test_jobs import preferences
+from tests.cli.conftest import Daemon
+
+
+def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "examples.jsonl"
+    path.write_bytes(preferences(4))
+    arguments = (
+        "--suffix",
+        "made",
+        "--method",
+        "dpo",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "2",
+        "--beta",
+        "0.2",
+        "--watch",
+    )
+    made = daemon.run("finetune", "create", str(path), *arguments)
+    assert "step 2 of 2: training loss" in made.stderr
+    assert made.stdout.endswith("succeeded: tiny:made answers\n")
+    assert daemon.run("ask", "Hello there", "--user", "made", "--max-tokens", "4").stdout
+    job = made.stdout.split()[0]
+    shown = json.loads(daemon.run("finetune", "show", job, "--json").stdout)
+    assert shown["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
+    assert shown["events"][0]["message"] == "The job has successfully completed: tiny:made is ready"
+    assert json.loads(daemon.run("finetune", "list", "--json").stdout)["data"][0]["id"] == job
+    assert job in daemon.run("finetune", "list").stdout
+    assert "nothing to cancel" in daemon.run("finetune", "cancel", job, code=1).stderr
+    assert daemon.run("finetune", "watch", job).stdout == f"{job} succeeded: tiny:made answers\n"
+
+
+def test_a_file_is_added_listed_and_deleted(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / 'a "file".jsonl'
+    path.write_bytes(b'{"text": "a"}\n')
+    added = json.loads(daemon.run("files", "add", str(path), "--json").stdout)
+    assert (added["bytes"], added["filename"]) == (14, "a 'file'.jsonl")
+    assert added["id"] in daemon.run("files", "list").stdout
+    assert daemon.run("files", "show", added["id"]).stdout == "a 'file'.jsonl: 14 bytes, fine-tune\n"
+    failed = daemon.run("finetune", "create", added["id"], "--watch", code=1)
+    assert "failed: line 1: it has none of the fields" in failed.stdout
+    assert daemon.run("files", "delete", added["id"]).stdout == f"{added['id']} is deleted\n"
+    assert "does not exist" in daemon.run("files", "show", added["id"], code=1).stderr
+    missing = daemon.run("files", "add", str(tmp_path / "none.jsonl"), code=1).stderr
+    assert missing == f"edged: {tmp_path}/none.jsonl cannot be read: No such file or directory\n"

@@ -1,0 +1,117 @@
+"""A job's steps have what people's own pairs leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edged.align.adapters.adapter import AdapterError
+from edged.align.feedback.pair import JobStepped, PairRetired
+from edged.align.jobs import JobPlan, job_settings
+from edged.scheduler.task import Kind
+from edged.settings.load import AlignSettings
+from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
+
+HYPERPARAMETERS = {"learning_rate": 1e-3, "beta": 0.1}
+
+
+def test_a_step_of_a_job_stands_still_while_a_persons_pairs_have_work(tmp_path: Path) -> None:
+    # Whatever is kept of a step makes its units longer: here it has many short ones.
+    settings = {"align__keep_graph": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        plans: list[tuple[bool, bool, bool]] = []
+        scheduler = engine.scheduler
+        plan_of = scheduler.plan
+
+        def watched(*arguments: Any) -> Any:
+            steps = [task for task in scheduler.queues.finetunes if task.has_work]
+            plan = plan_of(*arguments)
+            granted = [grant.task.bulk for grant in plan.grants if grant.task.kind is Kind.FINETUNE]
+            plans.append((any(not task.bulk for task in steps), any(task.bulk for task in steps), any(granted)))
+            return plan
+
+        scheduler.plan = watched  # type: ignore[method-assign]
+        align = job_settings(AlignSettings(window_tokens=16), "dpo", HYPERPARAMETERS)
+        job = JobPlan("job", "made", align, 64, 16, 1, 0)
+        assert engine.start_job(job).result(30) == 0
+        examples = [replace(pair, pair_id=-pair.pair_id, trusted=True) for pair in random_pairs(64, "made")]
+        for step in range(4):
+            engine.feed_job("made", step, [examples[number] for number in job.batch(step)])
+        client.wait(lambda: any(bulk for _, bulk, _ in plans))
+        for first in range(1, 9):
+            engine.submit_pairs(random_pairs(1, seed=first, first_id=first))
+            client.wait(lambda count=first: len(client.of(PairRetired)) == count)
+        client.wait(lambda: len(client.of(JobStepped)) == 4)
+        assert engine.end_job("made").result(30) == 4
+        assert engine.adapters()["made"] == 4
+    assert any(own and bulk for own, bulk, _ in plans), "both had work at once"
+    assert not any(own and granted for own, _, granted in plans)
+    assert [record.step for record in client.of(JobStepped)] == [1, 2, 3, 4]
+    assert {record.pair_id for record in client.of(PairRetired)} == set(range(1, 9))
+
+
+def feed(engine: BuiltEngine, job: JobPlan, steps: range) -> None:
+    examples = [replace(pair, pair_id=-pair.pair_id, trusted=True) for pair in random_pairs(job.examples, job.adapter)]
+    for step in steps:
+        engine.feed_job(job.adapter, step, [examples[number] for number in job.batch(step)])
+
+
+def begun(engine: BuiltEngine, examples: int = 64, batch_size: int = 16) -> JobPlan:
+    align = job_settings(AlignSettings(window_tokens=16), "dpo", HYPERPARAMETERS)
+    job = JobPlan("job", "made", align, examples, batch_size, 1, 0)
+    assert engine.start_job(job).result(30) == 0
+    return job
+
+
+def test_a_job_holds_neither_the_place_nor_the_slot_that_a_persons_step_wants(tmp_path: Path) -> None:
+    settings = {"align__keep_graph": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    with running_engine(tmp_path, **settings, align__max_active_adapters=1) as (engine, client):
+        finetuning, most, slotless = engine.finetuning, [0], set()
+        finetuning._most_open = 1
+        plan_of = engine.scheduler.plan
+
+        def watched(*arguments: Any) -> Any:
+            most[0] = max(most[0], finetuning._under_way)
+            slotless.add(finetuning._slotless)
+            return plan_of(*arguments)
+
+        engine.scheduler.plan = watched  # type: ignore[method-assign]
+        feed(engine, begun(engine, 16, 4), range(4))
+        for first in range(1, 4):
+            client.wait(lambda count=first: len(client.of(JobStepped)) >= count)
+            engine.submit_pairs(random_pairs(1, seed=first, first_id=first))
+            client.wait(lambda count=first: len(client.of(PairRetired)) == count)
+        client.wait(lambda: len(client.of(JobStepped)) == 4)
+    assert most == [1]
+    assert "made" not in slotless
+
+
+def test_nothing_takes_the_place_of_a_version_that_a_job_trains(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        job = begun(engine)
+        feed(engine, job, range(1))
+        client.wait(lambda: client.of(JobStepped))
+        weights = engine.trainer.adapter_cache.get("made").tensors()
+        with pytest.raises(AdapterError, match='a fine-tuning job makes adapter "made"'):
+            engine.import_adapter("made", weights, "imported").result(30)
+        with pytest.raises(AdapterError, match="wait for its end, or cancel it"):
+            engine.rollback("made", 0).result(30)
+        assert engine.end_job("made").result(30) == 1
+        assert engine.start_job(job).result(30) == 1
+
+
+def test_a_job_whose_version_answers_with_nan_has_failed(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        feed(engine, begun(engine), range(1))
+        client.wait(lambda: client.of(JobStepped))
+        assert engine.end_job("made").result(30) == 1
+        assert engine.start_job(JobPlan("job", "made", AlignSettings(), 64, 16, 1, 0)).result(30) == 1
+        state = engine.trainer.adapter_cache.get("made")
+        for weight in (weight for pair in state.weights.values() for weight in pair):
+            weight.data.fill_(float("nan"))
+        engine.submit(request("asks", random_ids(9, 1), adapter="made"))
+        client.wait(lambda: client.of(JobStepped)[-1].error)
+        assert "not finite" in client.of(JobStepped)[-1].error
