@@ -39,9 +39,8 @@ export function startLearning() {
   startStory(rollBack);
 }
 
-/** Take in which adapters there are. */
+/** Take in which adapters there are; events may have told of others while the list was on its way. */
 export function knowAdapters(names) {
-  known.clear();
   for (const name of names) known.add(name);
 }
 

@@ -46,7 +46,7 @@ export function compare() {
     }
     const shown = answers.find(({ version }) => version === chosen[side]) ?? answers.find(({ version }) => version === first[side]);
     select.value = shown.version;
-    setText(byId(`${side}-answer`), shown.answer ?? "No answer: it was not tested yet.");
+    setText(byId(`${side}-answer`), shown.answer === "" ? "An empty answer." : (shown.answer ?? "No answer: it was not tested yet."));
   }
   const left = answers.find(({ version }) => version === Number(byId("before").value));
   const why = left.version === current ? `Version ${current} is served now.` : !left.on_disk ? `Version ${left.version} is not on disk any more.`
