@@ -25,6 +25,7 @@ import math
 import random
 import statistics
 import tempfile
+import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -158,13 +159,19 @@ class Bench(LocalEngine):
             for pair_id in ids:
                 recorder.outcomes.pop(pair_id, None)
             self.submit_pairs(part)
-            recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
+            for _ in range(2):
+                # The second time it is sure that no test or pass was about to begin.
+                recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
+                time.sleep(0.1)
         return [score for _, score in recorder.scores[first:]]
 
     def _settled(self, ids: Sequence[int]) -> bool:
-        """Whether each of these pairs has an outcome."""
+        """Whether each of these pairs has an outcome, and no pass in idle time is to come."""
         outcomes = self.recorder.outcomes
-        return all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids)
+        if not all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids):
+            return False
+        finetune = self.engine.status()["finetune"]
+        return not (self.settings.align.idle_passes and (finetune["repeating"] or finetune["active_adapters"]))
 
     def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
         """Measure the answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.

@@ -152,7 +152,9 @@ def test_a_learning_rate_changed_at_run_time_is_the_next_steps(tmp_path: Path) -
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, _):
         moved = []
         for i, rate in enumerate((1e-3, 1e-9)):
-            engine.configure(adopted(engine.settings, settings(align__learning_rate=rate))).result(10)
+            engine.configure(
+                adopted(engine.settings, settings(align__learning_rate=rate, align__idle_passes=0))
+            ).result(10)
             before = engine.weights("ann").result(10)[1]
             engine.submit_pairs(random_pairs(4, seed=i, first_id=1 + 4 * i))
             end = time.monotonic() + 30

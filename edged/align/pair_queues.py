@@ -71,6 +71,12 @@ class AdapterQueue:
     unreadable: bool = False
     """Whether its files could not be read: it has no work before they can be."""
     loss: float = FIRST_LOSS
+    idle_versions: int = 0
+    """Number of the latest versions made by passes in idle time that no test has seen."""
+    tested_losses: dict[int, float] = field(default_factory=dict)
+    """Losses of held-out pairs at their latest test, by pair id."""
+    passes_help: bool = True
+    """Whether further passes over learned pairs may help: a test after some showed no gain, and no new pair came."""
 
     @property
     def tested(self) -> bool:
@@ -79,8 +85,13 @@ class AdapterQueue:
 
     @property
     def pairs(self) -> int:
-        """Number of the adapter's pairs that wait for training or are in a step."""
-        return len(self.queue) + len(self.taken)
+        """Number of the adapter's pairs that wait for training or are in a step; not those of a pass in idle time."""
+        return len(self.queue) + (0 if self.repeats else len(self.taken))
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step under way is of a pass in idle time, over learned pairs."""
+        return bool(self.taken) and self.taken[0].state == "trained"
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -97,6 +108,7 @@ class AdapterQueue:
                 self.queue.append(pair)
             return None
         contradicts = self.detector.note(pair)
+        self.passes_help = True
         if pair.state != "queued":
             self.replay.append(pair)
         elif pair.trusted or pair.epochs_done:
@@ -137,10 +149,10 @@ class AdapterQueue:
         few = len(pairs) - guard.min_pairs
         return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
-    def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
+    def finish_test(self, test: HeldOutEvaluation, least: int) -> tuple[list[PairScored], list[Record]]:
         """Quarantine a test's outlying new held-out pairs; returns (scores that the guard may use, records).
 
-        Scores of single ratings are the guard's alone.
+        Scores of single ratings are the guard's alone. `least` is `guard.min_pairs`.
         """
         used: list[PairScored] = []
         records: list[Record] = []
@@ -157,7 +169,15 @@ class AdapterQueue:
             if not scored.rating:
                 records += [scored, first] if new else [scored]
         self.unscored -= {scored.pair_id for scored in used}
+        self._note_gain({scored.pair_id: scored.loss for scored in used}, least)
         return used, records
+
+    def _note_gain(self, losses: dict[int, float], least: int) -> None:
+        """End the passes in idle time where they did not lower the mean loss of at least so many held-out pairs."""
+        common = losses.keys() & self.tested_losses.keys()
+        if self.idle_versions and len(common) >= least:
+            self.passes_help = sum(losses[pair_id] - self.tested_losses[pair_id] for pair_id in common) < 0
+        self.tested_losses, self.idle_versions = losses, 0
 
     def skip_test(self, version: int) -> None:
         """Give up the failed test of a version; the next versions will be tested."""
@@ -181,8 +201,18 @@ class AdapterQueue:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def to_repeat(self, align: AlignSettings) -> list[TokenPair]:
+        """Return the next pairs of a pass in idle time: learned ones, those first that were trained on least often."""
+        if not (align.idle_passes and self.passes_help) or self.queue or self.waiting or self.guard.change is not None:
+            return []
+        often = align.epochs + align.idle_passes
+        left = [pair for pair in self.replay if pair.state == "trained" and pair.epochs_done < often]
+        return sorted(left, key=lambda pair: pair.epochs_done)[: align.micro_batch_pairs]
+
     def draw(self, align: AlignSettings) -> StepBatch:
-        """Draw the next step's pairs, which stay in the queue until `begin`."""
+        """Draw the next step's pairs, which stay in the queue until `begin`; where none are queued, a pass's."""
+        if not self.queue:
+            return StepBatch(self.to_repeat(align), [])
         fresh = list(islice(self.queue, align.micro_batch_pairs))
         share = len(fresh) * align.replay_share
         if not share or not self.replay:
@@ -193,12 +223,15 @@ class AdapterQueue:
         return StepBatch(fresh, chance.sample(list(self.replay), min(len(self.replay), wanted)))
 
     def begin(self, draw: StepBatch) -> None:
-        """Take these pairs from the queue for the next step."""
-        self.taken = [self.queue.popleft() for _ in draw.fresh]
+        """Take these pairs from the queue, or from the learned ones, for the next step."""
+        self.taken = draw.fresh
+        for pair in draw.fresh:
+            (self.replay if pair.state == "trained" else self.queue).remove(pair)
 
     def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
-        """Return the pairs of a step that was not taken, or only `pairs` of them, to the head of the queue."""
-        self.queue.extendleft(reversed(self.taken if pairs is None else pairs))
+        """Return the pairs of a step that was not taken, or only `pairs` of them, to the head of their queue."""
+        for pair in reversed(self.taken if pairs is None else pairs):
+            (self.replay if pair.state == "trained" else self.queue).appendleft(pair)
         self.step, self.taken = None, []
 
     def end(self) -> None:
@@ -219,6 +252,12 @@ class AdapterQueue:
         records = []
         for outcome in member.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
+            if pair.state == "trained":
+                # Of a pass in idle time, it stays learned; what is credited to the version that learned it first stays.
+                helps = outcome.trained and not member.strange
+                self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
+                records += [pair.retired("trained", 0, done)] if helps else []
+                continue
             if self.guard.change is not None and pair.direct and not pair.epochs_done:
                 longer = len(pair.chosen) - len(pair.rejected)
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
@@ -294,6 +333,8 @@ class PairQueues:
         self._ready: dict[str, None] = {}
         self._gathering: dict[str, None] = {}
         """Adapters whose queued pairs wait for others (`align.accumulate_s`), those due first first."""
+        self._repeating: dict[str, None] = {}
+        """Adapters without other work whose learned pairs are, or are to be, trained on again in idle time."""
         self._waiting: dict[str, None] = {}
         """Adapters with pairs beyond `feedback.pairs_per_hour`."""
         self._alarmed: dict[str, None] = {}
@@ -312,19 +353,23 @@ class PairQueues:
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
-        for names in (self._changed, self._ready, self._gathering, self._waiting, self._alarmed):
+        for names in (self._changed, self._ready, self._repeating, self._gathering, self._waiting, self._alarmed):
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
     def recount(self) -> None:
         """Update the totals, and the adapters that have work, by the queues that were asked for."""
+        align = self._settings.now.align
         for name in self._changed:
             queue = self.queues[name]
             idle = queue.step is None and not queue.unreadable
             queue.queued_s = min(queue.queued_s, self.now) if queue.queue else math.inf
             due = bool(queue.queue) and self._due(queue)
             _list(self._gathering, name, bool(queue.queue) and not due)
-            _list(self._ready, name, idle and (due or self.test_due(queue)))
+            ready = idle and (due or self.test_due(queue))
+            _list(self._ready, name, ready)
+            repeats = queue.step is not None and queue.repeats
+            _list(self._repeating, name, repeats or (idle and not ready and bool(queue.to_repeat(align))))
             _list(self._waiting, name, bool(queue.waiting))
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
@@ -342,6 +387,11 @@ class PairQueues:
             self[adapter].queued_s = -math.inf
 
     # -- adapters with work ------------------------------------------------------------------------------------------
+
+    def repeating(self) -> str:
+        """Return an adapter whose learned pairs are, or are to be, trained on again in idle time; "" without one."""
+        self.recount()
+        return next(iter(self._repeating), "")
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
@@ -370,11 +420,15 @@ class PairQueues:
         """Whether an adapter's next step is a test of its current version."""
         if not self.testable(queue):
             return False
+        settings = self._settings.now
         behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
-        if queue.guard.test_soon and behind > 0:
+        if (queue.guard.test_soon and behind > 0) or behind >= settings.guard.evaluate_every:
             return True
-        every = self._settings.now.guard.evaluate_every
-        return behind >= every or (not queue.queue and (behind > 0 or bool(queue.unscored)))
+        if queue.queue:
+            return False
+        # Versions of passes in idle time alone wait for each other.
+        alone = behind == queue.idle_versions and queue.to_repeat(settings.align)
+        return bool(queue.unscored) or (behind > 0 and not alone)
 
     def testable(self, queue: AdapterQueue) -> bool:
         """Whether there are pairs or text to test the current version with; version 0 needs no test of its language."""

@@ -19,12 +19,14 @@ _SOURCES = {
     **{"rephrase": "rephrasing", "dwell": "reading time", "pair": "explicit pair"},
 }
 """The stored `source` of a pair in a word."""
+_STEPS = ("trained", "repeated")
 _MADE = {
+    "repeated": "went over the latest pairs again in idle time",
     "imported": "was imported",
     "rebuilt": "was trained anew with TRL",
     "introduced": "is the untrained adapter, which somebody asked for",
 }
-"""Reasons of versions that nothing was learned for, in words."""
+"""Reasons of versions that nothing new was learned for, in words."""
 
 
 def events(db: Database, adapter: str) -> list[dict[str, Any]]:
@@ -52,7 +54,8 @@ def _chapters(db: Database, adapter: str) -> Iterator[dict[str, Any]]:
     for row, after in pairwise([*rows, None]):
         assert row is not None
         chapter.append(row)
-        if after is not None and row["reason"] == after["reason"] == "trained" and _seconds(row, after) < PAUSE_S:
+        alike = after is not None and row["reason"] == after["reason"] and row["reason"] in _STEPS
+        if after is not None and alike and _seconds(row, after) < PAUSE_S:
             continue
         tests = [_test(each) for each in chapter if each["held_out_pairs"]]
         before = before or next(iter(tests[:-1]), None)

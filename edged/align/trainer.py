@@ -6,6 +6,7 @@ It is not thread-safe: the engine thread alone uses it.
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -273,18 +274,24 @@ class Trainer:
             self.records += ended
             for pair in member.fresh:
                 self.size.forgive(pair.pair_id)
-            self.pairs_trained += sum(record.state in ("trained", "learnt") for record in ended)
+            self.pairs_trained += sum(record.version > 0 and record.state in ("trained", "learnt") for record in ended)
             if member.trained and not member.strange:
                 self._close_trained(queue, member, seconds)
 
     def _close_trained(self, queue: AdapterQueue, member: AdapterStep, seconds: float) -> None:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
-        self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
         self.size.grow()
-        guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
+        repeated = member.fresh[0].state == "trained"
+        if repeated:
+            queue.idle_versions += 1
+        else:
+            self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
+            guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = f"trained: {change.summary}" if change is not None and verdict == "change" else "trained"
+        reason = "repeated" if repeated else "trained"
+        if change is not None and verdict == "change":
+            reason = f"trained: {change.summary}"
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
         self.versions.publish(queue, member.version, reason, **figures)
         drops = [score.drop_nats for score in member.scores]
@@ -356,7 +363,7 @@ class Trainer:
         self.size.forgive((queue.name, test.version))
         if test.neutral:
             self.pair_queues.neutral = test.neutral
-        scores, records = queue.finish_test(test)
+        scores, records = queue.finish_test(test, settings.min_pairs)
         self.records += records
         if test.version and test.version == self.adapter_cache.version(queue.name):
             if len(scores) == len(queue.held_out):
@@ -393,10 +400,13 @@ class Trainer:
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
+            repeats = queue.repeats
             queue.put_back()
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False):
                     self._skipped(queue, (), f"out of memory: {reason}")
+            elif repeats:
+                queue.passes_help = False
             elif alone:
                 pair = queue.queue.popleft()
                 if self.size.hopeless(pair.pair_id):
@@ -435,6 +445,9 @@ class Trainer:
             self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, error=reason))
             return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
+        learned = [replace(pair, state="learnt") for pair in pairs if pair.state == "trained"]
+        queue.replay.extend(learned)
+        pairs = pairs[len(learned) :]
         self.records += [pair.retired("skipped", version, pair.epochs_done, reason) for pair in pairs]
 
 

@@ -84,6 +84,8 @@ class Versions:
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
         guard.caution, queue.detector.lenient = 1.0, False
+        # What was learned before may be what this version is to be without.
+        queue.passes_help = False
         self._adapter_cache.files.spare(adapter, 0)
         return self._adapter_cache.version(adapter)
 

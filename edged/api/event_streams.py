@@ -108,7 +108,7 @@ class Feed:
         """Publish the outcomes of pairs, once they are on disk; returns at once."""
         pairs: dict[str, list[dict[str, Any]]] = {}
         for record in records if self.readers else ():
-            if isinstance(record, PairRetired):
+            if isinstance(record, PairRetired) and (record.version or record.state != "trained"):
                 told = {"pair_id": record.pair_id, "state": record.state, "reason": record.reason}
                 pairs.setdefault(record.adapter, []).append(told)
         self._tell([_event("outcomes", adapter, pairs=found) for adapter, found in pairs.items()])

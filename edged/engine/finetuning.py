@@ -57,6 +57,8 @@ class FinetuneJobs:
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
+        self.repeating = ""
+        """An adapter whose learned pairs are trained on again in idle time."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
@@ -123,6 +125,9 @@ class FinetuneJobs:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+        idle = not (ready or self.jobs or sum(self._scheduler.counts().values()))
+        if idle and (adapter := self._trainer.pair_queues.repeating()):
+            self._try_begin(adapter, now, 0, False)
 
     def _make_way(self, ready: bool, slots_wanted: bool) -> None:
         """Take a job's step out of the way of people's own pairs and of requests; it computes its group again.
@@ -273,6 +278,7 @@ class FinetuneJobs:
         """
         queues, totals = self._trainer.pair_queues, self._stats.totals
         self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
+        self.repeating = queues.repeating()
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             for record in records:
@@ -319,6 +325,7 @@ class FinetuneJobs:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
+            "repeating": self.repeating,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
@@ -368,7 +375,8 @@ class FinetuneJobs:
                 self._shrink(now)
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
-        task.trains, task.bulk = tuple(step.adapters), adapter in self._trainer.jobs
+        task.trains = tuple(step.adapters)
+        task.bulk = adapter in self._trainer.jobs or self._trainer.pair_queues.queues[adapter].repeats
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)

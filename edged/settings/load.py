@@ -195,6 +195,9 @@ class AlignSettings(Section):
     alpha: Positive = setting(32.0, "LoRA alpha; the update is scaled by alpha / rank")
     target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
     epochs: Count = setting(1, "times that a pair is trained on")
+    idle_passes: int = setting(
+        2, "further times, in idle time, that the latest pairs are trained on while held-out pairs improve", ge=0
+    )
     micro_batch_pairs: Count = setting(4, "pairs of one optimizer step")
     accumulate_s: float = setting(
         0.0, "how long pairs wait until a step has micro_batch_pairs, unless its user asks for an answer", ge=0.0

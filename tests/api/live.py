@@ -52,7 +52,7 @@ class LiveDaemon:
     """`edged serve` with a model, its folder, and settings such as `align__enabled="false"`.
 
     The model is there after `download_s` seconds, as one that comes from the hub. Other settings may come from a file,
-    `config=PATH`; `environ` has variables that are no settings.
+    `config=PATH`; `environ` has variables that are no settings. Passes in idle time are off, so that learning ends.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LiveDaemon:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.model = folder, model
         self.socket, self.data, self.log_file = folder / "edged.sock", folder / "data", folder / "log"
-        places = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data}
-        named = {f"EDGED_{name.upper()}": str(value) for name, value in {**places, **settings}.items()}
+        ours = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data, "align__idle_passes": 0}
+        named = {f"EDGED_{name.upper()}": str(value) for name, value in {**ours, **settings}.items()}
         named |= environ or {}
         self.process = _forked.Process(target=_serve, args=(named, str(self.log_file), download_s), daemon=True)
         self.process.start()

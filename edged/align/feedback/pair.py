@@ -84,7 +84,10 @@ class PairScored:
 
 @dataclass(frozen=True, slots=True)
 class PairRetired:
-    """The record that a pair's training ended (CheckEnd) or made progress: with `state` "queued" epochs are left."""
+    """The record that a pair's training ended (CheckEnd) or made progress: with `state` "queued" epochs are left.
+
+    A pass in idle time over a learned pair credits no version with it: `version` is 0.
+    """
 
     pair_id: int
     adapter: str
@@ -98,8 +101,9 @@ class PairRetired:
 class VersionPublished:
     """The record of an adapter's new version.
 
-    `reason` is "trained", "trained: ..." (preferences have changed), "introduced", "imported", "rebuilt",
-    "rollback to N" or "guard: ...". `restored` is the earlier version whose weights these are, 0 the untrained ones.
+    `reason` is "trained", "trained: ..." (preferences have changed), "repeated" (a pass over learned pairs in idle
+    time), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...". `restored` is the earlier version whose
+    weights these are, 0 the untrained ones.
     """
 
     adapter: str
