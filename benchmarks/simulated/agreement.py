@@ -88,7 +88,9 @@ def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
         command = ["edged", "profile", "--model", str(options.model), "--output", str(profile), "--json", *quick]
         call(command, _PROFILING_S, say)
     config = folder / "settings.toml"
-    config.write_text(f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n[guard]\nheld_out_share = 0.0\n")
+    # Neither tests nor passes in idle time are simulated.
+    own = "[guard]\nheld_out_share = 0.0\n[align]\nidle_passes = 0\n"
+    config.write_text(f"[scheduler]\nprofile = {json.dumps(str(profile.resolve()))}\n{own}")
     return profile, config
 
 

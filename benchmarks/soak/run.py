@@ -25,6 +25,7 @@ from benchmarks.soak.growth import LARGEST_MIB_PER_MINUTE, LEAST_JUDGED_S, Held,
 from benchmarks.soak.subject import Subject
 from benchmarks.soak.traffic import Traffic
 from edged.client.client import DaemonError
+from edged.settings.load import AlignSettings
 
 _HARD_SHARE = 0.25
 _SAMPLE_EVERY_S = 2.0
@@ -185,11 +186,12 @@ def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
     with sqlite3.connect(database) as db:
         (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
         pairs = db.execute("SELECT chosen, state, note FROM pairs WHERE chosen LIKE 'good %'").fetchall()
-        twice = db.execute("SELECT count(*) FROM pairs WHERE epochs_done > 1").fetchone()[0]
+        most = AlignSettings().epochs + AlignSettings().idle_passes
+        again = db.execute("SELECT count(*) FROM pairs WHERE epochs_done > ?", [most]).fetchone()[0]
     missing = {f"good {number}" for number in acknowledged} - {chosen for chosen, _, _ in pairs}
     problems = [f"integrity_check: {integrity}"] if integrity != "ok" else []
     problems += [f"{len(missing)} acknowledged pairs are missing"] if missing else []
-    problems += [f"{twice} pairs were trained twice"] if twice else []
+    problems += [f"{again} pairs were trained more than {most} times"] if again else []
     # Pairs that schemathesis drops from quarantine count as an admin's decision.
     skipped = [note for _, state, note in pairs if state == "skipped" and note != "dropped from quarantine"]
     reasons = "; ".join(sorted(set(skipped)))
