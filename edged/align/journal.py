@@ -157,6 +157,9 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             insert_row(db, "skipped_steps", {"created_at": created_at, **asdict(record)})
         case JobStepped():
             jobs.record_step(db, created_at, asdict(record))
+            if not record.error:
+                # No test judges a job's versions: one that it leaves counts as passed, also after a restart.
+                adapters.update_version(db, record.adapter, record.version, problem="")
         case IterationSample():
             raise TypeError("iteration samples are written in company: give them to Journal.append")
 

@@ -36,6 +36,8 @@ from edged.tensors.host_copy import HostCopies
 from edged.tensors.oom import StepSize, out_of_memory
 
 log = logging.getLogger("edged.align")
+_JOB_TRIES = 12
+"""Most tries of a job's step that finds no memory: with the pauses between them about five minutes."""
 
 
 class Trainer:
@@ -96,6 +98,8 @@ class Trainer:
             self.adapter_cache.adopt(state)
         if adapter in self.pair_queues.queues:
             self.pair_queues[adapter].unreadable = state is None
+        if state is None:
+            self.fail_job(adapter, "the adapter's newest version cannot be read: the log says why")
 
     def tidy(self, busy: Collection[str], most: int | None = None) -> None:
         """Drop idle states from memory beyond `most` (default `align.max_loaded_adapters`); `busy` ones are in use."""
@@ -109,6 +113,7 @@ class Trainer:
         if adapter not in self.adapter_cache.versions and adapter not in self.adapter_cache.files.left:
             raise UnknownAdapter(adapter)
         self.abandon(adapter)
+        self.fail_job(adapter, "the adapter was forgotten")
         self.jobs.pop(adapter, None)
         self.pair_queues.forget(adapter)
         self.adapter_cache.forget(adapter)
@@ -183,7 +188,8 @@ class Trainer:
             return self._open_test(queue)
         if isinstance(queue, JobQueue):
             # Alone: no other's pairs are trained on by the same settings.
-            batches, align = {adapter: queue.draw(self.size.align)}, queue.plan.settings(queue.done)
+            batches = {adapter: queue.draw(self.size.align)}
+            align = self.size.narrow(queue.plan.settings(queue.done))
             queue.begin(batches[adapter])
         else:
             batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
@@ -403,7 +409,7 @@ class Trainer:
             repeats = queue.repeats
             queue.put_back()
             if isinstance(queue, JobQueue):
-                if self.size.hopeless(queue.plan.job_id, others_first=False):
+                if self.size.hopeless(queue.plan.job_id, others_first=False, most_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
             elif repeats:
                 queue.passes_help = False

@@ -104,6 +104,7 @@ async def mend(request: web.Request) -> Examined:
     "Broken" means that its language degenerated; the newest version that passes the test is published in its place.
     """
     services, name = services_of(request), adapter_name(request)
+    await _demand_no_job(services, name)
     version = services.engine.version(name)
     if version is None:
         raise unknown_adapter(name)

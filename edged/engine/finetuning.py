@@ -38,7 +38,7 @@ _MOST_TRIED = 256
 
 
 class FinetuneJobs:
-    """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, except `report`."""
+    """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, except `report` and `under_way`."""
 
     def __init__(
         self,
@@ -199,6 +199,10 @@ class FinetuneJobs:
         self.abandon(adapter)
         self._trainer.end_job(adapter)
         return self._writer.saved(adapter, self._trainer.adapter_cache.version(adapter))
+
+    def under_way(self, adapter: str) -> bool:
+        """Whether a step or test of an adapter is under way; may be called on any thread."""
+        return any(adapter in job.step.adapters for job in list(self.jobs.values()))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ initialize if its handle finds no memory; torch's CUDA allocator asks NVML about
 an assertion if NVML cannot tell, as on a Jetson."""
 _MOST_TRIES = 6
 """Most tries of a pair that finds no memory alone."""
+_LEAST_WINDOW = 64
+"""Least window of a job's step, in tokens."""
 _GROWS_AFTER = 8
 """Successful steps before steps may be larger again."""
 _LONGEST_PAUSE_S, _MOST_DOUBLINGS = 60.0, 30
@@ -44,6 +46,8 @@ class StepSize:
         self.strikes = 0
         """Number of times that memory ran out since the last successful step."""
         self.first_pause_s = 0.5
+        self._halvings = 0
+        """Number of times that the window of a job's step is halved."""
         self._most_pairs = math.inf
         """Most pairs of a step by what memory allowed; infinite if memory was not short."""
         self._failed_with_graph: AlignSettings | None = None
@@ -75,15 +79,20 @@ class StepSize:
             less["replay_share"] = 0.0
         return whole.model_copy(update=less) if less else whole
 
-    def hopeless(self, what: Hashable, others_first: bool = True) -> bool:
+    def narrow(self, align: AlignSettings) -> AlignSettings:
+        """Return the settings of a step whose pairs are given: its groups are smaller after memory ran out."""
+        window = min(align.window_tokens, max(_LEAST_WINDOW, align.window_tokens >> self._halvings))
+        return align.model_copy(update={"window_tokens": window}) if self._halvings else align
+
+    def hopeless(self, what: Hashable, others_first: bool = True, most_tries: int = _MOST_TRIES) -> bool:
         """Count that `what`, for instance a pair's id, found no memory alone; return whether to give it up.
 
-        It is given up after a few tries; with `others_first` only if another step has succeeded since the first try:
+        It is given up after `most_tries`; with `others_first` only if another step has succeeded since the first try:
         until then memory may be short for any step, which ends.
         """
         tries, wells = self._tried.get(what, (0, self._wells))
         self._tried[what] = tries + 1, wells
-        if tries + 1 < _MOST_TRIES or (others_first and self._wells == wells):
+        if tries + 1 < most_tries or (others_first and self._wells == wells):
             return False
         self.forgive(what)
         return True
@@ -103,6 +112,7 @@ class StepSize:
     def shrink(self) -> None:
         """Record that memory ran out in a step."""
         self._most_pairs = max(1, self.pairs // 2)
+        self._halvings = min(self._halvings + 1, _MOST_DOUBLINGS)
         self.strikes += 1
         self.distrust_graphs()
 
@@ -117,6 +127,7 @@ class StepSize:
         self._went_well += 1
         if self._went_well >= _GROWS_AFTER:
             self._went_well = 0
+            self._halvings = max(0, self._halvings - 1)
             self._most_pairs = 2 * self.pairs
             if self._most_pairs >= self._settings.now.align.micro_batch_pairs:
                 self._most_pairs, self._failed_with_graph = math.inf, None

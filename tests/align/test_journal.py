@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from edged.align.feedback.pair import IterationSample, PairRetired, StepSkipped, VersionSaved, VersionTested
+from edged.align.feedback.pair import IterationSample, JobStepped, PairRetired, StepSkipped, VersionSaved, VersionTested
 from edged.align.journal import FLUSH_SAMPLES, Journal, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
 from edged.store import Store, feedback, utc_now
@@ -319,3 +319,10 @@ def test_a_restart_knows_the_newest_version_that_passed_and_the_step_size_that_i
     append(store, VersionTested("ada", 2, 9.0, 1.9, "NLL of neutral text is +374%"))
     past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
     assert (past.tested_version, past.step_scale) == (1, 0.5)
+
+
+def test_a_version_that_a_job_made_counts_as_passed_after_a_restart(store):
+    queue_pairs(store, 1)
+    append(store, published(1), JobStepped("job", "ada", 1, 1), published(2), JobStepped("job", "ada", 2, 2))
+    append(store, published(3), JobStepped("job", "ada", 3, 3, error="its loss is nan"))
+    assert store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].tested_version == 2

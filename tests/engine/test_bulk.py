@@ -115,3 +115,16 @@ def test_a_job_whose_version_answers_with_nan_has_failed(tmp_path: Path) -> None
         engine.submit(request("asks", random_ids(9, 1), adapter="made"))
         client.wait(lambda: client.of(JobStepped)[-1].error)
         assert "not finite" in client.of(JobStepped)[-1].error
+
+
+def test_a_job_whose_adapter_is_unreadable_or_forgotten_has_failed(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        begun(engine)
+        engine.commands.ask(lambda: engine.trainer.take_in("made", None)).result(30)
+        client.wait(lambda: client.of(JobStepped))
+        assert "cannot be read" in client.of(JobStepped)[-1].error
+        assert engine.end_job("made").result(30) == 0
+        begun(engine)
+        engine.forget("made", ()).result(30)
+        client.wait(lambda: len(client.of(JobStepped)) == 2)
+        assert client.of(JobStepped)[-1].error == "the adapter was forgotten"

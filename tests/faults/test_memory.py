@@ -326,6 +326,23 @@ def test_a_pair_is_given_up_when_others_found_memory_since() -> None:
     assert [size.hopeless(2) for _ in range(5)] == [False] * 4 + [True]
 
 
+def test_a_jobs_step_has_smaller_groups_after_memory_ran_out_and_is_tried_for_minutes() -> None:
+    size, align = StepSize(live()), AlignSettings(window_tokens=256)
+    assert size.narrow(align) is align
+    paused_s, windows = 0.0, []
+    while not size.hopeless("job", others_first=False, most_tries=12):
+        size.shrink()
+        paused_s += size.pause_s
+        windows.append(size.narrow(align).window_tokens)
+    assert windows[:3] == [128, 64, 64]
+    assert paused_s > 300
+    for _ in range(8 * len(windows)):
+        size.grow()
+    assert size.narrow(align) is align
+    size.shrink()
+    assert size.narrow(AlignSettings(window_tokens=16)).window_tokens == 16
+
+
 def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
     settings = live(micro_batch_pairs=4, replay_share=0.5)
     size = StepSize(settings)

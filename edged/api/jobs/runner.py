@@ -32,6 +32,7 @@ from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
 from edged.store.feedback import PairRow, Side
 from edged.store.jobs import files, jobs
+from edged.tensors.oom import out_of_memory
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -140,13 +141,14 @@ class JobRunner:
 
     def pause(self, job: jobs.JobRow, paused: bool) -> None:
         """Pause an open job, whose last version is on disk then, or let it go on. Raises StoreError."""
+        if bool(job.paused) is paused:
+            return
 
         def write(db: Database) -> None:
             if jobs.update_job(db, job.id, paused=int(paused)):
                 jobs.add_event(db, utc_text(utc_now()), job.id, "The job is paused" if paused else "The job goes on")
 
         self._stop_job(job.id, lambda: self.store.write(write).result())
-        self.run_soon()
 
     def close(self) -> None:
         """Stop the threads; open jobs go on at the next start."""
@@ -167,6 +169,7 @@ class JobRunner:
             then()
         finally:
             self._stop_requested.discard(job_id)
+            self.run_soon()
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
@@ -181,11 +184,9 @@ class JobRunner:
                     continue
             except EngineStopping:
                 log.debug("fine-tuning jobs go on at the next start")
-            except StoreError as error:
-                log.warning("fine-tuning jobs wait: %s", error)
-                wait_s = _RETRY_S
-            except Exception:
-                log.exception("fine-tuning jobs wait")
+            except Exception as error:
+                told = logs.first_line(error, with_kind=True)
+                log.warning("fine-tuning jobs wait: %s", told, exc_info=not _may_pass(error))
                 wait_s = _RETRY_S
             with self._wake:
                 self._wake.wait_for(partial(lambda seen: self._stopping or self._changes != seen, seen), wait_s)
@@ -211,9 +212,9 @@ class JobRunner:
             work(job)
         except _JobStopped:
             log.debug("job %s is left", job.id)
-        except (StoreError, EngineStopping):
-            raise
         except Exception as error:
+            if isinstance(error, EngineStopping) or _may_pass(error):
+                raise
             failure = error if isinstance(error, JobFailed) else JobFailed(logs.first_line(error, with_kind=True))
             if failure is not error:
                 log.exception("job %s failed", job.id)
@@ -262,7 +263,7 @@ class JobRunner:
         try:
             path, preferences = folder / FILES_FOLDER / job.training_file, job.method != "supervised"
             examples = ExampleFile(path, folder, preferences, lambda: self._must_stop(job.id))
-        except (BadFile, OSError) as error:
+        except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, "invalid_training_file", "training_file") from None
         if self._must_stop(job.id):
@@ -290,9 +291,9 @@ class JobRunner:
     def _train(self, job: jobs.JobRow) -> None:
         """Train a job to its end, or until it is left. Raises JobFailed, and _JobStopped."""
         self._steps.clear()
-        plan, done = self._begin(job)
+        plan = self._begin(job)
         try:
-            self._take_steps(job, plan, done)
+            self._take_steps(job, plan, self._go_on(job, plan))
         finally:
             if not self._stopping:
                 with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile
@@ -309,39 +310,40 @@ class JobRunner:
         sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
         return JobPlan(job.id, job.adapter, align, *sizes)
 
-    def _begin(self, job: jobs.JobRow) -> tuple[JobPlan, int]:
-        """Have the engine begin a job, or go on with it; returns its plan, and the number of steps that were taken."""
+    def _begin(self, job: jobs.JobRow) -> JobPlan:
+        """Make a job's adapter ready for it; returns its plan. Raises JobFailed, and _JobStopped."""
         plan = self._plan(job)
-        version, resumed = self.engine.version(job.adapter), job.status == "running"
-        if version and not resumed:
+        version = self.engine.version(job.adapter)
+        if version and job.status != "running":
             told = f'adapter "{job.adapter}" was taught while the job waited: give another suffix'
             raise JobFailed(told, "suffix_taken", "suffix")
         if not self.store.write(lambda db: jobs.update_job(db, job.id, status="running")).result():
             raise _JobStopped
         if job.parent and not version:
             self._inherit(job)
+        return plan
+
+    def _go_on(self, job: jobs.JobRow, plan: JobPlan) -> int:
+        """Have the engine begin a job, or go on with it; returns the number of steps that were taken."""
         done = self._result(self.engine.start_job(plan))
 
         def write(db: Database) -> None:
             jobs.drop_later_steps(db, job.id, done)
             told = f"step {done} of {plan.steps} is done, {plan.examples} examples"
-            message = f"Fine-tuning job {'goes on' if resumed else 'started'}: {told}"
+            message = f"Fine-tuning job {'goes on' if job.status == 'running' else 'started'}: {told}"
             jobs.add_event(db, utc_text(utc_now()), job.id, message)
 
         self.store.write(write).result()
-        return plan, done
+        return done
 
     def _inherit(self, job: jobs.JobRow) -> None:
         """Begin with the weights of another adapter's newest version on disk. Raises JobFailed."""
         on_disk = self.engine.adapter_files
         version, _ = on_disk.newest(job.parent)
-        try:
-            if not version:
-                raise AdapterError(f'adapter "{job.parent}" has no version on disk')
-            weights = on_disk.load(job.parent, version).weights
-            self._result(self.engine.import_adapter(job.adapter, weights, "imported"))
-        except AdapterError as error:
-            raise JobFailed(str(error), "invalid_model", "model") from None
+        if not version:
+            raise JobFailed(f'adapter "{job.parent}" has no version on disk', "invalid_model", "model")
+        weights = on_disk.load(job.parent, version).weights
+        self._result(self.engine.import_adapter(job.adapter, weights, "imported"))
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
@@ -351,21 +353,23 @@ class JobRunner:
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
                 fed += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train)
-                if not self._steps or self._must_stop(job.id):
+                wait_s = max(0.0, turn_ends_s - time.monotonic()) or _RETRY_S
+                self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train, wait_s)
+                if self._must_stop(job.id) or not (self._steps or self._may_train):
                     raise _JobStopped
-                step = self._steps.popleft()
-            if step.error:
+                step = self._steps.popleft() if self._steps else None
+            if step is not None and step.error:
                 raise JobFailed(step.error)
-            done = step.step
-            if time.monotonic() >= turn_ends_s and done < plan.steps:
+            done = done if step is None else step.step
+            idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
+            if time.monotonic() >= turn_ends_s and done < plan.steps and idle:
                 if any(other.owner != job.owner for other in self._waiting(True)):
                     raise _JobStopped
                 turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
 
     def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int) -> list[TokenPair]:
         """Return the tokenized examples of a step; no other pairs have their ids. Raises JobFailed."""
-        most, tokens = self.engine.most_pair_tokens, list[TokenPair]()
+        most, tokens, total = self.engine.most_pair_tokens, list[TokenPair](), 0
         for line, example in self._checked[job.id].read(plan.batch(step)):
             for turn, pair in enumerate(example):
                 if self._must_stop(job.id):
@@ -378,11 +382,11 @@ class JobRunner:
                 if note and job.id not in self._cut_told:
                     self._cut_told.add(job.id)
                     self._tell(job.id, f"line {line}: {note}; further examples that are cut are not told", "warn")
+                total += made.tokens
+                if total > _MOST_STEP_TOKENS:
+                    told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
+                    raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
                 tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True))
-        total = sum(pair.tokens for pair in tokens)
-        if total > _MOST_STEP_TOKENS:
-            told = f"step {step + 1} has {total} tokens, and may have {_MOST_STEP_TOKENS}: lower batch_size"
-            raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
         return tokens
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -403,7 +407,10 @@ class JobRunner:
                 jobs.add_event(db, now, job.id, message, "error" if failure is not None else "info")
             return is_open
 
-        if self.store.write(write).result():
+        if not self.store.write(write).result():
+            if columns.get("result_file"):
+                files.delete_file(self.store, columns["result_file"])
+        else:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self._cut_told.discard(job.id)
         if (examples := self._checked.pop(job.id, None)) is not None:
@@ -432,6 +439,12 @@ class JobRunner:
     def _tell(self, job_id: str, message: str, level: str = "info") -> None:
         now = utc_text(utc_now())
         self.store.write(lambda db: jobs.add_event(db, now, job_id, message, level)).result()
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether an error's cause may pass, so that jobs wait: want of disk or memory, an adapter's file that went."""
+    passes = isinstance(error, StoreError | OSError | AdapterError) and not isinstance(error, FileNotFoundError)
+    return passes or out_of_memory(error)
 
 
 def _row(adapter: str, pair: Pair, most_tokens: int) -> PairRow:

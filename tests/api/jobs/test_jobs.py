@@ -262,19 +262,41 @@ def test_a_persons_own_pairs_wait_for_the_end_of_the_job_and_are_learned_once(
     assert tiny.status()["finetune"]["pairs_trained"] - before == learned > 0, states
 
 
-def test_a_paused_job_stands_still_and_goes_on(client: openai.OpenAI) -> None:
+def test_a_paused_job_stands_still_and_goes_on(client: openai.OpenAI, tiny: LiveDaemon) -> None:
     method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 2, "n_epochs": 2}}}
     made = client.fine_tuning.jobs.create(
         model="tiny", training_file=upload(client, preferences(40)), suffix="paused", method=method
     )
     assert client.fine_tuning.jobs.pause(made.id).status == "queued"
+    with tiny.http() as http:
+        assert http.post("/v1/adapters/paused/mend").json()["error"]["code"] == "job_runs"
     steps = len(client.fine_tuning.jobs.list_events(made.id, limit=100).data)
     time.sleep(0.3)
     assert len(client.fine_tuning.jobs.list_events(made.id, limit=100).data) == steps
-    client.fine_tuning.jobs.resume(made.id)
+    for _ in range(3):
+        client.fine_tuning.jobs.resume(made.id)
     assert ended(client, made.id).status == "succeeded"
+    told = [event.message for event in client.fine_tuning.jobs.list_events(made.id, limit=100).data]
+    assert told.count("The job goes on") == 1
     metrics = [e.data["step"] for e in client.fine_tuning.jobs.list_events(made.id, limit=100).data if e.data]
     assert metrics == list(range(40, 0, -1))
+
+
+def test_a_job_waits_while_its_file_cannot_be_read(client: openai.OpenAI, tiny: LiveDaemon) -> None:
+    file_id = upload(client, chats(1))
+    path, kept = tiny.data / "files" / file_id, tiny.data / "kept"
+    path.rename(kept)
+    path.mkdir()
+    made = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="unread")
+    deadline = time.monotonic() + 60
+    while not client.fine_tuning.jobs.list_events(made.id).data:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert client.fine_tuning.jobs.retrieve(made.id).status == "validating_files"
+    path.rmdir()
+    kept.rename(path)
+    assert ended(client, made.id).status == "succeeded"
 
 
 def test_a_name_of_somebody_who_has_asked_is_no_suffix(client: openai.OpenAI) -> None:
