@@ -70,7 +70,7 @@ ROUTES = (
     Route("POST", "/v1/adapters/{name}/rollback", adapters.rollback, role="train",
           body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/mend", adapters.mend, role="train",
-          answer=responses.Examined, status=202, errors=(404,)),
+          answer=responses.Examined, status=202, errors=(404, 409)),
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/import", adapters.import_adapter, role="train", streamed=True,
           query=_REASON, answer=responses.Imported, errors=(408, 409, 413)),
