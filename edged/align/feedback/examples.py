@@ -151,7 +151,7 @@ def _parse_openai(row: Pair) -> list[Pair]:
         raise FormatError('"input" must be an object with "messages" and without tools')
     messages = _turns(asked.get("messages"), "input.messages")
     sides = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
-    answers = {side: answer_of(messages_of(row.get(name), name), name) for side, name in sides.items()}
+    answers = {side: answer_of(_turns(row.get(name), name), name) for side, name in sides.items()}
     return [checked_pair({"messages": messages, **answers})]
 
 
@@ -193,7 +193,7 @@ def _parse_completion(row: Pair) -> list[Pair]:
     if "label" in row:
         raise FormatError('"label" is of single ratings, which no method learns from a file: leave it out')
     if isinstance(row["completion"], list):
-        answer = answer_of(messages_of(row["completion"], "completion"), "completion")
+        answer = answer_of(_turns(row["completion"], "completion"), "completion")
         return [_answered({"messages": _turns(row.get("prompt"), "prompt"), "chosen": answer})]
     prompt = text_of(row, "prompt")
     if not prompt:
@@ -207,9 +207,16 @@ def _answered(pair: Pair) -> Pair:
     return pair
 
 
+def _parse_preference(row: Pair) -> list[Pair]:
+    """Parse TRL's preference, as texts or as messages."""
+    sides = ("prompt", "chosen", "rejected")
+    messages = {name: _turns(row[name], name) for name in sides if isinstance(row.get(name), list)}
+    return [checked_pair(parse_trl(row | messages))]
+
+
 _PARSERS: dict[str, Callable[[Pair], list[Pair]]] = {
     "input": _parse_openai,
-    "chosen": lambda row: [checked_pair(parse_trl(row))],
+    "chosen": _parse_preference,
     "messages": _parse_chat,
     "completion": _parse_completion,
 }

@@ -31,6 +31,34 @@ def test_a_conversation_has_a_bounded_number_of_messages(tmp_path: Path) -> None
         ExampleFile(written(tmp_path, [chat(1026)]), tmp_path, False)
 
 
+ASKED, YES, NO = (
+    {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+)
+STRANGE = [
+    ({"prompt": [ASKED] * 1025, "chosen": [YES], "rejected": [NO]}, '"prompt" has 1025 messages'),
+    ({"prompt": [{"role": "tool", "content": "a"}], "chosen": [YES], "rejected": [NO]}, 'a message of role "tool"'),
+    ({"prompt": [ASKED], "chosen": [YES | {"tool_calls": [{}]}], "rejected": [NO]}, '"chosen" has .* with a tool call'),
+    ({"chosen": [ASKED, YES], "rejected": [ASKED] * 1024 + [NO]}, '"rejected" has 1025 messages'),
+    (
+        {
+            "input": {"messages": [ASKED]},
+            "preferred_output": [YES | {"tool_calls": [{}]}],
+            "non_preferred_output": [NO],
+        },
+        '"preferred_output" has .* with a tool call',
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "told"), STRANGE)
+def test_preferences_are_conversations_as_chats_are(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadFile, match=told):
+        ExampleFile(written(tmp_path, [row]), tmp_path, True)
+    plain = [{"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]
+    found = [pairs for _, pairs in ExampleFile(written(tmp_path, plain), tmp_path, True).read([0, 1])]
+    assert found == [[{"messages": [ASKED], "chosen": "b", "rejected": "c"}]] * 2
+
+
 def test_a_line_is_at_most_a_mebibyte(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b" * (1 << 20)}, {"prompt": "a", "completion": "b"}]
     with pytest.raises(BadFile, match=r"^line 1: it is longer than 1048576 bytes: split it$"):
