@@ -9,10 +9,9 @@ from typing import Any
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.api.services import Services
 from edged.store import StoreError, erasure, forgetting, utc_now, utc_text
-from edged.store.adapters import forget_files, forget_learning
+from edged.store.adapters import REPORTS_AT_ONCE, forget_files, forget_learning, forget_reports
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
-from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import open_jobs_of_user
 from edged.store.maintenance import Maintenance
 
@@ -35,9 +34,16 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         stage("ending its jobs")
         for job in store.read(lambda db: open_jobs_of_user(db, name)):
             services.job_runner.end(job)
-        files = [store.path.parent / FILES_FOLDER / file for file in store.read(lambda db: file_ids_of_user(db, name))]
         stage("deleting its rows")
+        reports, count = 0, REPORTS_AT_ONCE
+        while count == REPORTS_AT_ONCE:
+            count = store.write(lambda db: forget_reports(db, name)).result()
+            reports += count
         erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
+        erased.rows["job_events"] += reports
+        files = [store.path.parent / FILES_FOLDER / file for file in erased.file_ids]
+        for job in erased.jobs:
+            services.job_runner.end(job)
         services.reading_speeds.forget(name)
         services.version_answers.forget(name)
         services.job_runner.refresh()

@@ -12,6 +12,9 @@ from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_value, insert_row, update_rows
 
+_JOBS = "SELECT id FROM jobs WHERE owner = :adapter OR adapter = :adapter"
+REPORTS_AT_ONCE = 1000
+
 
 def insert_metric(db: Database, created_at: str, score: Mapping[str, Any]) -> None:
     """Add a pair's score by one version (keys: the columns that do not follow from others).
@@ -83,7 +86,6 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     signals = f"user = :adapter OR completion_id IN ({said})"
     pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
-    jobs = "owner = :adapter OR adapter = :adapter"
     learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
     deletions = {
         "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
@@ -93,9 +95,9 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "signals": signals,
         "completions": "adapter = :adapter OR user = :adapter",
         "application_runs": "user = :adapter",
-        "job_events": f"job_id IN (SELECT id FROM jobs WHERE {jobs})",
+        "job_events": f"job_id IN ({_JOBS})",
         "files": "id IN (SELECT value FROM json_each(:files))",
-        "jobs": jobs,
+        "jobs": f"id IN ({_JOBS})",
     }
     named = {"adapter": adapter, "files": json.dumps(file_ids_of_user(db, adapter))}
     db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
@@ -106,6 +108,12 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids
+
+
+def forget_reports(db: Database, adapter: str) -> int:
+    """Delete some of what a user's jobs reported, which others' writes would wait for as a whole; returns how much."""
+    some = f"SELECT id FROM job_events WHERE job_id IN ({_JOBS}) LIMIT {REPORTS_AT_ONCE}"
+    return db.execute(f"DELETE FROM job_events WHERE id IN ({some})", {"adapter": adapter}).rowcount
 
 
 def forget_learning(db: Database, adapter: str) -> None:

@@ -14,6 +14,8 @@ from sqlite_utils import Database
 
 from edged.store.adapters import forget_adapter
 from edged.store.data_dir import paths_under
+from edged.store.jobs.files import file_ids_of_user
+from edged.store.jobs.jobs import JobRow, open_jobs_of_user
 from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
@@ -45,14 +47,17 @@ class Erased:
     rows: dict[str, int]
     pair_ids: set[int]
     texts: tuple[str, ...]
+    file_ids: list[str]
+    jobs: list[JobRow]
+    """Jobs that were open until then."""
 
 
 def begin_forgetting(db: Database, name: str, now: str) -> Erased:
     """Delete the user's rows and leave the tombstone, in one transaction."""
-    texts = _texts_of(db, name)
+    texts, file_ids, jobs = _texts_of(db, name), file_ids_of_user(db, name), open_jobs_of_user(db, name)
     rows, pair_ids = forget_adapter(db, name)
     db.execute("INSERT OR REPLACE INTO forgetting VALUES (?, ?)", [name, now])
-    return Erased(rows, pair_ids, texts)
+    return Erased(rows, pair_ids, texts, file_ids, jobs)
 
 
 def unfinished(db: Database) -> list[tuple[str, str]]:

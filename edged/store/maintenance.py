@@ -243,6 +243,8 @@ NEWEST = 1000
 _DONE = """pairs.created_at < :feedback_cutoff AND pairs.state IN ('trained', 'learnt', 'skipped')
     AND pairs.id < (SELECT value FROM json_each(:replayed_from) WHERE key = pairs.adapter)"""
 
+_ENDED = f"job_id NOT IN (SELECT id FROM jobs WHERE {IS_OPEN})"
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -275,7 +277,7 @@ RULES = (
     Rule("shelved_versions", "on_disk = 0 AND created_at < :cutoff"),
     Rule("skipped_steps", "created_at < :cutoff"),
     Rule("shelved_steps", "created_at < :cutoff"),
-    Rule("job_events", f"created_at < :cutoff AND job_id NOT IN (SELECT id FROM jobs WHERE {IS_OPEN})"),
+    Rule("job_events", f"created_at < :cutoff AND {_ENDED}"),
     Rule(
         "application_runs",
         f"""created_at < :cutoff OR id <= :runs_over OR id <= (
@@ -291,6 +293,7 @@ RULES = (
            AND NOT EXISTS (SELECT 1 FROM pairs WHERE chosen_completion_id = signals.completion_id)
            AND NOT EXISTS (SELECT 1 FROM pairs WHERE rejected_completion_id = signals.completion_id)""",
     ),
+    Rule("job_events", _ENDED, only_while_large=True),
     Rule("completions", f"rowid <= :completions_old AND {UNUSED}", only_while_large=True),
     Rule("iteration_samples", "id <= :samples_old", only_while_large=True),
 )

@@ -5,19 +5,21 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 
 from edged.align.feedback.pair import VersionPublished
 from edged.store import Store, erasure
-from edged.store.adapters import insert_version
+from edged.store.adapters import forget_reports, insert_version
 from edged.store.completions import insert_completion, users_of_completion
 from edged.store.data_dir import erase_folder
 from edged.store.forgetting import deleted, finish_forgetting, forget_stopped
 from edged.store.jobs.files import keep_file
-from edged.store.jobs.jobs import JobRow, find_job, insert_job
+from edged.store.jobs.jobs import JobRow, add_event, find_job, insert_job, list_events
 from tests.store.rows import MOMENT, completion
 
 
@@ -201,3 +203,46 @@ def test_forgetting_an_adapter_ends_the_jobs_that_begin_with_it_and_leaves_what_
     assert (found.status, found.parent, found.model) == ("failed", "", "")
     assert found.error == "the adapter that it began with was forgotten"
     assert [path.name for path in files.iterdir()] == ["folder"], f"{kept.id} is gone"
+
+
+def test_what_was_made_until_a_forgetting_begins_is_told_by_it(store: Store) -> None:
+    row = JobRow("job", MOMENT, "ann", "base", "tiny", "", "anns", "dpo", {}, 1, "file", {})
+    store.write(lambda db: insert_job(db, row)).result()
+    draft = store.path.parent / "draft"
+    draft.write_text("{}")
+    kept = keep_file(store, "ann", "a.jsonl", "fine-tune", draft, "digest")
+    erased = store.write(lambda db: erasure.begin_forgetting(db, "ann", MOMENT)).result()
+    assert (erased.file_ids, erased.jobs) == ([kept.id], [row])
+
+
+def test_reports_of_jobs_are_deleted_in_slices(store: Store) -> None:
+    for owner in ("ann", "bob"):
+        row = JobRow(owner, MOMENT, owner, "base", "tiny", "", f"{owner}s", "dpo", {}, 1, "file", {}, "succeeded")
+        store.write(lambda db, row=row: insert_job(db, row)).result()
+
+        def report(db: Database, owner: str = owner) -> None:
+            for number in range(1500):
+                add_event(db, MOMENT, owner, f"step {number}", step=number)
+
+        store.write(report).result()
+    assert [store.write(lambda db: forget_reports(db, "ann")).result() for _ in range(3)] == [1000, 500, 0]
+    assert len(store.read(lambda db: list_events(db, "bob", 2**62, 2000))) == 1500
+
+
+def test_first_files_may_be_kept_at_once(tmp_path: Path) -> None:
+    for turn in range(10):
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        made = Store(folder / "edged.db")
+        drafts = [folder / f"draft-{number}" for number in range(8)]
+        for draft in drafts:
+            draft.write_text("{}")
+        gate = threading.Barrier(len(drafts))
+
+        def keep(draft: Path, made: Store = made, gate: threading.Barrier = gate) -> str:
+            gate.wait()
+            return keep_file(made, "ann", "a.jsonl", "fine-tune", draft, "digest").id
+
+        with ThreadPoolExecutor(len(drafts)) as threads:
+            assert len(set(threads.map(keep, drafts))) == len(drafts)
+        made.close()

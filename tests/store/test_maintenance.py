@@ -19,6 +19,7 @@ from edged.store import Store, database, maintenance
 from edged.store.adapters import insert_version, set_version_saved
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
+from edged.store.jobs.jobs import JobRow, add_event, insert_job
 from edged.store.maintenance import Maintenance
 from edged.store.rows import insert_row
 from edged.store.timestamps import utc_text
@@ -179,6 +180,18 @@ def test_a_file_over_its_size_loses_its_oldest_completions_and_gives_the_pages_b
     assert report["used_bytes"] <= 2 << 20
     assert store.path.stat().st_size < 0.7 * before
     assert report["rows"]["completions"] == len(ids(store))
+
+
+def test_reports_of_ended_jobs_go_before_completions_where_the_file_is_too_large(store):
+    add(store, *numbered(20), when=NOW, text="x" * 2_000)
+    for name, status in (("done", "succeeded"), ("open", "running")):
+        row = JobRow(name, utc_text(NOW), "ada", "base", "demo", "", name, "dpo", {}, 1, "file", {}, status)
+        store.write(lambda db, row=row: insert_job(db, row)).result()
+        for number in range(10):
+            report = (utc_text(NOW), name, "x" * 100_000, "info", number)
+            store.write(lambda db, report=report: add_event(db, *report)).result()
+    assert maintenance_of(store, max_database_mb=2).sweep() == {"job_events": 10}
+    assert set(ids(store, "job_events", "job_id")) == {"open"}
 
 
 def test_what_is_left_over_the_size_is_feedback_and_is_told_once(store, caplog):

@@ -27,6 +27,8 @@ _NOTHING = hashlib.sha256().hexdigest()
 _MOST_FIELDS, _MOST_FIELD = 16, 1024
 _RESERVE = 64 << 20
 """Bytes that an upload leaves free on the disk."""
+_LOOK_EVERY = 4 << 20
+"""Bytes of an upload after which the room on the disk is looked at again."""
 MOST_LISTED = 1000
 
 
@@ -89,11 +91,16 @@ async def _bytes_left(services: Services, caller: Caller) -> int:
         message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"
         raise ApiError(403, message, "file", "storage_full")
     most = min(settings.jobs.max_file_mb << 20, (most_mb << 20) - kept)
+    return min(most, _disk_room(folder))
+
+
+def _disk_room(folder: Path) -> int:
+    """Return how many bytes uploads may fill of the disk. Raises ApiError (507) where that is none."""
     free = shutil.disk_usage(folder).free - _RESERVE
     if free < 1:
         message = f"the disk has {free + _RESERVE} bytes of room, of which {_RESERVE} stay free: make room on it"
         raise ApiError(507, message, "file", "disk_full")
-    return min(most, free)
+    return free
 
 
 async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[str, str], str, str]:
@@ -124,14 +131,18 @@ async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[s
 
 
 async def _write(part: BodyPartReader, draft: Path, most: int) -> str:
-    """Write a part to a file; returns its SHA-256. Raises ApiError (413) for more than `most` bytes."""
-    sha, size = hashlib.sha256(), 0
+    """Write a part to a file; returns its SHA-256. Raises ApiError (413) for more than `most` bytes, and (507)."""
+    sha, size, looked = hashlib.sha256(), 0, 0
     with draft.open("wb") as file:
         while piece := await part.read_chunk(_PIECE):
             size += len(piece)
             if size > most:
                 bounds = "jobs.max_file_mb, jobs.files_mb, limits.stored_mb and the room on the disk"
                 raise ApiError(413, f"the file is larger than {most} bytes, by {bounds}", "file", "body_too_large")
+            if size - looked > _LOOK_EVERY:
+                # Others write, too.
+                looked = size
+                await asyncio.to_thread(_disk_room, draft.parent)
             await asyncio.to_thread(_write_piece, file, sha, piece)
     return sha.hexdigest()
 

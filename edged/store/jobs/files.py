@@ -32,7 +32,7 @@ def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path
     """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
     folder = store.path.parent / FILES_FOLDER
     if not folder.is_dir():
-        folder.mkdir(mode=FOLDER_MODE)
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         sync(folder.parent)
     size = draft.stat().st_size
     row = FileRow(f"file-{secrets.token_hex(12)}", utc_text(utc_now()), owner, filename, purpose, size, sha256)
