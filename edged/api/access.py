@@ -135,7 +135,7 @@ class Caller:
     users: tuple[str, ...]
     rule: str
     job_adapters: frozenset[str] = frozenset()
-    """Adapters that fine-tuning jobs of the caller's made."""
+    """Adapters that fine-tuning jobs of the caller's make or have taught."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""

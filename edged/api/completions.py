@@ -53,7 +53,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     services, caller = services_of(request), caller_of(request)
     limits, (model, adapter) = services.limits, split_model(services, body.model)
     caller.demand_user(body.user, adapter)
-    tenant = body.user or adapter or caller.tenant
+    named = body.user or adapter
+    # Each job would give its owner further limits.
+    tenant = caller.tenant if named is None or named in caller.job_adapters else named
     # Refuse before the work of tokenizing what can be refused there.
     limits.demand(tenant, body.choices)
     completion = await _record(services, body, model, adapter or body.user, caller.tenant)

@@ -20,6 +20,7 @@ from edged.api.services import Services, services_of
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of
+from edged.store.jobs.jobs import open_job_of
 from edged.store.user_quota import PairQueueFull
 
 _EXPORT_ROWS = 32
@@ -129,16 +130,20 @@ async def get_feedback_progress(request: web.Request) -> FeedbackProgress:
 def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackProgress:
     """Build the answer. Raises ApiError (404) for a feedback that is unknown or another user's."""
 
-    def read(db: Database) -> tuple[Any, list[dict[str, Any]]] | None:
+    def read(db: Database) -> tuple[Any, list[dict[str, Any]], str] | None:
         signal = get_signal(db, feedback_id)
-        return (signal, progress_of(db, signal.pair_ids)) if signal and caller.speaks_for(signal.user) else None
+        if signal is None or not caller.speaks_for(signal.user):
+            return None
+        rows = progress_of(db, signal.pair_ids)
+        job = open_job_of(db, rows[0]["adapter"], services.feedback_intake.ref_model) if rows else ""
+        return signal, rows, job
 
     if not feedback_id.isascii() or len(feedback_id) > _LONGEST_ID or (found := services.store.read(read)) is None:
         # The same error for both, so that it does not reveal that another user's feedback exists.
         message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
         raise ApiError(404, message, "id", "unknown_feedback")
-    signal, rows = found
-    obstacles, blocked = obstacles_of(services, any(row["single"] for row in rows))
+    signal, rows, job = found
+    obstacles, blocked = obstacles_of(services, any(row["single"] for row in rows), job)
     pairs = [_pair_progress(row, [why for why, _ in obstacles]) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
     about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}
@@ -166,10 +171,10 @@ def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
     return PairProgress(**about, waits_for=waits_for, text=text)
 
 
-def obstacles_of(services: Services, single: bool) -> tuple[list[tuple[str, str]], bool]:
+def obstacles_of(services: Services, single: bool, job: str) -> tuple[list[tuple[str, str]], bool]:
     """Return (why queued pairs wait, each with the step that settles it; whether none is learned until somebody acts).
 
-    `single` says that some are single ratings.
+    `single` says that some are single ratings; `job` is the open one that trains their adapter, "" for none.
     """
     tuning, settings = services.engine.finetuning.report(), services.settings
     by_itself, blocked, found = "nothing: it goes on by itself", True, []
@@ -191,6 +196,8 @@ def obstacles_of(services: Services, single: bool) -> tuple[list[tuple[str, str]
     if late := tuning["pairs_waiting"]:
         most = f"feedback.pairs_per_hour = {settings.feedback.pairs_per_hour}"
         found.append((f"its hour: {most}, {late} wait", by_itself))
+    if job:
+        found.append((f"fine-tuning job {job}", by_itself))
     if single and settings.align.unpaired == "off":
         found.append(('single ratings are not learned (align.unpaired = "off")', LEARN_RATINGS))
     return found, blocked

@@ -14,6 +14,7 @@ from edged.api.responses import Story
 from edged.api.services import Services, services_of
 from edged.store.completions import content_text
 from edged.store.feedback import count_unpaired, first_pair
+from edged.store.jobs.jobs import open_job_of
 
 
 async def get_story(request: web.Request) -> Story:
@@ -25,9 +26,10 @@ async def get_story(request: web.Request) -> Story:
 
     def read(db: Database) -> tuple[Any, ...]:
         known = metrics.summary(db, name), story.events(db, name), metrics.versions(db, name)
-        return *known, count_unpaired(db, name, UNPAIRED), first_pair(db, name)
+        job = open_job_of(db, name, services.feedback_intake.ref_model)
+        return *known, count_unpaired(db, name, UNPAIRED), first_pair(db, name), job
 
-    summary, events, versions, unpaired, first = await asyncio.to_thread(services.store.read, read)
+    summary, events, versions, unpaired, first, job = await asyncio.to_thread(services.store.read, read)
     if summary is None:
         raise unknown_adapter(name)
     untrained = None if first is None else await services.version_answers.untrained(name, first)
@@ -44,17 +46,17 @@ async def get_story(request: web.Request) -> Story:
         version=services.engine.version(name) or summary["version"],
         verdict=summary["verdict"],
         events=events,
-        waits=_waits(services, summary, unpaired),
+        waits=_waits(services, summary, unpaired, job),
         prompt=asked,
         answers=answers,
     )
 
 
-def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]) -> list[dict[str, Any]]:
+def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int], job: str) -> list[dict[str, Any]]:
     """List the user's feedback that waits: how much, why, and the one step that settles it."""
     name, queued, waits = summary["adapter"], summary["pairs_queued"], []
     if queued:
-        found, _ = obstacles_of(services, summary["ratings_queued"] > 0)
+        found, _ = obstacles_of(services, summary["ratings_queued"] > 0, job)
         found = found or [(f"the next step of {name}", "nothing: it goes on by itself")]
         why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
         text = f"{story.count(queued, 'pair')} of {name} {why}"

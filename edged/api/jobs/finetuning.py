@@ -62,6 +62,8 @@ async def create(request: web.Request) -> Job:
 
 def _store_job(services: Services, row: jobs.JobRow) -> None:
     """Store a job, and have it begun. Raises ApiError, and StoreError."""
+    if services.store.read(lambda db: jobs.has_spoken(db, row.adapter)):
+        raise _is_user(row.adapter)
     services.store.write(lambda db: _insert(db, row, services.settings.jobs)).result()
     services.job_runner.refresh()
     services.job_runner.run_soon()
@@ -72,7 +74,7 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
     if other := jobs.open_job_of(db, row.adapter):
         raise _suffix_taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
     if jobs.has_user_data(db, row.adapter):
-        raise _suffix_taken(f'"{row.adapter}" is a user of whom answers or pairs are stored: give another suffix')
+        raise _is_user(row.adapter)
     if files.find_file(db, row.training_file) is None:
         raise ApiError(404, f'file "{row.training_file}" was deleted', "training_file", "unknown_file")
     waiting, made = jobs.count_jobs(db, row.owner)
@@ -88,6 +90,10 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
 
 def _suffix_taken(message: str) -> ApiError:
     return ApiError(409, message, "suffix", "suffix_taken")
+
+
+def _is_user(name: str) -> ApiError:
+    return _suffix_taken(f'"{name}" is a user of whom answers or pairs are stored: give another suffix')
 
 
 def _name_prefix(caller: Caller) -> str:
@@ -141,7 +147,13 @@ async def cancel(request: web.Request) -> Job:
     What it has learned stays: the last version is served as BASE:SUFFIX.
     """
     runner = services_of(request).job_runner
-    return await _changed(request, "cancel", runner.end)
+
+    def end(row: jobs.JobRow) -> None:
+        runner.end(row)
+        # The adapter of a job that never began is its owner's no more.
+        runner.refresh()
+
+    return await _changed(request, "cancel", end)
 
 
 async def pause(request: web.Request) -> Job:

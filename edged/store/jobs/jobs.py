@@ -96,9 +96,10 @@ def open_jobs_of_user(db: Database, name: str) -> list[JobRow]:
     return list(_jobs(db, f"(owner = :name OR :name IN (adapter, parent)) AND {IS_OPEN}", {"name": name}))
 
 
-def open_job_of(db: Database, adapter: str) -> str:
-    """Return the id of the open job that makes an adapter; "" where there is none."""
-    return first_value(db, f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN}", [adapter]) or ""
+def open_job_of(db: Database, adapter: str, base: str = "") -> str:
+    """Return the id of the open job (of a base) that makes an adapter; "" where there is none."""
+    sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND ? IN ('', base)"
+    return first_value(db, sql, [adapter, base]) or ""
 
 
 def count_jobs(db: Database, owner: str) -> tuple[int, int]:
@@ -120,10 +121,20 @@ def has_user_data(db: Database, name: str) -> bool:
     return any(first_value(db, f"SELECT 1 FROM {table} WHERE {of} = ? LIMIT 1", [name]) for table, of in tables.items())
 
 
+def has_spoken(db: Database, name: str) -> bool:
+    """Whether somebody of this name has asked or rated, through whatever adapter.
+
+    It reads whole tables: not for the writer thread.
+    """
+    tables = ("completions", "signals")
+    return any(first_value(db, f"SELECT 1 FROM {table} WHERE user = ? LIMIT 1", [name]) for table in tables)
+
+
 def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
-    """Return the adapters that jobs make or made, by the jobs' owners."""
+    """Return the adapters that open jobs make, and that ended ones have taught, by the jobs' owners."""
     made: dict[str, set[str]] = {}
-    for owner, adapter in db.execute("SELECT owner, adapter FROM jobs"):
+    taught = f"{IS_OPEN} OR status = 'succeeded' OR trained_tokens > 0"
+    for owner, adapter in db.execute(f"SELECT owner, adapter FROM jobs WHERE {taught}"):
         made.setdefault(owner, set()).add(adapter)
     return {owner: frozenset(adapters) for owner, adapters in made.items()}
 

@@ -26,7 +26,13 @@ SHORT: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epo
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[LiveDaemon]:
-    limits = {"jobs__files_mb": 4, "jobs__max_files": 6, "jobs__max_waiting": 3, "jobs__turn_s": 0.2}
+    limits = {
+        "jobs__files_mb": 4,
+        "jobs__max_files": 6,
+        "jobs__max_waiting": 3,
+        "jobs__turn_s": 0.2,
+        "limits__requests_per_minute": 30,
+    }
     with open_folder() as folder:
         save_tiny(folder / "tiny")
         with running(folder / "run", folder / "tiny", api__socket_mode="0666", **SETTINGS, **limits) as live:
@@ -92,6 +98,30 @@ def test_an_adapter_is_of_the_account_whose_job_made_it(tiny: LiveDaemon) -> Non
         assert http.delete(f"/v1/adapters/{model.removeprefix('tiny:')}").status_code == 200
         with pytest.raises(openai.PermissionDeniedError):
             ann.chat.completions.create(model=model, **GREEDY)
+
+
+@root_only
+def test_an_adapter_that_was_never_taught_is_nobodys_when_its_job_has_ended(tiny: LiveDaemon) -> None:
+    with speaking(tiny, ANN) as ann:
+        file_id = upload(ann, preferences(20))
+        ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, method=LONG)
+        name = f"{ANN}-never"
+        waiting = ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=name, method=SHORT)
+        assert ann.chat.completions.create(model=f"tiny:{name}", **GREEDY).choices
+        assert ann.fine_tuning.jobs.cancel(waiting.id).status == "cancelled"
+        with pytest.raises(openai.PermissionDeniedError, match="is not for"):
+            ann.chat.completions.create(model=f"tiny:{name}", **GREEDY)
+
+
+@root_only
+def test_adapters_of_jobs_give_no_further_rate_limits(tiny: LiveDaemon) -> None:
+    with speaking(tiny, BOB) as bob:
+        made = bob.fine_tuning.jobs.create(model="tiny", training_file=upload(bob, chats(2)))
+        model = ended(bob, made.id).fine_tuned_model
+        for _ in range(3):
+            bob.chat.completions.create(model="tiny", **GREEDY)
+        told = bob.chat.completions.with_raw_response.create(model=model, **GREEDY)
+        assert int(told.headers["x-ratelimit-remaining-requests"]) < 29
 
 
 @root_only

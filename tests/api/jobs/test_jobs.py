@@ -245,7 +245,11 @@ def test_a_persons_own_pairs_wait_for_the_end_of_the_job_and_are_learned_once(
         for number in range(5):
             pair = {"user": "shared", "prompt": f"word {number}", "chosen": "yes", "rejected": f"no {number}"}
             told.append(http.post("/v1/feedback", json=pair).json()["id"])
+        waiting = http.get(f"/v1/feedback/{told[0]}").json()["pairs"][0]
+        story = http.get("/v1/adapters/shared/story").json()
         assert client.fine_tuning.jobs.retrieve(made.id).status != "succeeded"
+        assert f"fine-tuning job {made.id}" in waiting["waits_for"]
+        assert f"fine-tuning job {made.id}" in story["waits"][0]["text"]
         job = ended(client, made.id)
         assert job.status == "succeeded", job.error
         steps = [e.data["step"] for e in client.fine_tuning.jobs.list_events(job.id, limit=100).data if e.data]
@@ -300,10 +304,11 @@ def test_a_job_waits_while_its_file_cannot_be_read(client: openai.OpenAI, tiny: 
 
 
 def test_a_name_of_somebody_who_has_asked_is_no_suffix(client: openai.OpenAI) -> None:
-    client.chat.completions.create(model="tiny:dora", **GREEDY)
+    client.chat.completions.create(model="tiny:dora", user="eva", **GREEDY)
     file_id = upload(client, chats(1))
-    with pytest.raises(openai.ConflictError, match='"dora" is a user of whom answers or pairs are stored'):
-        client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="dora")
+    for name in ("dora", "eva"):
+        with pytest.raises(openai.ConflictError, match=f'"{name}" is a user of whom answers or pairs are stored'):
+            client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=name)
 
 
 def test_a_result_file_is_deleted_with_its_mention(client: openai.OpenAI) -> None:
