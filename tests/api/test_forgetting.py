@@ -95,6 +95,7 @@ class Scene:
             store=self.store,
             engine=self.engine,
             feedback_intake=self.feedback_intake,
+            job_runner=SimpleNamespace(refresh=lambda: None),
             forgetting=set(),
             eraser=None,
             forgetting_stages={},
