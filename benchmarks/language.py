@@ -171,7 +171,7 @@ class Bench(LocalEngine):
         if not all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids):
             return False
         finetune = self.engine.status()["finetune"]
-        return not (self.settings.align.idle_passes and (finetune["repeating"] or finetune["active_adapters"]))
+        return not (self.settings.align.idle_passes and (finetune["passes_due"] or finetune["active_adapters"]))
 
     def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
         """Measure the answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.

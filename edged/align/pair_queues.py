@@ -63,7 +63,7 @@ class AdapterQueue:
     step: FineTuneStep | None = None
     """The step or test under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
-    """Pairs that the step under way took from the queue."""
+    """Pairs that the step under way took from the queue, or from `replay` for a pass in idle time."""
     steps: int = 0
     """Number of steps that ended: seeds a step's replay pairs, whichever adapters share it, however often it begins."""
     alone: bool = False
@@ -103,12 +103,12 @@ class AdapterQueue:
         if pair.state == "held_out":
             self._hold_out(pair)
             return None
-        if pair.again:
+        if pair.again and pair.state == "queued":
             if all(each.pair_id != pair.pair_id for each in (*self.queue, *self.waiting, *self.taken)):
                 self.queue.append(pair)
             return None
         contradicts = self.detector.note(pair)
-        self.passes_help = True
+        self.passes_help |= pair.state == "queued"
         if pair.state != "queued":
             self.replay.append(pair)
         elif pair.trusted or pair.epochs_done:
@@ -183,6 +183,7 @@ class AdapterQueue:
         """Give up the failed test of a version; the next versions will be tested."""
         self.guard.tested_version, self.guard.test_soon = version, False
         self.unscored.clear()
+        self.idle_versions = 0
 
     def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
         """Queue and return the held-out pairs that are too old or too many, of those that were scored."""
@@ -247,13 +248,14 @@ class AdapterQueue:
 
         Direct pairs are added to a change of preferences under observation.
         """
-        norm = None if member.rated else member.grad_norm
+        # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
+        norm = None if member.rated or member.repeats else member.grad_norm
         self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], norm)
         records = []
         for outcome in member.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if pair.state == "trained":
-                # Of a pass in idle time, it stays learned; what is credited to the version that learned it first stays.
+            if member.repeats:
+                # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
                 helps = outcome.trained and not member.strange
                 self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
                 records += [pair.retired("trained", 0, done)] if helps else []
@@ -391,7 +393,13 @@ class PairQueues:
     def repeating(self) -> str:
         """Return an adapter whose learned pairs are, or are to be, trained on again in idle time; "" without one."""
         self.recount()
-        return next(iter(self._repeating), "")
+        for name in list(self._repeating):
+            # Asked for: the settings may have changed since it was counted.
+            queue = self[name]
+            if queue.repeats or queue.to_repeat(self._settings.now.align):
+                return name
+        self.recount()
+        return ""
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""

@@ -288,14 +288,14 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        repeated = member.fresh[0].state == "trained"
-        if repeated:
+        if member.repeats:
             queue.idle_versions += 1
         else:
+            queue.idle_versions = 0
             self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
             guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if repeated else "trained"
+        reason = "repeated" if member.repeats else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
@@ -351,7 +351,7 @@ class Trainer:
     def _close_failed(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in member.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(member.fresh):
+        if 0 < len(sick) < len(member.fresh) and not member.repeats:
             queue.put_back([pair for pair in member.fresh if pair.pair_id not in sick])
             for pair in (pair for pair in member.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
@@ -451,10 +451,10 @@ class Trainer:
             self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, error=reason))
             return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
-        learned = [replace(pair, state="learnt") for pair in pairs if pair.state == "trained"]
-        queue.replay.extend(learned)
-        pairs = pairs[len(learned) :]
-        self.records += [pair.retired("skipped", version, pair.epochs_done, reason) for pair in pairs]
+        # Pairs of a pass in idle time stay learned; "learnt", they are not repeated any more.
+        queue.replay.extend(replace(pair, state="learnt") for pair in pairs if pair.state == "trained")
+        new = [pair for pair in pairs if pair.state != "trained"]
+        self.records += [pair.retired("skipped", version, pair.epochs_done, reason) for pair in new]
 
 
 def _alone(by_adapter: Mapping[str, StepBatch | AdapterStep]) -> bool:

@@ -84,8 +84,8 @@ class Versions:
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
         guard.caution, queue.detector.lenient = 1.0, False
-        # What was learned before may be what this version is to be without.
-        queue.passes_help = False
+        # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
+        queue.replay.clear()
         self._adapter_cache.files.spare(adapter, 0)
         return self._adapter_cache.version(adapter)
 
@@ -99,6 +99,7 @@ class Versions:
         parent = self._adapter_cache.version(queue.name)
         self._adapter_cache.replace(state)
         queue.guard.tested_version = state.version
+        queue.idle_versions, queue.tested_losses = 0, {}
         self.publish(queue, parent, reason, restored=version)
 
     # -- the guard ---------------------------------------------------------------------------------------------------

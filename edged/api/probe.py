@@ -45,18 +45,25 @@ class VersionAnswers:
             self._asking = self._event_router.loop.create_task(self._ask(adapter, version))
 
     async def untrained(self, adapter: str, first: PairRow) -> str | None:
-        """The base model's answer to the prompt of an adapter's first pair; None where it does not come in time."""
+        """The base model's answer to the prompt of an adapter's first pair.
+
+        None where it does not come in time, or another one is being asked for.
+        """
+        pair_id, answer = self._untrained.get(adapter, (0, ""))
+        if pair_id == first.id:
+            return answer
+        if self._one_at_a_time.locked():
+            return None
         async with self._one_at_a_time:
-            pair_id, answer = self._untrained.get(adapter, (0, ""))
-            if pair_id == first.id:
-                return answer
+            found = None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_UNTRAINED_S):
                     found = await self._answer(f"probe-{adapter}-untrained", first, None, 0)
-                    if found is not None:
-                        self._untrained[adapter] = first.id, found
-                    return found
-            return None
+            # The adapter may have been forgotten meanwhile.
+            still = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
+            if found is not None and still is not None and still.id == first.id:
+                self._untrained[adapter] = first.id, found
+            return found
 
     def forget(self, adapter: str) -> None:
         """Forget the base model's answer to an adapter's prompt."""

@@ -80,7 +80,8 @@ def refused(services: Services) -> int:
 def visible(body: Json, caller: Caller) -> Json:
     """Return a status with the caller, and without names of adapters that the caller may not speak for."""
     learning, sees = body["finetune"], caller.speaks_for
-    named = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
+    named: Json = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
+    named["repeating"] = learning["repeating"] if sees(learning["repeating"]) else ""
     forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
     fair = body["fairness"]
     fairness = {**fair, "users": {name: turn for name, turn in fair["users"].items() if sees(name)}}

@@ -118,7 +118,7 @@ def facts(data: dict[str, Any]) -> Renderable:
         well += f", {percent(readers['qoe_95_share'])} at least 0.95"
         table.add_row("readers", well, "", lent)
     active = f" (now: {', '.join(tuning['active_adapters'])})" if tuning["active_adapters"] else ""
-    active = active or (f" (over {tuning['repeating']}'s latest pairs again)" if tuning.get("repeating") else "")
+    active = f" (now over the latest of {tuning['repeating']} again)" if tuning["repeating"] else active
     pairs = f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
     speed = f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s"
     table.add_row("fine-tuning", pairs + active, "learning", speed)

@@ -57,8 +57,8 @@ class FinetuneJobs:
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
-        self.repeating = ""
-        """An adapter whose learned pairs are trained on again in idle time."""
+        self.passes_due = False
+        """Whether learned pairs are to be trained on again in idle time."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
@@ -125,15 +125,25 @@ class FinetuneJobs:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        idle = not (ready or self.jobs or sum(self._scheduler.counts().values()))
-        if idle and (adapter := self._trainer.pair_queues.repeating()):
-            self._try_begin(adapter, now, 0, False)
+        if not (ready or self.jobs) and (adapter := self._trainer.pair_queues.repeating()):
+            queue = self._trainer.pair_queues[adapter]
+            if not sum(self._scheduler.counts().values()):
+                self._try_begin(adapter, now, 0, False)
+            elif queue.idle_versions:
+                # Its versions waited for further passes, which must wait for requests.
+                queue.guard.test_soon = True
 
     def _make_way(self, ready: bool, slots_wanted: bool) -> None:
-        """Take a job's step out of the way of people's own pairs and of requests; it computes its group again.
+        """Take the step of a job or a pass out of the way of people's own pairs and of requests; it begins again.
 
-        It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
+        It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them. A pass
+        also ends for its adapter's own work, and for a job.
         """
+        for job in [job for job in self.jobs.values() if job.task.bulk]:
+            queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
+            wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
+            if queue.repeats and wanted:
+                self.abandon(queue.name)
         bulk = [job for job in self.jobs.values() if job.task.bulk]
         if not bulk:
             return
@@ -282,7 +292,7 @@ class FinetuneJobs:
         """
         queues, totals = self._trainer.pair_queues, self._stats.totals
         self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
-        self.repeating = queues.repeating()
+        self.passes_due = bool(queues.repeating())
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             for record in records:
@@ -322,6 +332,7 @@ class FinetuneJobs:
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
         jobs = list(self.jobs.values())
+        repeating = [job.step.adapters[0] for job in jobs if _repeats(job.step)]
         return {
             "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
             "held": self._held,
@@ -329,7 +340,8 @@ class FinetuneJobs:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
-            "repeating": self.repeating,
+            "repeating": repeating[0] if repeating else "",
+            "passes_due": self.passes_due,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
             "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
@@ -380,7 +392,7 @@ class FinetuneJobs:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or self._trainer.pair_queues.queues[adapter].repeats
+        task.bulk = adapter in self._trainer.jobs or _repeats(step)
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -536,3 +548,8 @@ class FinetuneJobs:
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
         self.resumes_s = now + self._trainer.size.pause_s
+
+
+def _repeats(step: FineTuneStep) -> bool:
+    """Whether a step is of a pass in idle time, over learned pairs."""
+    return isinstance(step, DpoStep) and any(member.repeats for member in step.members.values())

@@ -90,7 +90,8 @@ function placed(rows, versions) {
   return found;
 }
 
-const isTrained = (version) => version.reason === "trained";
+/** Whether a version is a step's, as most are: of new pairs, or of learned ones in idle time. */
+export const isTrained = (version) => ["trained", "repeated"].includes(version.reason);
 
 function marks(rows, versions) {
   const shown = placed(rows, versions);

@@ -1,7 +1,7 @@
 // What the adapter of the chat's user learned: a verdict, its story, the way back, its means, curves and versions.
 
 import { ApiError, call } from "./api.js";
-import { CURVES, drawCurves, RECENT } from "./curves.js";
+import { CURVES, drawCurves, isTrained, RECENT } from "./curves.js";
 import { mayTeach } from "./speaker.js";
 import { compare, showStory, startStory } from "./story.js";
 import { announce, byId, h, moment, number, percent, plural, setText, signed } from "./text.js";
@@ -205,7 +205,7 @@ function drawVersions() {
   const lines = versions.map((each) => h("tr", { class: each.version === current ? "current" : "" },
     h("td", {}, number(each.version)),
     h("td", {}, each.created_at ? moment(new Date(each.created_at)) : "–"),
-    h("td", {}, h("span", { class: each.reason === "trained" ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
+    h("td", {}, h("span", { class: isTrained(each) ? "" : "turned" }, each.reason), each.answer ? h("small", {}, each.answer) : ""),
     h("td", { class: "number" }, each.held_out_pairs ? `${number(each.held_out_reward_accuracy * each.held_out_pairs)} of ${number(each.held_out_pairs)}` : "–"),
     h("td", { class: "number" }, number(each.kl_nats, 2)),
     h("td", { class: "number" }, change(each.neutral_nll_change)),

@@ -86,7 +86,8 @@ class Task:
     trains: tuple[str, ...] = ()
     """Adapters that a fine-tune step trains."""
     bulk: bool = False
-    """Whether a fine-tune step is of a job: it has what people's own pairs leave, and is owed nothing."""
+    """Whether a fine-tune step is of a job or a pass in idle time: it has what people's own pairs leave, and is owed
+    nothing."""
     reader: Reader | None = None
     """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 

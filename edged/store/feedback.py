@@ -236,13 +236,18 @@ def drop_ratings(db: Database, answer: Side, now: str, reason: str) -> list[int]
 def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
     """Ids, oldest first, of the pairs that learning resumes with after a restart: eight bytes for each.
 
-    These are the queued and held-out pairs, and the latest `replay` trained ones of each adapter. Call `requeue_lost`
-    for every adapter before.
+    These are the queued and held-out pairs, and the latest `replay` trained ones of each adapter: of those that it
+    learned after its latest rollback or import, which may be without the earlier ones. Call `requeue_lost` for every
+    adapter before.
     """
-    sql = """SELECT id FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
+    sql = """WITH made AS (
+                 SELECT adapter, max(version) AS version FROM adapter_versions
+                 WHERE reason = 'imported' OR reason LIKE 'rollback to %' GROUP BY adapter)
+             SELECT id FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
                  SELECT id FROM (
                      SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
-                     FROM pairs WHERE state IN ('trained', 'learnt'))
+                     FROM pairs LEFT JOIN made USING (adapter)
+                     WHERE state IN ('trained', 'learnt') AND coalesce(trained_version > version, 1))
                  WHERE age <= :replay)
              ORDER BY id"""
     return array("q", (pair_id for (pair_id,) in db.execute(sql, {"replay": replay})))

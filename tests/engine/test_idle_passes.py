@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from edged.align.feedback.pair import PairRetired, PairScored, TokenPair, VersionPublished
+from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 
 NO_TESTS = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0, "align__replay_share": 0.0}
@@ -75,6 +75,29 @@ def test_passes_end_where_held_out_pairs_do_not_gain_and_go_on_with_a_new_pair(t
         client.wait(lambda: len(repeats(client)) > ended)
 
 
+def test_a_pair_that_a_version_was_taken_back_from_is_learned_again_once_and_repeated_as_others(tmp_path: Path) -> None:
+    """Its note still says so after a restart, when it was learned again long ago."""
+    learned = [replace(pair, state="trained", epochs_done=1, again=True) for pair in random_pairs(2)]
+    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1) as (engine, client):
+        engine.submit_pairs(learned)
+        client.wait(lambda: len(repeats(client)) == 2)
+        engine.submit_pairs(random_pairs(1, first_id=9))
+        client.wait(lambda: len(repeats(client)) == 3)
+        rest(engine)
+    assert [(record.pair_id, record.version > 0) for record in client.of(PairRetired)][2:] == [(9, True), (9, False)]
+
+
+def test_settings_that_end_the_passes_end_them_for_all(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1000) as (engine, client):
+        engine.submit_pairs([*random_pairs(2), *random_pairs(2, adapter="ben", first_id=11)])
+        client.wait(lambda: len(repeats(client)) > 2)
+        align = engine.settings.align.model_copy(update={"idle_passes": 0})
+        engine.configure(engine.settings.model_copy(update={"align": align})).result(20)
+        rest(engine)
+        assert not engine.status()["finetune"]["passes_due"]
+    assert not client.of(StepSkipped)
+
+
 def test_after_a_rollback_nothing_is_repeated(tmp_path: Path) -> None:
     with running_engine(tmp_path, **NO_TESTS, align__idle_passes=2) as (engine, client):
         engine.pause_finetuning(True)
@@ -85,7 +108,12 @@ def test_after_a_rollback_nothing_is_repeated(tmp_path: Path) -> None:
         seen = len(repeats(client))
         rest(engine)
         assert len(repeats(client)) == seen
-        assert client.of(VersionPublished)[-1].reason == "rollback to 0"
+        engine.submit_pairs(random_pairs(1, first_id=9))
+        client.wait(lambda: len(repeats(client)) == seen + 2)
+        rest(engine)
+        assert {record.pair_id for record in repeats(client)[seen:]} == {9}, "not what came before the rollback"
+        restored = [version for version in client.of(VersionPublished) if version.restored is not None]
+        assert restored[-1].reason == "rollback to 0"
 
 
 def test_a_withdrawn_pair_is_repeated_no_more(tmp_path: Path) -> None:

@@ -167,6 +167,11 @@ def test_what_a_restart_resumes_is_what_waits_and_the_latest_that_each_learned(r
     ann, bob = [rows.pair("ann", state=state) for state in states], [rows.pair("bob", state="trained")]
     assert list(rows.do(open_pairs, 2)) == [ann[1], ann[2], ann[3], ann[5], *bob]
     assert list(rows.do(open_pairs)) == [*ann[:4], ann[5], *bob]
+    rows.do(set_pair_state, ann[3], "trained", 1, 4, "")
+    for number, reason in ((2, "rollback to 1"), (3, "guard: KL"), (4, "trained")):
+        rows.do(insert_version, "2025", {**version(number), "reason": reason})
+    rows.do(set_pair_state, ann[0], "trained", 1, 1, "")
+    assert list(rows.do(open_pairs)) == [*ann[1:4], ann[5], *bob], "not what was learned before a rollback"
 
 
 def test_an_explicit_pair_that_waits_is_found_by_its_very_texts(rows: Rows) -> None:
@@ -347,6 +352,7 @@ def test_what_is_usual_is_told_oldest_first_without_what_is_held_or_dropped(rows
     for number, norm in enumerate([3.0, 0.0, None, 2.0, 1.0]):
         rows.do(insert_version, "2025", version(number, norm))
     rows.do(insert_version, "2025", version(1, 99.0, "bob"))
+    rows.do(insert_version, "2025", {**version(9, 0.1), "reason": "repeated"})
     assert rows.do(quarantine.usual, "ann") == ([0.0, 1.0, 4.0], [3.0, 2.0, 1.0], [False, True, True])
     assert rows.do(quarantine.usual, "eve") == ([], [], [])
 

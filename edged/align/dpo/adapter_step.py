@@ -140,6 +140,11 @@ class AdapterStep:
         return any(pair.single for pair in (*self.fresh, *self.replay))
 
     @property
+    def repeats(self) -> bool:
+        """Whether it is of a pass in idle time, over learned pairs alone."""
+        return bool(self.fresh) and self.fresh[0].state == "trained"
+
+    @property
     def _totals(self) -> list[torch.Tensor]:
         return [total for pair in self.gradients.values() for total in pair]
 

@@ -82,7 +82,7 @@ def serve_only(
 
 def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
     """Return fine-tune tasks with work to do that memory can hold: those in the middle of a step, then by arrival;
-    those of jobs come last.
+    those of jobs and passes come last.
 
     Empty while fine-tuning is throttled.
     """

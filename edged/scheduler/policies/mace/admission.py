@@ -38,7 +38,7 @@ class MaceAdmission(Admission):
 
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
         """Return fine-tune tasks with work to do, by priority: only those in the middle of a step where there are any,
-        for they hold memory, of no use before the end; those of jobs where there are no others."""
+        for they hold memory, of no use before the end; those of jobs and passes where there are no others."""
         rank = self._priorities.finetune
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
         able = [task for task in able if not task.bulk] or able

@@ -34,7 +34,7 @@ class MaceSpare(Spare):
         self._budget.configure(settings)
 
     def arrived(self, task: Task, now: float) -> None:
-        """Start the wait of fine-tuning at its first task that is not of a job."""
+        """Start the wait of fine-tuning at its first task that is not of a job or a pass."""
         if task.kind is Kind.FINETUNE and not task.bulk:
             if not self._tasks:
                 self._deficit.start(now)
@@ -64,7 +64,7 @@ class MaceSpare(Spare):
         return serving_s
 
     def waited_s(self, now: float) -> float:
-        """Return the wait of all fine-tuning, less what its work has paid for; jobs do not count."""
+        """Return the wait of all fine-tuning, less what its work has paid for; jobs and passes do not count."""
         return self._deficit.wait_s(now) if self._tasks else 0.0
 
     def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
