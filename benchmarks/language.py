@@ -159,19 +159,19 @@ class Bench(LocalEngine):
             for pair_id in ids:
                 recorder.outcomes.pop(pair_id, None)
             self.submit_pairs(part)
-            for _ in range(2):
+            recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
+            quiet = 0 if self.settings.align.idle_passes else 2
+            while quiet < 2:
                 # The second time it is sure that no test or pass was about to begin.
-                recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
-                time.sleep(0.1)
+                finetune = self.engine.status()["finetune"]
+                quiet = 0 if finetune["passes_due"] or finetune["active_adapters"] else quiet + 1
+                time.sleep(0.05)
         return [score for _, score in recorder.scores[first:]]
 
     def _settled(self, ids: Sequence[int]) -> bool:
-        """Whether each of these pairs has an outcome, and no pass in idle time is to come."""
+        """Whether each of these pairs has an outcome."""
         outcomes = self.recorder.outcomes
-        if not all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids):
-            return False
-        finetune = self.engine.status()["finetune"]
-        return not (self.settings.align.idle_passes and (finetune["passes_due"] or finetune["active_adapters"]))
+        return all(pair_id in outcomes and outcomes[pair_id].state != "queued" for pair_id in ids)
 
     def measure(self, exam: Exam, adapter: str, weights: Path, taste: Taste | DemoTaste) -> dict[str, Any]:
         """Measure the answers by taste and fluency; and NLL, KL and reward accuracy of unseen pairs.
