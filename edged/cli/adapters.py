@@ -163,7 +163,7 @@ def export(client: Client, name: str, output: Path) -> Any:
 
 def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
     """Return a model card of an exported version: its base, its pairs, its tests."""
-    base = json.loads((folder / _FILES[0]).read_text())["base_model_name_or_path"]
+    base = json.loads((folder / _FILES[0]).read_text()).get("base_model_name_or_path")
     test: dict[str, Any] = next((item for item in adapter["versions"] if item["version"] == version), {})
     share, pairs, change = (
         test.get(key) for key in ("held_out_reward_accuracy", "held_out_pairs", "neutral_nll_change")

@@ -36,6 +36,8 @@ _DATED = (
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),
     "choices": "completion_id IN (SELECT id FROM completions WHERE created_at >= :since)",
+    # Counts of pairs that are searched themselves.
+    "queued_pairs": "EXISTS (SELECT 1 FROM pairs WHERE pairs.adapter = queued_pairs.adapter)",
 }
 """SQL's conditions, by table, on rows that came after the forgetting began."""
 

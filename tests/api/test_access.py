@@ -164,7 +164,11 @@ def test_an_adapter_is_exported_by_its_user_alone_who_cannot_read_the_data_folde
                 result = CliRunner().invoke(cli, command)
             assert result.exit_code == code, result.output
         assert [path.name for path in home.iterdir()] == [BOB]
-        assert {path.name for path in (home / BOB).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        assert {path.name for path in (home / BOB).iterdir()} == {
+            "README.md",
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
 
 
 async def test_a_route_without_a_role_is_for_admins() -> None:
@@ -175,7 +179,9 @@ async def test_a_route_without_a_role_is_for_admins() -> None:
         return web.Response(text="secret")
 
     app.router.add_get("/v1/new", secret)
-    parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=SimpleNamespace(close=lambda: None))
+    jobs = SimpleNamespace(adapters_by_owner={})
+    feed = SimpleNamespace(close=lambda: None)
+    parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
     lifecycle.phase, lifecycle.services = "ready", cast(Services, parts)
     runner = web.AppRunner(app)
     await runner.setup()

@@ -247,7 +247,9 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
     lets_go = threading.Event()
     feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)})
     lifecycle = Lifecycle(phase="ready")
-    lifecycle.services = cast(Services, SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed))
+    jobs = SimpleNamespace(adapters_by_owner={})
+    parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
+    lifecycle.services = cast(Services, parts)
     runner = web.AppRunner(make_app(Settings(), lifecycle), handler_cancellation=True)
     await runner.setup()
     try:

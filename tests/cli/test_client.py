@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import socket
@@ -49,7 +50,9 @@ def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
 def test_an_export_writes_an_adapters_two_files_and_nothing_else_whatever_is_sent(tmp_path: Path) -> None:
     files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
     strange = {"../evil": b"x", f"{tmp_path}/evil": b"x", "evil/adapter_config.json": b"x"}
-    answers = [sent(tarred({**strange, **files})), sent(tarred(strange)), sent(tarred(files)[:700]), sent(b"{}")]
+    known = json.dumps({"adapter": "ann", "versions": [], "pairs_trained": 3, "pairs_seen": 4, "verdict": "too early"})
+    answers = [sent(tarred({**strange, **files})), sent(known.encode())]
+    answers += [sent(tarred(strange)), sent(tarred(files)[:700]), sent(b"{}")]
     outputs = [tmp_path / name for name in ("whole", "strange", "short", "none")]
     with peer(tmp_path / "s", *answers):
         command = ["adapters", "export", "ann", "--socket", str(tmp_path / "s"), "--output"]
@@ -57,7 +60,8 @@ def test_an_export_writes_an_adapters_two_files_and_nothing_else_whatever_is_sen
     assert [result.exit_code for result in results] == [0, 1, 1, 1]
     assert "ann version 7 is in" in results[0].output
     assert all("what the daemon sent is no adapter" in result.output for result in results[1:])
-    assert {path.name: path.read_bytes() for path in outputs[0].iterdir()} == files
+    assert {path.name: path.read_bytes() for path in outputs[0].iterdir() if path.name != "README.md"} == files
+    assert "3 of 4 preference pairs learned; too early" in (outputs[0] / "README.md").read_text()
     # Nothing is in the way of another try.
     assert not any(list(output.iterdir()) for output in outputs[1:])
     assert not list(tmp_path.rglob("*evil*"))
