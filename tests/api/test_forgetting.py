@@ -104,7 +104,6 @@ class Scene:
             runs=ApplicationRuns(FairnessSettings, self.store),
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
             version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), cast(Any, None)),
-            job_runner=SimpleNamespace(end=lambda job: None, refresh=lambda: None),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
