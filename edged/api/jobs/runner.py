@@ -94,7 +94,7 @@ class JobRunner:
         self._tokens = 0
         """Tokens that jobs have trained on since the start."""
         self.adapters_by_owner: dict[str, frozenset[str]] = {}
-        """Adapters that jobs make or made, by the jobs' owners."""
+        """Adapters that jobs make, or made a version of, by the jobs' owners."""
         self._threads = [
             threading.Thread(target=self._loop, args=(work,), name=f"edged-jobs-{number}", daemon=True)
             for number, work in enumerate(
@@ -412,6 +412,7 @@ class JobRunner:
                 files.delete_file(self.store, columns["result_file"])
         else:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
+        self.refresh()
         self._cut_told.discard(job.id)
         if (examples := self._checked.pop(job.id, None)) is not None:
             examples.close()
