@@ -114,7 +114,11 @@ def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
         "accuracy": by_window([margins.get(pair.pair_id) for pair in pairs]),
         "held_own": [sum(held[True]), len(held[True])],
         "held_foreign": [sum(held[False]), len(held[False])],
-        "versions": [version.reason for _, version in bench.recorder.versions[first:] if version.reason != "trained"],
+        "versions": [
+            version.reason
+            for _, version in bench.recorder.versions[first:]
+            if version.reason not in ("trained", "repeated")
+        ],
     }
 
 
