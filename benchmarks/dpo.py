@@ -134,6 +134,7 @@ class _EdgedLearner:
                 "micro_batch_pairs": job.pairs_per_step,
                 "replay_share": 0.0,
                 "loss_threshold": 0.0,
+                "idle_passes": 0,
                 "max_active_adapters": 1,
             },
             "guard": {"held_out_share": 0.0},

@@ -40,7 +40,8 @@ async def test_an_export_that_fails_midway_ends_without_a_second_response(
     for i in range(3):
         store.write(lambda db, i=i: record_pair(db, "ann", f"good {i}", "bad", utc_now(), prompt="q")).result()
     feed = SimpleNamespace(close=lambda: None)
-    services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed)
+    jobs = SimpleNamespace(adapters_by_owner={})
+    services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
     runner = web.AppRunner(make_app(Settings(), Lifecycle("ready", cast(Services, services))))
     await runner.setup()
     path = str(tmp_path / "s")
