@@ -370,8 +370,7 @@ class PairQueues:
             _list(self._gathering, name, bool(queue.queue) and not due)
             ready = idle and (due or self.test_due(queue))
             _list(self._ready, name, ready)
-            repeats = queue.step is not None and queue.repeats
-            _list(self._repeating, name, repeats or (idle and not ready and bool(queue.to_repeat(align))))
+            _list(self._repeating, name, queue.repeats or (idle and not ready and bool(queue.to_repeat(align))))
             _list(self._waiting, name, bool(queue.waiting))
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
@@ -394,10 +393,11 @@ class PairQueues:
         """Return an adapter whose learned pairs are, or are to be, trained on again in idle time; "" without one."""
         self.recount()
         for name in list(self._repeating):
-            # Asked for: the settings may have changed since it was counted.
-            queue = self[name]
+            queue = self.queues[name]
             if queue.repeats or queue.to_repeat(self._settings.now.align):
                 return name
+            # The settings have changed since it was counted.
+            self._changed[name] = None
         self.recount()
         return ""
 

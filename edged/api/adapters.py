@@ -21,7 +21,7 @@ from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, mos
 from edged.align.versions import UnknownVersion
 from edged.api.access import caller_of
 from edged.api.erasure import forget_user
-from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.requests import RollbackRequest, queried_integer, read_body
 from edged.api.responses import Examined, Forgotten, Imported, RolledBack
 from edged.api.services import Services, services_of
@@ -35,8 +35,6 @@ _SERIES_PAIRS = 500
 MOST_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
 _MOST_MEMBERS = 256
-_SLOWEST = 256 << 10
-"""Bytes a second: an upload that is slower on average is aborted."""
 REASONS = ("imported", "rebuilt")
 """Reasons that an imported version may record; `edged align rebuild` sends the second."""
 
@@ -180,16 +178,12 @@ async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) ->
     prefix = f"{SCRATCH}import-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:
         archive, files = Path(name) / "upload.tar", Path(name) / "files"
-        body_s = services.settings.limits.body_s
         size = min(most, request.content_length or most)
         try:
-            async with asyncio.timeout(body_s + size / _SLOWEST):
+            async with upload_in_time(services.settings.limits.body_s, size):
                 await _receive(request, archive, most)
             await asyncio.to_thread(_unpack, archive, files, most)
             return await asyncio.to_thread(read_adapter, files, spec)
-        except TimeoutError:
-            allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
-            raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
         except ImportRefused as error:
             raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
 

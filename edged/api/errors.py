@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from edged.text.tokenizer import TokenizerError
 log = logging.getLogger("edged.api")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_SLOWEST = 256 << 10
+"""Bytes a second: an upload that is slower on average is aborted."""
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MEANINGS = {
     400: "Something in the request cannot be done; `param` names it.",
@@ -132,6 +135,17 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
             return ApiError(413, "the request body is larger than api.max_body_kb allows", code="body_too_large")
         case _:
             return ApiError(error.status, error.text or error.reason or "the request failed", code="http_error")
+
+
+@asynccontextmanager
+async def upload_in_time(body_s: float, size: int) -> AsyncIterator[None]:
+    """Raise ApiError (408) where an upload of so many bytes takes longer than `limits.body_s` and its size allow."""
+    try:
+        async with asyncio.timeout(body_s + size / _SLOWEST):
+            yield
+    except TimeoutError:
+        allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
+        raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
 
 
 async def send_pieces(

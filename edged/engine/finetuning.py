@@ -126,12 +126,11 @@ class FinetuneJobs:
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
         if not (ready or self.jobs) and (adapter := self._trainer.pair_queues.repeating()):
-            queue = self._trainer.pair_queues[adapter]
             if not sum(self._scheduler.counts().values()):
                 self._try_begin(adapter, now, 0, False)
-            elif queue.idle_versions:
+            elif self._trainer.pair_queues.queues[adapter].idle_versions:
                 # Its versions waited for further passes, which must wait for requests.
-                queue.guard.test_soon = True
+                self._trainer.pair_queues[adapter].guard.test_soon = True
 
     def _make_way(self, ready: bool, slots_wanted: bool) -> None:
         """Take the step of a job or a pass out of the way of people's own pairs and of requests; it begins again.
@@ -139,12 +138,12 @@ class FinetuneJobs:
         It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them. A pass
         also ends for its adapter's own work, and for a job.
         """
-        for job in [job for job in self.jobs.values() if job.task.bulk]:
-            queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
-            wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
-            if queue.repeats and wanted:
-                self.abandon(queue.name)
         bulk = [job for job in self.jobs.values() if job.task.bulk]
+        for job in [job for job in bulk if _repeats(job.step)]:
+            queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
+            if queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs():
+                self.abandon(queue.name)
+                bulk.remove(job)
         if not bulk:
             return
         if slots_wanted or (ready and (self._under_way >= self._most_open or not self._slots.idle)):

@@ -12,7 +12,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
@@ -20,8 +20,6 @@ from edged.store.data_dir import FILES_FOLDER, SCRATCH
 from edged.store.jobs import files
 
 _PIECE = 1 << 18
-_SLOWEST = 256 << 10
-"""Bytes a second: an upload that is slower on average is aborted."""
 _NOTHING = hashlib.sha256().hexdigest()
 """The digest of an empty file."""
 _MOST_FIELDS, _MOST_FIELD = 16, 1024
@@ -62,13 +60,10 @@ async def upload(request: web.Request) -> FileObject:
 async def _store_upload(request: web.Request, services: Services, caller: Caller, draft: Path) -> FileObject:
     """Receive a form into `draft`, and make a file of it. Raises ApiError."""
     most = await _bytes_left(services, caller)
-    body_s, size = services.settings.limits.body_s, min(most, request.content_length or most)
+    size = min(most, request.content_length or most)
     try:
-        async with asyncio.timeout(body_s + size / _SLOWEST):
+        async with upload_in_time(services.settings.limits.body_s, size):
             fields, name, digest = await _receive(request, draft, most)
-    except TimeoutError:
-        allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
-        raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
     except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
         raise bad_request(f"the form cannot be read: {str(error)[:200]}", code="malformed_form") from None
     if fields.get("purpose") != "fine-tune":
