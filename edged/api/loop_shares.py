@@ -10,9 +10,9 @@ from edged.runtime.token_bucket import TokenBucket
 
 T = TypeVar("T")
 
-SHARE = 0.25
+SHARE = 0.2
 """Part of the loop's time that one account may begin things with, while another account asks."""
-_AHEAD_S = 0.03
+_AHEAD_S = 0.02
 """Time of the loop that an account which was away may have at once."""
 _ASKS_S = 10.0
 """Time for which an account that asked counts as one that asks."""

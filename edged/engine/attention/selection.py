@@ -1,7 +1,7 @@
 """Selection of the attention and LoRA implementations, once, at start: the configured ones if they work here."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -124,36 +124,43 @@ def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
 
 
 def trial_of_lora(lora: LoraSlots, kernel: LoraKernel) -> str:
-    """Compare the kernels with torch's products on every shape of linear; return what went wrong, or ""."""
+    """Compare the kernels with torch's products on every shape of linears; return what went wrong, or ""."""
     random = _random(lora.device, lora.dtype)
     batches: tuple[list[Run], ...] = ([(1, 2, 1)], [(0, 3, 1), (3, 70, 0)])
-    for size_in, size_out in sorted({(linear.in_features, linear.out_features) for linear in lora.linears.values()}):
+    groups = {(group[0].in_features, *(linear.out_features for linear in group)) for group in lora.groups()}
+    for size_in, *sizes_out in sorted(groups):
         for runs in batches:
             rows = runs[-1][1]
-            x, y = random(rows, size_in), random(rows, size_out)
-            down = random(2, size_in, lora.rank) / size_in**0.5
-            up = random(2, lora.rank, size_out) / lora.rank**0.5
-            kernels_own, torchs = (partial(_updated, which, x, y, down, up, runs) for which in (kernel, "torch"))
+            x, ys = random(rows, size_in), [random(rows, size) for size in sizes_out]
+            downs = [random(2, size_in, lora.rank) / size_in**0.5 for _ in ys]
+            ups = [random(2, lora.rank, size) / lora.rank**0.5 for size in sizes_out]
+            kernels_own, torchs = (partial(_updated, which, x, ys, downs, ups, runs) for which in (kernel, "torch"))
             if reason := _compared(kernels_own, torchs):
                 return reason
     return ""
 
 
 def _updated(
-    kernel: LoraKernel, x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, runs: list[Run]
+    kernel: LoraKernel,
+    x: torch.Tensor,
+    ys: Sequence[torch.Tensor],
+    downs: Sequence[torch.Tensor],
+    ups: Sequence[torch.Tensor],
+    runs: list[Run],
 ) -> torch.Tensor:
-    """Return `y` plus the updates of its rows."""
-    out = y.clone()
-    if kernel == "native":
-        NativeUpdates(down, up).add(x, out, slots_of_rows(runs, len(x)))
-    elif kernel == "triton":
+    """Return `ys` plus the updates of their rows, flat."""
+    outs = [y.clone() for y in ys]
+    if kernel == "triton":
         from edged.engine.lora import triton as triton_lora
 
-        triton_lora.add_updates(x, out, down, up, triton_lora.cut(runs, y.device))
-    else:
-        for start, stop, slot in runs:
-            out[start:stop].addmm_(x[start:stop] @ down[slot], up[slot])
-    return out
+        triton_lora.add_updates(x, outs, downs, ups, triton_lora.cut(runs, x.device))
+    for out, down, up in zip(outs, downs, ups, strict=True):
+        if kernel == "native":
+            NativeUpdates(down, up).add(x, out, slots_of_rows(runs, len(x)))
+        elif kernel == "torch":
+            for start, stop, slot in runs:
+                out[start:stop].addmm_(x[start:stop] @ down[slot], up[slot])
+    return torch.cat([out.flatten() for out in outs])
 
 
 def _random(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:

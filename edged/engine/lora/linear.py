@@ -4,7 +4,7 @@ The adapters' weights and files are in `edged.align.adapters.adapter`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,39 @@ class LinearWrapper(nn.Module):
         return getattr(found, name) if name in ("weight", "bias") else found
 
 
+class SharedInput:
+    """Outputs of linears with one input: the first one to get that input computes the others' outputs, too."""
+
+    def __init__(self) -> None:
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[int, torch.Tensor] = {}
+        """Outputs for `_input` that are not taken yet."""
+
+    def take(self, x: torch.Tensor, index: int, compute: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+        """Return output `index` of `compute()` for `x`; nothing of `x` is kept once all outputs are taken."""
+        if x is not self._input or index not in self._outputs:
+            self._input, self._outputs = x, dict(enumerate(compute()))
+        out = self._outputs.pop(index)
+        if not self._outputs:
+            self._input = None
+        return out
+
+
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linears of one parent that get the same input, in transformers' decoders."""
+_PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
+
+
+def siblings(names: Iterable[str]) -> list[list[str]]:
+    """Group module paths: those with one input together, in the order of `_SIBLINGS`, all others alone."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        first = next((group[0] for group in _SIBLINGS if leaf in group), None)
+        groups.setdefault(name if first is None else f"{parent}.{first}", []).append(name)
+    return [sorted(group, key=lambda name: _PLACES.get(name.rpartition(".")[2], 0)) for group in groups.values()]
+
+
 class LoraLinear(LinearWrapper):
     """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
 
@@ -34,6 +67,8 @@ class LoraLinear(LinearWrapper):
         """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] are filled by `LoraSlots`."""
         super().__init__()
         self.base, self.name, self._runs = base, name, runs
+        self._siblings: list[LoraLinear] = [self]
+        self._shared = SharedInput()
         self.in_features, self.out_features = down.shape[1], up.shape[2]
         self.register_buffer("down", down, False)
         self.register_buffer("up", up, False)
@@ -42,23 +77,33 @@ class LoraLinear(LinearWrapper):
         # Views made once: at one row, making them takes a fifth of the update's time.
         self._whole, self._by_slot = (down, up), list(zip(down.unbind(), up.unbind(), strict=True))
 
+    def join(self, linears: "list[LoraLinear]") -> None:
+        """Let Triton's kernels add the updates of `linears`, up to three with the same input as this, in one launch."""
+        self._siblings, self._shared = linears, linears[0]._shared
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [1, tokens, in_features] -> [1, tokens, out_features], with the updates of the present runs."""
-        y = self.base(x)
         state = self._runs
+        if state.tiles is not None and not state.training:
+            return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, state.tiles))
+        y = self.base(x)
         if state.training:
             return self._updated(x, y, state.training)
-        if state.tiles is not None:
-            from edged.engine.lora import triton as triton_lora
-
-            y = y.contiguous()
-            rows = x.reshape(-1, self.in_features).contiguous(), y.view(-1, self.out_features)
-            triton_lora.add_updates(*rows, self.down, self.up, state.tiles)
-        elif state.few or state.single or state.together is not None:
+        if state.few or state.single or state.together is not None:
             # Rows may have a stride (one product for several linears), but a row's features must be contiguous.
             x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))
             self._add_updates(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
+
+    def _tiled(self, x: torch.Tensor, tiles: LoraTiles) -> list[torch.Tensor]:
+        """Compute the outputs of all siblings with their updates."""
+        from edged.engine.lora import triton as triton_lora
+
+        outs = [linear.base(x).contiguous() for linear in self._siblings]
+        ys = [out.view(-1, out.shape[-1]) for out in outs]
+        downs, ups = zip(*((linear.down, linear.up) for linear in self._siblings), strict=True)
+        triton_lora.add_updates(x.reshape(-1, self.in_features).contiguous(), ys, downs, ups, tiles)
+        return outs
 
     def _add_updates(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features], by the compiled kernels
@@ -126,6 +171,18 @@ class LoraSlots:
             wrapped = LoraLinear(base, name, self.runs, down[name], up[name])
             setattr(model.get_submodule(parent_name), attribute, wrapped)
             self.linears[name] = wrapped
+        for group in self.groups():
+            for linear in group:
+                linear.join(group)
+
+    def groups(self) -> list[list[LoraLinear]]:
+        """Return the linears whose updates can be added in one launch together, all others alone."""
+        found: list[list[LoraLinear]] = []
+        for names in siblings(self.linears):
+            group = [self.linears[name] for name in names]
+            alike = len({(linear.in_features, linear.down.device) for linear in group}) == 1
+            found += [group] if alike else [[linear] for linear in group]
+        return found
 
     def unwrap(self) -> None:
         """Put the linears back into their places."""

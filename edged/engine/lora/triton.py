@@ -3,12 +3,15 @@
 The first kernel shrinks a tile's rows to the rank, x A^T, in parts of the input features where there are few tiles; the
 second adds the parts in a fixed order, expands them, (x A^T) B^T, and adds that to the tile's own rows of the output.
 Every row lies in one tile and every sum has one order: results do not depend on which program ends first.
+Up to three linears of one input (queries, keys and values; gate and up) share a launch of each.
 
 A launch depends on the number of tiles and of packed rows alone, never on what the table says. A table that outlives an
 iteration (a CUDA graph's) is padded with tiles of 0 rows, whose programs return at once.
 """
 
 import importlib.util
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,7 +41,9 @@ if importlib.util.find_spec("triton") is not None:
     @triton.jit(do_not_specialize=["tiles", "rows"])
     def _shrink(
         x,
-        down,
+        down_0,
+        down_1,
+        down_2,
         low,
         tiles,
         rows,
@@ -54,6 +59,12 @@ if importlib.util.find_spec("triton") is not None:
         if count == 0:
             return
         slot = tl.load(tile + 2)
+        linear = tl.program_id(2)
+        down = down_0
+        if linear == 1:
+            down = down_1
+        if linear == 2:
+            down = down_2
         line = tl.arange(0, TILE)
         ranks = tl.arange(0, RANK_PAD)
         row = tl.load(tile) + line
@@ -68,18 +79,24 @@ if importlib.util.find_spec("triton") is not None:
             there = (feature[:, None] < stop) & (ranks[None, :] < RANK)
             a = tl.load(down + (slot * size + feature)[:, None] * LINE + ranks[None, :], mask=there, other=0.0)
             total += tl.dot(own, a, input_precision="ieee")
-        at = (part * rows + row)[:, None] * RANK + ranks[None, :]
+        at = ((linear * splits + part) * rows + row)[:, None] * RANK + ranks[None, :]
         tl.store(low + at, total, mask=(line[:, None] < count) & (ranks[None, :] < RANK))
 
     @triton.jit(do_not_specialize=["tiles", "rows", "splits"])
     def _expand(
-        y,
+        y_0,
+        y_1,
+        y_2,
+        up_0,
+        up_1,
+        up_2,
         low,
-        up,
         tiles,
         rows,
         splits,
-        size,
+        size_0,
+        size_1,
+        size_2,
         RANK: tl.constexpr,
         RANKS: tl.constexpr,
         TILE: tl.constexpr,
@@ -90,9 +107,18 @@ if importlib.util.find_spec("triton") is not None:
         if count == 0:
             return
         slot = tl.load(tile + 2)
+        linear = tl.program_id(2)
+        y, up, size = y_0, up_0, size_0
+        if linear == 1:
+            y, up, size = y_1, up_1, size_1
+        if linear == 2:
+            y, up, size = y_2, up_2, size_2
+        first = tl.program_id(1) * BLOCK
+        if first >= size:
+            return
         line = tl.arange(0, TILE)
         row = tl.load(tile) + line
-        feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        feature = first + tl.arange(0, BLOCK)
         added = tl.zeros((TILE, BLOCK), tl.float32)
         # Few ranks at a time, or float32 (which no matrix unit multiplies) would not fit in registers.
         for begin in range(0, RANK, RANKS):
@@ -100,7 +126,11 @@ if importlib.util.find_spec("triton") is not None:
             total = tl.zeros((TILE, RANKS), tl.float32)
             there = (line[:, None] < count) & (ranks[None, :] < RANK)
             for part in range(0, splits):
-                total += tl.load(low + (part * rows + row)[:, None] * RANK + ranks[None, :], mask=there, other=0.0)
+                total += tl.load(
+                    low + ((linear * splits + part) * rows + row)[:, None] * RANK + ranks[None, :],
+                    mask=there,
+                    other=0.0,
+                )
             there = (ranks[:, None] < RANK) & (feature[None, :] < size)
             b = tl.load(up + (slot * RANK + ranks)[:, None] * size + feature[None, :], mask=there, other=0.0)
             added += tl.dot(total.to(b.dtype), b, input_precision="ieee")
@@ -139,34 +169,55 @@ def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
     return np.stack((first, np.minimum(rows, stop[run] - first), slot[run]), axis=1)
 
 
-def add_updates(x: torch.Tensor, y: torch.Tensor, down: torch.Tensor, up: torch.Tensor, tiles: LoraTiles) -> None:
-    """Add the updates in place: y[rows] += (x[rows] @ down[slot]) @ up[slot] for each tile, with float32 sums.
+def add_updates(
+    x: torch.Tensor,
+    ys: Sequence[torch.Tensor],
+    downs: Sequence[torch.Tensor],
+    ups: Sequence[torch.Tensor],
+    tiles: LoraTiles,
+) -> None:
+    """Add the updates of up to three linears in place: y[rows] += (x[rows] @ down[slot]) @ up[slot] for each tile,
+    with float32 sums.
 
-    `x` [n, in], `y` [n, out], `down` [slots, in, rank] and `up` [slots, rank, out] are of one dtype and contiguous;
-    only the rows of `down` may have a stride.
+    `x` [n, in], each of `ys` [n, out], `downs` [slots, in, rank] and `ups` [slots, rank, out] are of one dtype and
+    contiguous; only the rows of `downs` may have a stride, the same for all.
     """
     n, size_in = x.shape
-    _, rank, size_out = up.shape
+    rank, sizes_out = ups[0].shape[1], [up.shape[2] for up in ups]
     rank_pad = max(16, triton.next_power_of_2(rank))
-    count = len(tiles.table)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // count, size_in // _SPLIT_FEATURES))
-    low = torch.empty(splits, n, rank, dtype=torch.float32, device=x.device)
+    count, linears = len(tiles.table), len(ys)
+    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (count * linears), size_in // _SPLIT_FEATURES))
+    low = torch.empty(linears, splits, n, rank, dtype=torch.float32, device=x.device)
     in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
     shared = {"RANK": rank, "TILE": tiles.rows}
-    _shrink[(count, splits)](
+    _shrink[(count, splits, linears)](
         x,
-        down,
+        *_three(downs),
         low,
         tiles.table,
         n,
         size_in,
-        LINE=down.stride(1),
+        LINE=downs[0].stride(1),
         RANK_PAD=rank_pad,
         BLOCK=in_block,
         num_stages=2,
         **shared,
     )
-    blocks = -(-size_out // _OUT_BLOCK)
-    _expand[(count, blocks)](
-        y, low, up, tiles.table, n, splits, size_out, RANKS=_RANKS, BLOCK=_OUT_BLOCK, num_stages=2, **shared
+    _expand[(count, -(-max(sizes_out) // _OUT_BLOCK), linears)](
+        *_three(ys),
+        *_three(ups),
+        low,
+        tiles.table,
+        n,
+        splits,
+        *_three(sizes_out),
+        RANKS=_RANKS,
+        BLOCK=_OUT_BLOCK,
+        num_stages=2,
+        **shared,
     )
+
+
+def _three(parts: Sequence[Any]) -> list[Any]:
+    """Return one to three parts as three: a place that no program reads has the first again."""
+    return [*parts, *[parts[0]] * (3 - len(parts))]

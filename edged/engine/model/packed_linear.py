@@ -7,13 +7,13 @@ with the same input are one product, since every product synchronizes all thread
 
 import ctypes
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import psutil
 import torch
 from torch import nn
 
-from edged.engine.lora.linear import LinearWrapper
+from edged.engine.lora.linear import LinearWrapper, SharedInput, siblings
 from edged.engine.model.quantization import is_quantized
 from edged.engine.native.fp16_weights import narrow
 from edged.engine.native.library import FEW_ROWS, LinearParts, group_of, kernels, readable
@@ -39,7 +39,7 @@ Place = tuple[nn.Module, str, nn.Linear]
 
 
 class Product:
-    """Linears that are multiplied at once: the first one to get an input computes the others' outputs, too."""
+    """Linears with the same input that are multiplied at once."""
 
     def __init__(self, linears: Sequence[nn.Linear], native: bool, in_16_bits: bool) -> None:
         """With `native` few rows are multiplied by the compiled kernels, which read the linears' own weights, or
@@ -60,19 +60,7 @@ class Product:
         if self._library is not None and not self._agrees():
             self._library = None
             self.parts = [part._replace(narrow=None) for part in self.parts]
-        self._input: torch.Tensor | None = None
-        self._outputs: dict[int, torch.Tensor] = {}
-        """Outputs for `_input` that are not taken yet."""
-
-    def part(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the output of linear `index`; nothing of `x` is kept once all outputs are taken."""
-        if x is not self._input or index not in self._outputs:
-            whole = self.whole(x)
-            self._input, self._outputs = x, dict(enumerate(whole.split(self.sizes, -1)))
-        out = self._outputs.pop(index)
-        if not self._outputs:
-            self._input = None
-        return out
+        self.shared = SharedInput()
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """Compute all linears' outputs, concatenated: [..., in] -> [..., sum of `sizes`]."""
@@ -126,7 +114,8 @@ class PackedLinear(LinearWrapper):
         if torch.is_grad_enabled():
             out: torch.Tensor = self.base(x)
             return out
-        return self.product.part(x, self._index)
+        product = self.product
+        return product.shared.take(x, self._index, lambda: product.whole(x).split(product.sizes, -1))
 
 
 def why_not_packed(model: nn.Module, device: torch.device, dtype: torch.dtype, copies: float = 1.0) -> str:
@@ -167,18 +156,3 @@ def _linears(model: nn.Module) -> dict[str, Place]:
         for name, child in parent.named_children()
         if type(child) is nn.Linear and not isinstance(parent, PackedLinear) and not is_quantized(child)
     }
-
-
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Names of linears of one parent that get the same input, in transformers' decoders."""
-_PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
-
-
-def siblings(names: Iterable[str]) -> list[list[str]]:
-    """Group module paths: those with one input together, in the order of `_SIBLINGS`, all others alone."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        first = next((group[0] for group in _SIBLINGS if leaf in group), None)
-        groups.setdefault(name if first is None else f"{parent}.{first}", []).append(name)
-    return [sorted(group, key=lambda name: _PLACES.get(name.rpartition(".")[2], 0)) for group in groups.values()]

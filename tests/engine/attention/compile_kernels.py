@@ -74,7 +74,10 @@ def iterations(kv: KvStore, group: int, paths: Backends, slots: LoraSlots) -> No
             PagedAttention(batch, kv, paths.decode).attend(AttentionCall(1, 0.5, window, softcap), query, key, key)
         x = torch.zeros(tokens, 192, dtype=kv.keys.dtype)
         tiles = triton_lora.cut([(n, n + 1, n % 2) for n in range(tokens)], CPU)
-        triton_lora.add_updates(x, x.clone(), slots.linears["0"].down, slots.linears["0"].up, tiles)
+        for group in slots.groups():
+            ys = [x.new_zeros(tokens, linear.out_features) for linear in group]
+            downs, ups = ([getattr(linear, side) for linear in group] for side in ("down", "up"))
+            triton_lora.add_updates(x, ys, downs, ups, tiles)
 
 
 def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None:
@@ -84,7 +87,9 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None
     made = compile_only()
     kv = KvStore(9, 16, 2, 2, head_dim, dtype, CPU)
     paths = Backends("triton", triton.tile_tokens(kv, group))
-    slots = LoraSlots(nn.Sequential(nn.Linear(192, 192, dtype=dtype)), ["0"], 2, 16, dtype)
+    sizes = {"q_proj": 192, "k_proj": 64, "v_proj": 64, "o_proj": 192, "gate_proj": 480, "up_proj": 480}
+    model = nn.ModuleDict({name: nn.Linear(192, size, dtype=dtype) for name, size in sizes.items()})
+    slots = LoraSlots(model, list(sizes), 2, 16, dtype)
     trial(kv, group, paths)
     trial_of_lora(slots, "triton")
     at_start = dict(made)

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends, pick_lora_kernel, trial_of_lora
-from edged.engine.lora.linear import LoraSlots
+from edged.engine.lora.linear import LoraSlots, siblings
 from edged.engine.lora.segments import NO_SLOT, LoraTiles, NativeUpdates, Run
-from edged.engine.model.packed_linear import siblings
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.settings.load import AlignSettings, ModelSettings
@@ -127,36 +126,41 @@ def test_siblings_are_found_by_their_names_and_parent() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("size_in", "size_out", "rank"),
-    [(70, 33, 3), (600, 130, 16), (1030, 64, 40)],
+    ("size_in", "sizes_out", "rank"),
+    [(70, [33], 3), (600, [130, 40, 300], 16), (1030, [64, 200], 40)],
     ids=["odd", "in parts", "a large rank"],
 )
-def test_the_triton_kernels_multiply_as_torch_does(size_in: int, size_out: int, rank: int, dtype: torch.dtype) -> None:
+def test_the_triton_kernels_multiply_as_torch_does(
+    size_in: int, sizes_out: list[int], rank: int, dtype: torch.dtype
+) -> None:
     triton_lora = pytest.importorskip("edged.engine.lora.triton")
     pytest.importorskip("triton")
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 as if it were integers")
     torch.manual_seed(0)
-    x, y, down, up = (
-        torch.randn(*shape, device=DEVICE).mul(shape[-2] ** -0.5 if len(shape) == 3 else 1).to(dtype)
-        for shape in ((100, size_in), (100, size_out), (3, size_in, rank), (3, rank, size_out))
-    )
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE).mul(shape[-2] ** -0.5 if len(shape) == 3 else 1).to(dtype)
+
+    x, ys = random(100, size_in), [random(100, size) for size in sizes_out]
     # As where A's lie side by side.
-    down = torch.cat((down, down.neg()), dim=2)[:, :, :rank]
+    downs = [random(3, size_in, 2 * rank)[:, :, :rank] for _ in ys]
+    ups = [random(3, rank, size) for size in sizes_out]
     for runs in ([(2, 3, 0), (3, 5, 2), (9, 10, 1)], [(0, 5, 2), (5, 90, 1), (91, 95, 0)]):
-        wanted = y.double()
-        for start, stop, slot in runs:
-            wanted[start:stop] += x[start:stop].double() @ down[slot].double() @ up[slot].double()
         tiles = triton_lora.cut(runs, DEVICE)
-        first, again, static = y.clone(), y.clone(), y.clone()
-        triton_lora.add_updates(x, first, down, up, tiles)
-        triton_lora.add_updates(x, again, down, up, tiles)
-        assert torch.equal(first, again)
-        tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
-        torch.testing.assert_close(first.double(), wanted, atol=tolerance, rtol=tolerance)
         padded = LoraTiles(torch.cat((tiles.table, torch.zeros(9, 3, dtype=torch.int64, device=DEVICE))), tiles.rows)
-        triton_lora.add_updates(x, static, down, up, padded)
-        torch.testing.assert_close(static, first, atol=tolerance, rtol=tolerance)
+        first, again, static = ([y.clone() for y in ys] for _ in range(3))
+        triton_lora.add_updates(x, first, downs, ups, tiles)
+        triton_lora.add_updates(x, again, downs, ups, tiles)
+        triton_lora.add_updates(x, static, downs, ups, padded)
+        tolerance = 1e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+        for linear, y in enumerate(ys):
+            wanted = y.double()
+            for start, stop, slot in runs:
+                wanted[start:stop] += x[start:stop].double() @ downs[linear][slot].double() @ ups[linear][slot].double()
+            assert torch.equal(first[linear], again[linear])
+            torch.testing.assert_close(first[linear].double(), wanted, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(static[linear], first[linear], atol=tolerance, rtol=tolerance)
 
 
 def test_a_kernel_with_wrong_numbers_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +168,7 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(monkeypatch: pytest.MonkeyP
     pytest.importorskip("triton")
     _, _, slots, _ = wrapped()
     assert trial_of_lora(slots, "triton") == ""
-    monkeypatch.setattr(triton_lora, "add_updates", lambda x, y, down, up, tiles: None)
+    monkeypatch.setattr(triton_lora, "add_updates", lambda *given: None)
     assert trial_of_lora(slots, "triton") == "its kernels give wrong numbers here"
 
 
@@ -199,7 +203,20 @@ def test_the_compiled_kernels_are_what_a_cpu_uses_where_they_are_right(
     assert "native is not used: its kernels give wrong numbers here" in caplog.text
 
 
-def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel) -> None:
+def count_launches(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of linears of each call of Triton's kernels."""
+    counted: list[int] = []
+    if kernel == "triton":
+        from edged.engine.lora import triton as triton_lora
+
+        add = triton_lora.add_updates
+        monkeypatch.setattr(
+            triton_lora, "add_updates", lambda x, ys, *rest: [counted.append(len(ys)), add(x, ys, *rest)]
+        )
+    return counted
+
+
+def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     peft_model = get_peft_model(tiny_model(), LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"), "ann")
     peft_model.add_adapter("bob", LoraConfig(r=5, lora_alpha=9, target_modules="all-linear"))
     generator = torch.Generator().manual_seed(1)
@@ -219,6 +236,7 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel) -> 
     kv = model.new_kv(12, 8)
     texts = {"ann": list(range(20, 50)), "bob": list(range(90, 99)), None: list(range(60, 77))}
     got = {}
+    launches = count_launches(kernel, monkeypatch)
     with torch.inference_mode():
         # All but each text's last token, then that one.
         for last in (False, True):
@@ -243,3 +261,5 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel) -> 
                 wanted = peft_model(input_ids=torch.tensor([ids])).logits[0]
             torch.testing.assert_close(got[adapter, False], wanted[-2], atol=2e-4, rtol=1e-4)
             torch.testing.assert_close(got[adapter, True], wanted[-1], atol=2e-4, rtol=1e-4)
+    # Queries, keys and values in one launch; gate and up, too.
+    assert launches == ([3, 1, 2, 1] * model.shape.layers * 2 if kernel == "triton" else [])
