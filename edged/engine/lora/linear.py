@@ -83,9 +83,9 @@ class LoraLinear(LinearWrapper):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [1, tokens, in_features] -> [1, tokens, out_features], with the updates of the present runs."""
-        state = self._runs
-        if state.tiles is not None and not state.training:
-            return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, state.tiles))
+        state, tiles = self._runs, self._runs.tiles
+        if tiles is not None and not state.training:
+            return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, tiles))
         y = self.base(x)
         if state.training:
             return self._updated(x, y, state.training)
