@@ -423,7 +423,7 @@ async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) 
 
 
 class _LargeBodies:
-    """The thread that parses and checks large bodies, and that rests after each for three times as long as it took.
+    """The thread that parses and checks large bodies, and that rests after each for four times as long as it took.
 
     The parser keeps the interpreter to itself to its end: of several bodies at once nobody else would have a turn.
     """
