@@ -4,7 +4,8 @@
 
 All there is to learn, PAIRS pairs, is there from the first second on and is trained again without end. `separate-3:1`
 is four boxes of which three only serve (`fcfs`, at 4/3 of the rate) and one only learns; its figures are those of all
-four, by four. Called again with the same file, the command runs what is missing in it.
+four, by four. Called again with the same file, the command runs what is missing in it. Each run has Figure 12's tokens
+by time, in spans of 5 s.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import click
 
 from edged.bench.arrivals import Arrivals
+from edged.bench.figures import COUNTED
 from edged.bench.traces import read_trace
 from edged.settings.load import Settings
 from edged.simulator.hardware import SimulatedHardware
@@ -39,6 +41,7 @@ IDLE_POLICY = "sync"
 PAIRS = 32
 TTFT_MS = 5000.0
 """The paper's: a request is in time whose mean time per token and time to the first token are."""
+SPAN_S = 5
 FIGURES = {
     "in_time": ("slo", "requests_in_time_share"),
     "output_tokens_per_s": ("throughput", "output_tokens_per_s"),
@@ -79,7 +82,20 @@ def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_
     if serving:
         figures["output_tokens_per_s"] *= serving / 4
         figures["trained_tokens_per_s"] = (4 - serving) / 4 * learning_tokens_per_s(plan)
-    return asdict(run) | figures | {"tpot_target_ms": report["slo"]["tpot_target_ms"]}
+    return asdict(run) | figures | {"tpot_target_ms": report["slo"]["tpot_target_ms"], "spans": spans(report)}
+
+
+def spans(report: dict[str, Any]) -> list[list[float]]:
+    """Return [end in seconds, requests, output tokens and trained tokens per second] of each `SPAN_S` seconds."""
+    seconds = report["timeline"]
+    parts = [seconds[first : first + SPAN_S] for first in range(0, len(seconds), SPAN_S)]
+    return [
+        [
+            round(part[-1]["at_s"]),
+            *(round(sum(row[f"{name}_per_s"] for row in part) / len(part), 1) for name in COUNTED),
+        ]
+        for part in parts
+    ]
 
 
 def learning_tokens_per_s(plan: SimulationPlan) -> float:
@@ -98,10 +114,12 @@ def teach(engine: SimulatedEngine, plan: SimulationPlan) -> None:
         engine.learning.submit(pair, engine.now)
 
 
-def table(rows: list[dict[str, Any]], rates: list[float], name: str, scale: float, digits: int) -> str:
+def table(
+    rows: list[dict[str, Any]], strategies: list[str], rates: list[float], name: str, scale: float, digits: int
+) -> str:
     """Return a table of medians over seeds, in brackets their range where there is one: strategies by rate."""
     lines = [f"| strategy | {' | '.join(f'{rate:g}/s' for rate in rates)} |", f"| --- |{' --- |' * len(rates)}"]
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         cells = []
         for rate in rates:
             values = [scale * row[name] for row in rows if (row["strategy"], row["rate_per_s"]) == (strategy, rate)]
@@ -120,17 +138,23 @@ def table(rows: list[dict[str, Any]], rates: list[float], name: str, scale: floa
 @click.option("--seeds", default="0,1,2")
 @click.option("--slo-ms", type=float, required=True)
 @click.option("--seconds", type=float, default=60.0)
+@click.option("--strategies", default=",".join(STRATEGIES))
 @click.option("--jobs", type=int, default=2)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
-def main(device: str, model: str, rates: str, seeds: str, jobs: int, output: Path, **load: Any) -> None:
-    """Simulate every strategy at every rate and seed; print tables, and write the figures to a file."""
+def main(
+    device: str, model: str, rates: str, seeds: str, strategies: str, jobs: int, output: Path, **load: Any
+) -> None:
+    """Simulate the strategies at every rate and seed; print tables, and write the figures to a file."""
+    sides = strategies.split(",")
+    if unknown := set(sides) - set(STRATEGIES):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(STRATEGIES)}")
     points = [float(rate) for rate in rates.split(",")]
     report = {"device": device, "model": model, **load, "trace": Path(load["trace"]).name}
     known = json.loads(output.read_text()) if output.exists() else report | {"runs": []}
     rows = known.pop("runs")
     if known != report:
         raise click.ClickException(f'"{output}" has runs of another load: give another file')
-    runs = [Run(name, rate, int(seed)) for seed in seeds.split(",") for rate in points for name in STRATEGIES]
+    runs = [Run(name, rate, int(seed)) for seed in seeds.split(",") for rate in points for name in sides]
     there = {(row["strategy"], row["rate_per_s"], row["seed"]) for row in rows}
     missing = [run for run in runs if (run.strategy, run.rate_per_s, run.seed) not in there]
     with ProcessPoolExecutor(jobs) as pool:
@@ -142,7 +166,7 @@ def main(device: str, model: str, rates: str, seeds: str, jobs: int, output: Pat
         ("trained_tokens_per_s", "Tokens trained/s", 1.0, 0),
         ("output_tokens_per_s", "Output tokens/s", 1.0, 0),
     ):
-        print(f"\n{title}\n\n{table(rows, points, name, scale, digits)}")
+        print(f"\n{title}\n\n{table(rows, sides, points, name, scale, digits)}")
 
 
 if __name__ == "__main__":

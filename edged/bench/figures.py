@@ -18,8 +18,10 @@ SLO_FACTOR = 5.0
 6)."""
 EVERY_S = 1.0
 _PARTS = ("prefill", "decode", "finetune")
+COUNTED = ("requests", "output_tokens", "trained_tokens")
+"""Counts of the status' "totals" that the timeline tells by second."""
 Look = tuple[float, dict[str, Any]]
-"""A reading: (time in seconds, the engine's cumulative times and counts, which is the status' "busy")."""
+"""A reading: (time in seconds, the engine's cumulative times and counts: the status' "busy" and `COUNTED`)."""
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
@@ -206,7 +208,8 @@ def alignment_figures(scores: Sequence[PairScored]) -> dict[str, float | int | N
 
 
 def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
-    """Return rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the readings.
+    """Return rows {"at_s", "busy_share", "prefill_share", "decode_share", "finetune_share"} between the readings, and
+    each of `COUNTED` per second.
 
     An engine counts an iteration when it ends: work in excess of a span's length ran in the spans before it, and is
     counted there.
@@ -223,8 +226,9 @@ def shares(looks: Sequence[Look]) -> list[dict[str, float]]:
             work[index - 1] = [a + b * (1.0 - kept) for a, b in zip(work[index - 1], work[index], strict=True)]
         work[index] = [part * kept for part in work[index]]
     rows = []
-    for (at_s, _), span, parts in zip(looks[1:], spans, work, strict=True):
+    for ((_, before), (at_s, after)), span, parts in zip(pairwise(looks), spans, work, strict=True):
         if span > 0.05 * EVERY_S:
             row = {f"{name}_share": part / span for name, part in zip(_PARTS, parts, strict=True)}
+            row |= {f"{name}_per_s": (after[name] - before[name]) / span for name in COUNTED}
             rows.append({"at_s": at_s - looks[0][0], "busy_share": sum(parts) / span, **row})
     return rows

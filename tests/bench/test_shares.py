@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from edged.bench.figures import Look, shares
+from edged.bench.figures import COUNTED, Look, shares
 
 
-def look(at_s: float, *sums: float) -> Look:
-    return at_s, dict(zip(("prefill_s", "decode_s", "finetune_s"), sums, strict=True))
+def look(at_s: float, *sums: float, counts: tuple[int, int, int] = (0, 0, 0)) -> Look:
+    return at_s, dict(zip(("prefill_s", "decode_s", "finetune_s", *COUNTED), (*sums, *counts), strict=True))
 
 
 def test_each_second_has_the_shares_of_what_ran_in_it() -> None:
-    rows = shares([look(10.0, 0.0, 0.0, 0.0), look(11.0, 0.1, 0.2, 0.3), look(13.0, 0.1, 1.2, 0.3)])
+    first, second = look(10.0, 0.0, 0.0, 0.0), look(11.0, 0.1, 0.2, 0.3, counts=(3, 40, 100))
+    rows = shares([first, second, look(13.0, 0.1, 1.2, 0.3, counts=(3, 60, 400))])
     assert [row["at_s"] for row in rows] == [1.0, 3.0]
     assert rows[0]["busy_share"] == pytest.approx(0.6)
+    assert [rows[0][f"{name}_per_s"] for name in COUNTED] == [3.0, 40.0, 100.0]
+    counted = {"requests_per_s": 0.0, "output_tokens_per_s": 10.0, "trained_tokens_per_s": 150.0}
     assert rows[1] == pytest.approx(
-        {"at_s": 3.0, "busy_share": 0.5, "prefill_share": 0.0, "decode_share": 0.5, "finetune_share": 0.0}
+        {"at_s": 3.0, "busy_share": 0.5, "prefill_share": 0.0, "decode_share": 0.5, "finetune_share": 0.0, **counted}
     )
 
 
