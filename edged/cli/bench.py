@@ -19,6 +19,10 @@ _FILE = click.Path(exists=True, dir_okay=False)
 _ANDES_TOKENS_PER_S = {"andes-text": 4.8, "andes-speech": 3.3}
 """Mean speeds of people who read and who listen (Andes, Tables 2.1 and 2.2)."""
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
+model_shape_option = click.option(
+    "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
+    help="A model's directory, or a config.json alone (configs/models has some).",
+)  # fmt: skip
 trace_option = click.option(
     "--trace", required=True, metavar="FILE",
     help='Azure or BurstGPT .csv, Mooncake .jsonl, "poisson", or "lognormal:PROMPT:OUTPUT" (mean tokens, heavy tails).',
@@ -130,10 +134,7 @@ def replay(
 
 
 @bench.command()
-@click.option(
-    "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
-    help="A model's directory, or a config.json alone (configs/models has some).",
-)  # fmt: skip
+@model_shape_option
 @click.option("--quantize", metavar="KIND", help="As model.quantize: nf4, llm-int8, int8 or int4.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
 @click.option(
@@ -193,6 +194,31 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
     table.add_row(f"K/V of {plan['context_tokens']:,} tokens", f"{plan['context_bytes'] / 2**20:,.0f}")
     table.add_row("left", f"{(plan['free_bytes'] - plan['context_bytes']) / 2**20:,.0f}", style="bold")
     return table
+
+
+@bench.command()
+@model_shape_option
+@click.option(
+    "--peft", type=click.Choice(["lora:all", "lora:down_proj"]), default="lora:all", help="Linears with LoRA."
+)
+@click.option("--tokens", type=click.IntRange(1), default=1024, help="Length of the sequence.")
+@click.option("--window", "window_tokens", type=click.IntRange(1), default=256, help="As align.window_tokens.")
+@shown
+def activations(model: Path, peft: str, tokens: int, window_tokens: int) -> Any:
+    """Say what training keeps of a forward, per token and layer, by what is left out (FlexLLM, Figure 13).
+
+    Nothing is loaded or computed: a layer runs without memory. Rank 16, bfloat16.
+    """
+    _prepare()
+    from edged.bench.activations import account
+
+    report = account(model, peft, tokens, window_tokens)
+    columns = "kept for the backward", ">KiB a token and layer", ">MiB once", ">GB in all"
+    table = make_table(*columns, title=f"{model}: {report['layers']} layers, {tokens:,} tokens, {peft}, bfloat16")
+    for row in report["rows"]:
+        each, once, total = row["bytes_per_token_layer"], row["once_bytes"], row["total_bytes"]
+        table.add_row(row["kept"], f"{each / 1024:,.1f}", f"{once / 2**20:,.1f}", f"{total / 1e9:,.2f}")
+    return report, table
 
 
 @bench.command()

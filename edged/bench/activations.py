@@ -1,0 +1,176 @@
+"""Accounts of the bytes that training keeps of a model's forward, by what is left out (FlexLLM, Figure 13).
+
+One decoder layer runs on tensors that have shapes and no memory, so that any model is accounted anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from edged.align.dpo.decoder import Branches, LoraParameters, LoraRows
+from edged.align.dpo.layout import Piece
+from edged.align.dpo.lean import Keep, KeptResults
+from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, attention_pass
+from edged.engine.lora.linear import LoraSlots
+from edged.engine.model.loading import ModelRefused, target_linears
+from edged.engine.model.probe import find_decoder
+
+PEFT: dict[str, str | list[str]] = {"lora:all": "all-linear", "lora:down_proj": ["down_proj"]}
+"""Names of the adapters that are accounted, and the linears that they change."""
+_DTYPE = torch.bfloat16
+_RANK = 16
+
+
+class _Storages:
+    """Distinct storages, without those of `left_out` tensors."""
+
+    def __init__(self, left_out: Iterable[torch.Tensor]) -> None:
+        self._left_out = {tensor.untyped_storage()._cdata for tensor in left_out}
+        self._found: dict[int, torch.UntypedStorage] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor's storage, once; returns the tensor."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._left_out:
+            self._found[storage._cdata] = storage
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all."""
+        return sum(storage.nbytes() for storage in self._found.values())
+
+
+class _Layer:
+    """One decoder layer of a model with LoRA, and its arguments for `tokens` tokens."""
+
+    def __init__(self, config: Any, peft: str, tokens: int) -> None:
+        self.tokens = tokens
+        self.model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE, attn_implementation=IMPLEMENTATION).eval()
+        layers, _ = find_decoder(self.model)
+        self.layer = layers[0]
+        self.lora = LoraSlots(self.model, target_linears(self.model, PEFT[peft]), 1, _RANK, _DTYPE)
+        self.hidden, self.call = self._arguments()
+        leaves = {
+            name: (
+                torch.empty(_RANK, linear.in_features, dtype=_DTYPE, requires_grad=True),
+                torch.empty(linear.out_features, _RANK, dtype=_DTYPE, requires_grad=True),
+            )
+            for name, linear in self.lora.linears.items()
+        }
+        self.leaves = LoraParameters(leaves, 1.0, leaves)
+        self.outside = [*self.model.parameters(), *self.model.buffers()]
+        self.outside += [matrix for pair in leaves.values() for matrix in pair]
+        self.outside += [part for part in tree_leaves(self.call) if isinstance(part, torch.Tensor)]
+
+    def _arguments(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the layer's input and keyword arguments, without computing it."""
+        taken: list[Any] = []
+
+        def record(_layer: Any, args: Any, call: dict[str, Any]) -> None:
+            hidden, call = args[0] if args else call["hidden_states"], dict(call)
+            call.pop("hidden_states", None)
+            taken.extend((hidden, call))
+            raise StopIteration
+
+        hook = self.layer.register_forward_pre_hook(record, with_kwargs=True)
+        with suppress(StopIteration), torch.no_grad():
+            ids, positions = torch.zeros(1, self.tokens, dtype=torch.int64), torch.arange(self.tokens)
+            self.model.base_model(input_ids=ids, position_ids=positions[None], use_cache=False)
+        hook.remove()
+        return taken[0], taken[1]
+
+    def run(self, attention: str, branch: Branches) -> tuple[torch.Tensor, BranchAttention]:
+        """Run the layer with autograd, by an attention of transformers or ours; returns its input and the latter."""
+        self.model.set_attn_implementation(attention)
+        rows = branch.last
+
+        def last(value: Any) -> Any:
+            per_token = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.tokens
+            return value[:, -rows:] if per_token else value
+
+        call = tree_map(last, self.call)
+        hidden = self.hidden[:, :rows].clone().requires_grad_(True)
+        attending = BranchAttention([branch])
+        with self.lora.training([LoraRows(0, rows, self.leaves)]), attention_pass(attending):
+            self.layer(hidden, **call)
+        return hidden, attending
+
+    def saved(self, attention: str, branch: Branches, trains_base: bool = False) -> int:
+        """Return the bytes that autograd saves."""
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(trains_base)
+        found = _Storages(self.outside)
+        with torch.autograd.graph.saved_tensors_hooks(found.add, lambda tensor: tensor):
+            self.run(attention, branch)
+        return found.bytes
+
+    def pruned(self, branch: Branches) -> tuple[int, int, torch.Tensor]:
+        """Return the bytes of Algorithm 1's tensors after its first step, after its second, and the layer's keys.
+
+        The second step drops the inputs of linears with adapters, which are norms and products of what is left, and
+        the low-rank rows.
+        """
+        kept, low_rank = KeptResults(_RANK), 0
+        mode, inputs = Keep(kept), _Storages(self.outside)
+
+        def count(_linear: Any, args: tuple[torch.Tensor]) -> None:
+            nonlocal low_rank
+            low_rank += self.tokens * _RANK * _DTYPE.itemsize
+            if not mode.origins(args[0]):
+                inputs.add(args[0])
+
+        hooks = [linear.register_forward_pre_hook(count) for linear in self.lora.linears.values()]
+        with mode:
+            hidden, attending = self.run(IMPLEMENTATION, branch)
+        for hook in hooks:
+            hook.remove()
+        found = _Storages(self.outside)
+        for tensor in (hidden, *kept.tensors):
+            found.add(tensor)
+        return found.bytes + inputs.bytes + low_rank, found.bytes, attending.keys
+
+
+def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str, Any]:
+    """Return the bytes that a sequence of `tokens` keeps for its backward, by what is left out. Raises ModelRefused."""
+    try:
+        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
+    except Exception as error:
+        raise ModelRefused(f'model "{model}" has no configuration that can be read: {error}') from error
+    text = config.get_text_config()
+    layers, text.num_hidden_layers = int(text.num_hidden_layers), 1
+    rows: list[dict[str, Any]] = []
+
+    def add(kept: str, every: int, once: int = 0) -> None:
+        total = layers * every + once
+        row = {"kept": kept, "bytes_per_token_layer": every / tokens, "once_bytes": once, "total_bytes": total}
+        rows.append(row)
+
+    with FakeTensorMode():
+        layer = _Layer(config, peft, tokens)
+        whole = Branches(0, tokens, 0, (Piece(0, tokens, 0, None),), None)
+        for attention in ("eager", "sdpa"):
+            add(f"autograd, all weights trained, {attention}", layer.saved(attention, whole, trains_base=True))
+        add("autograd, frozen weights, sdpa", layer.saved("sdpa", whole))
+        pruned, lean, keys = layer.pruned(whole)
+        add("Algorithm 1", pruned)
+        add("+ rematerialization", lean)
+        first = max(0, tokens - window_tokens)
+        earlier = keys[:, :first].detach().requires_grad_(), keys[:, :first].detach().requires_grad_()
+        window = Branches(0, tokens - first, first, (Piece(first, tokens, first, None),), earlier if first else None)
+        inputs = tokens * int(text.hidden_size) * _DTYPE.itemsize
+        # The gradients of one layer's K/V are collected in fp32.
+        once = layer.saved(IMPLEMENTATION, window) + 2 * keys.numel() * torch.float32.itemsize
+        add("+ token windows", inputs + 2 * keys.nbytes, once)
+    return {
+        **{"model": str(model), "peft": peft, "rank": _RANK, "dtype": str(_DTYPE).removeprefix("torch.")},
+        **{"layers": layers, "tokens": tokens, "window_tokens": tokens - first, "rows": rows},
+    }
