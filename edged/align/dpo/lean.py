@@ -1,5 +1,5 @@
-"""The results of a layer's forward that are kept for its backward by FlexLLM's Algorithm 1: of its products with weights
-and of its attention. All else is recomputed from them; it is less than the whole graph and more than the inputs alone."""
+"""The results of a layer's forward that are kept for its backward by FlexLLM's Algorithm 1: of its products with
+weights and of its attention. All else is recomputed: it is less than the whole graph and more than the inputs alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
