@@ -32,6 +32,8 @@ _PROFILING_S = 600.0
 FIGURES = (
     ("output tokens/s", ("throughput", "output_tokens_per_s")),
     ("prompt tokens/s", ("throughput", "prompt_tokens_per_s")),
+    ("first tokens in time (%)", ("slo", "ttft_within_factor_share")),
+    ("requests in time (%)", ("slo", "requests_in_time_share")),
     ("TTFT p50 (ms)", ("ttft_ms", "p50")),
     ("TTFT p95 (ms)", ("ttft_ms", "p95")),
     ("TBT p50 (ms)", ("tbt_ms", "p50")),
@@ -151,11 +153,11 @@ def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[d
 
 
 def figure(report: dict[str, Any], path: Sequence[str]) -> float | None:
-    """Return a number of a report."""
+    """Return a number of a report; shares in percent."""
     value: Any = report
     for key in path:
         value = value[key]
-    return value
+    return 100.0 * value if path[-1].endswith("_share") else value
 
 
 if __name__ == "__main__":

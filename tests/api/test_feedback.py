@@ -80,12 +80,19 @@ def test_an_answer_can_be_rated_as_soon_as_its_last_chunk_is_read(client: openai
         assert not taken["duplicate"], "it is another answer than the one before"
 
 
-def test_opposite_ratings_of_the_same_prompt_make_a_pair(client: openai.OpenAI, http: httpx2.Client) -> None:
+def sides(daemon: LiveDaemon, pair_ids: list[int]) -> list[tuple[Any, ...]]:
+    return [rows(daemon, "SELECT chosen, rejected FROM pairs WHERE id = ?", pair_id)[0] for pair_id in pair_ids]
+
+
+def test_opposite_ratings_of_the_same_prompt_make_a_pair(
+    client: openai.OpenAI, http: httpx2.Client, daemon: LiveDaemon
+) -> None:
     good, bad = (ask(client, "dan", seed=seed) for seed in (1, 2))
     first = post(http, completion_id=good.id, signal="up")
-    assert first["pair_ids"] == []
-    assert "opposite rating" in first["reason"]
-    assert len(post(http, completion_id=bad.id, signal="down")["pair_ids"]) == 1
+    assert len(first["pair_ids"]) == 1
+    assert first["reason"].startswith("learned as a single rating")
+    pair_ids = post(http, completion_id=bad.id, signal="down")["pair_ids"]
+    assert sides(daemon, pair_ids) == [(good.choices[0].message.content, bad.choices[0].message.content)]
 
 
 def test_an_edit_teaches_the_edited_text(client: openai.OpenAI, http: httpx2.Client, daemon: LiveDaemon) -> None:
@@ -140,16 +147,21 @@ def all_learned(http: httpx2.Client, user: str) -> dict[str, Any]:
     raise AssertionError(f"pairs still wait: {body}")
 
 
-def test_going_on_after_a_regenerated_answer_teaches_it(client: openai.OpenAI, http: httpx2.Client) -> None:
+def test_going_on_after_a_regenerated_answer_teaches_it(
+    client: openai.OpenAI, http: httpx2.Client, daemon: LiveDaemon
+) -> None:
     bad, good = (ask(client, "joe", "tell me a story", seed=seed) for seed in (1, 2))
-    assert post(http, completion_id=bad.id, signal="regenerate")["pair_ids"] == []
+    (rating,) = post(http, completion_id=bad.id, signal="regenerate")["pair_ids"]
+    assert sides(daemon, [rating]) == [("", bad.choices[0].message.content)]
     messages = [
         {"role": "user", "content": "tell me a story"},
         {"role": "assistant", "content": good.choices[0].message.content},
         {"role": "user", "content": "and where does it take place?"},
     ]
     client.chat.completions.create(model="tiny", messages=messages, user="joe", max_tokens=2)
-    assert all_learned(http, "joe")["pairs_seen"] == 1
+    all_learned(http, "joe")
+    pairs = rows(daemon, "SELECT chosen, rejected FROM pairs WHERE adapter = 'joe' AND chosen <> ''")
+    assert pairs == [(good.choices[0].message.content, bad.choices[0].message.content)]
 
 
 def test_the_stored_tokens_are_the_generated_ones_up_to_the_stop(client: openai.OpenAI, daemon: LiveDaemon) -> None:

@@ -63,7 +63,8 @@ def test_it_tells_what_was_learned_undone_and_what_each_version_answers(tmp_path
 
 
 def test_what_waits_is_told_with_why_and_the_step_that_settles_it(tmp_path: Path, model: Path) -> None:
-    with running(tmp_path / "run", model, **SETTINGS) as live, live.http() as http, live.openai() as client:
+    settings = {**SETTINGS, "align__unpaired": "off"}
+    with running(tmp_path / "run", model, **settings) as live, live.http() as http, live.openai() as client:
         attack(http)
         count = len(held(http))
         post(http, completion_id=ask(client, "ann", "hello").id, signal="up", user="ann")

@@ -18,7 +18,8 @@ A scalar signal makes a pair when the same prompt of the same adapter has an ans
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
 
 Where `align.unpaired` is not "off", a rating that makes no pair is a row of `pairs` with one answer alone, which is
-learned at once. It is dropped when a pair with that answer is stored, or the opposite rating of it.
+learned at once, if an account that teaches the adapter (`feedback.teaches`) gave it, and by more than dwell or skip. It
+is dropped when a pair with that answer is stored, or the opposite rating of it.
 """
 
 from __future__ import annotations
@@ -266,11 +267,16 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
 def _single_rating(
     db: Database, answer: RatedAnswer, signal: Signal, account: str | None
 ) -> tuple[list[int], list[int]]:
-    """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped)."""
+    """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped).
+
+    No test holds false ratings, as it holds false pairs: so they must come from an account that teaches the adapter.
+    """
     weight, side = answer.weight(signal), answer.side
     good = weight > 0
-    off = answer.settings.align.unpaired == "off"
-    if off or not weight or not side.text.strip() or feedback.is_side(db, side, good):
+    off = answer.settings.align.unpaired == "off" or signal.signal in _WEAK
+    if off or not weight or not side.text.strip() or not feedback.teaches(db, account, signal.user):
+        return [], []
+    if feedback.is_side(db, side, good):
         return [], []
     dropped = _drop_ratings(db, [side], signal, "its answer was rated anew")
     source = "thumbs" if signal.signal == "chosen" else _WEIGHED_AS.get(signal.signal, signal.signal)
@@ -286,7 +292,7 @@ def _source(positive: Signal, negative: Signal) -> str:
     """The stored `source` of a pair made of two ratings."""
     if negative.signal in ("regenerate", "rephrase"):
         return negative.signal
-    weak = next((signal.signal for signal in (negative, positive) if signal.signal in ("dwell", "skip")), None)
+    weak = next((signal.signal for signal in (negative, positive) if signal.signal in _WEAK), None)
     return weak or "thumbs"
 
 
@@ -392,6 +398,8 @@ _GOOD, _BAD = ("chosen", "up", "accepted"), ("rejected", "down", "regenerate", "
 """Signals that rate an answer good or bad; the rating of "dwell" depends on the answer's length."""
 _WEIGHED_AS = {"accepted": "regenerate", "up": "thumbs", "down": "thumbs", "rejected": "thumbs"}
 """Signals without a weight setting of their own, by the one that they use."""
+_WEAK = ("dwell", "skip")
+"""Signals that follow from what a person does, and are not said."""
 _READING_WORDS_PER_S = 4.0
 _READ, _GLANCED = 0.5, 0.1
 """Shares of an answer's reading time from which dwelling is approval, and below which it is rejection."""

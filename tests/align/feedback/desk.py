@@ -28,6 +28,7 @@ class Desk:
         self.settings = FeedbackSettings()
         self.most_tokens = 1024
         self.unpaired: Any = "off"
+        self.account: str | None = None
         self.moment = NOW
 
     @property
@@ -46,7 +47,7 @@ class Desk:
         return self.moment
 
     def report(self, name, signal, choice=None, text=None, seconds=None, user="ada", account=None):
-        feedback = Feedback(user, name, signal, choice, text, seconds, account)
+        feedback = Feedback(user, name, signal, choice, text, seconds, account or self.account)
         return self.store.write(lambda db: record_signal(db, feedback, self.tick(), self.all)).result()
 
     def pair(self, *args, **more):

@@ -15,7 +15,7 @@ from tests.align.test_journal import append
 def desk(tmp_path):
     store = Store(tmp_path / "edged.db")
     desk = Desk(store)
-    desk.unpaired = "apo"
+    desk.unpaired, desk.account = "apo", "ada"
     yield desk
     store.close()
 
@@ -36,13 +36,11 @@ def resumed(desk):
         ("down", ("", "hello"), "thumbs", 1.0),
         ("rejected", ("", "hello"), "thumbs", 1.0),
         ("regenerate", ("", "hello"), "regenerate", 1.0),
-        ("skip", ("", "hello"), "skip", 0.5),
-        ("dwell", ("hello", ""), "dwell", 0.5),
     ],
 )
 def test_a_rating_by_itself_is_a_row_with_one_answer_and_its_tokens(desk, signal, sides, source, weight):
     desk.answer("c", "hello", prompt_ids=(7, 8))
-    result = desk.report("c", signal, seconds=60 if signal == "dwell" else None, account="ada")
+    result = desk.report("c", signal)
     assert desk.pairs(result) == [(*sides, source, weight)]
     assert result.reason.startswith("learned as a single rating; waits for an answer to the same prompt")
     (row,) = desk.store.read(lambda db: feedback.get_pairs(db, result.pair_ids))
@@ -53,12 +51,20 @@ def test_a_rating_by_itself_is_a_row_with_one_answer_and_its_tokens(desk, signal
 def test_nothing_is_learned_of_it_where_that_is_off_or_weighs_nothing_or_says_nothing(desk):
     desk.answer("c", "hello"), desk.answer("e", " ")
     assert not desk.report("e", "up").pair_ids
-    assert not desk.report("c", "dwell", seconds=0.05).pair_ids, "neither read nor skipped"
+    assert not desk.report("c", "dwell", seconds=60).pair_ids
+    assert not desk.report("c", "skip").pair_ids
     desk.settings = desk.settings.model_copy(update={"weight_thumbs": 0.0})
     assert not desk.report("c", "up").pair_ids
     desk.settings, desk.unpaired = desk.settings.model_copy(update={"weight_thumbs": 1.0}), "off"
     result = desk.report("c", "down")
     assert (result.pair_ids, result.reason) == ((), "waits for an answer to the same prompt with the opposite rating")
+
+
+def test_ratings_of_an_account_that_does_not_teach_wait_for_an_opposite_one(desk):
+    desk.answer("a", "one"), desk.answer("b", "two"), desk.answer("c", "three")
+    assert desk.report("a", "down", account="kitchen").pair_ids, "the first that teaches"
+    assert not desk.report("b", "down", account="eve").pair_ids
+    assert desk.report("c", "down").pair_ids
 
 
 @pytest.mark.parametrize("good_first", [True, False])
