@@ -138,14 +138,14 @@ def table(
 @click.option("--seeds", default="0,1,2")
 @click.option("--slo-ms", type=float, required=True)
 @click.option("--seconds", type=float, default=60.0)
-@click.option("--strategies", default=",".join(STRATEGIES))
+@click.option("--strategies", default="", help="By comma; all by default.")
 @click.option("--jobs", type=int, default=2)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     device: str, model: str, rates: str, seeds: str, strategies: str, jobs: int, output: Path, **load: Any
 ) -> None:
     """Simulate the strategies at every rate and seed; print tables, and write the figures to a file."""
-    sides = strategies.split(",")
+    sides = strategies.split(",") if strategies else list(STRATEGIES)
     if unknown := set(sides) - set(STRATEGIES):
         raise click.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(STRATEGIES)}")
     points = [float(rate) for rate in rates.split(",")]

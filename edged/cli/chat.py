@@ -255,7 +255,7 @@ class Conversation:
 
     def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
-        what = f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else result.get("reason") or "no pair yet"
+        what = result.get("reason") or (f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else "no pair yet")
         click.secho(f"noted: {what}", dim=True)
         if pairs:
             self._open.append(result["id"])

@@ -285,9 +285,10 @@ def chat(daemon: Daemon, *lines: str, user: str = "fay") -> subprocess.Completed
 
 
 def signals(daemon: Daemon, user: str) -> list[tuple[str, str, str]]:
-    """(source, chosen, rejected) of the pairs that `user` made."""
+    """(source, chosen, rejected) of the pairs that `user` made, without single ratings."""
     lines = daemon.run("feedback", "export", "--user", user).stdout.splitlines()
-    return [(pair["source"], pair["chosen"], pair["rejected"]) for pair in map(json.loads, lines)]
+    pairs = [pair for pair in map(json.loads, lines) if "chosen" in pair]
+    return [(pair["source"], pair["chosen"], pair["rejected"]) for pair in pairs]
 
 
 def test_picking_in_a_chat_makes_a_pair_of_the_two_candidates(daemon: Daemon) -> None:
@@ -328,9 +329,10 @@ def test_regenerating_and_accepting_in_a_chat_prefers_the_second_answer(daemon: 
     assert source == "regenerate"
 
 
-def test_a_thumb_alone_waits_and_says_why(daemon: Daemon) -> None:
+def test_a_thumb_alone_is_learned_and_says_what_it_waits_for(daemon: Daemon) -> None:
     result = chat(daemon, "Hello", "/down", user="jim")
-    assert "noted: waits for an answer" in result.stdout
+    assert "noted: learned as a single rating; waits for an answer" in result.stdout
+    assert "learned as jim@1" in result.stdout
 
 
 def test_mistakes_in_a_chat_are_explained_and_the_chat_goes_on(daemon: Daemon) -> None:

@@ -222,7 +222,7 @@ def test_thumbs_and_asking_again_make_a_pair_of_two_answers(page: Page) -> None:
     person = Person(page).is_called("rater").wants_one_answer()
     person.asks(RICE)
     person.answer.get_by_role("button", name="Bad: the answer").click()
-    person.reads("no pair yet")
+    person.reads("^Rating")
     bad = person.answer.locator(".text").inner_text()
     asked = 1
     while person.answer.locator(".text").inner_text() == bad:
