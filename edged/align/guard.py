@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Literal
 
@@ -153,6 +153,30 @@ class GuardState:
     """The change of preferences under observation."""
     version_before_change: int = 0
     """The version before the latest change of preferences."""
+    floor: int = 0
+    """The version that a fine-tuning job left: none before it is restored, and its language is as was asked for; 0:
+    there is none."""
+    floor_nll_change: float | None = None
+    """Change of neutral text's NLL at the floor, not under 0; None: not measured."""
+    floor_kl_nats: float | None = None
+    """Highest KL to the base at a test of the floor, or of its weights restored; None: no such test had pairs."""
+
+    def measure_floor(self, score: TestScore) -> None:
+        """Take in a test of the floor's weights: later versions are judged by it."""
+        if score.nll_change is not None and math.isfinite(score.nll_change):
+            self.floor_nll_change = max(0.0, score.nll_change)
+        if score.kl_nats is not None and math.isfinite(score.kl_nats):
+            self.floor_kl_nats = max(self.floor_kl_nats or 0.0, score.kl_nats)
+
+    def relative(self, score: TestScore) -> TestScore:
+        """A score whose language is compared with the floor's, as far as that is measured, in place of the base's.
+
+        Where a test with pairs goes back to the floor since its KL is not known, the floor is tested with them next.
+        """
+        nll, kl = score.nll_change, score.kl_nats
+        if nll is not None:
+            nll = (1.0 + nll) / (1.0 + (self.floor_nll_change or 0.0)) - 1.0
+        return replace(score, kl_nats=kl if kl is None else kl - (self.floor_kl_nats or 0.0), nll_change=nll)
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:

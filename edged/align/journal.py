@@ -176,7 +176,8 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
 
 def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, OutlierHistory]:
     """Load each adapter's outlier history for a restart; alarms last `alarm_s` from their burst."""
-    names = db.execute("SELECT DISTINCT adapter FROM pairs").fetchall()
+    made = "SELECT adapter FROM adapter_versions WHERE reason = 'job'"
+    names = db.execute(f"SELECT adapter FROM pairs UNION {made}").fetchall()
     return {name: _past(db, name, alarm_s, now) for (name,) in names}
 
 
@@ -185,7 +186,8 @@ def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> OutlierH
     begun = quarantine.burst_since(db, adapter)
     # A clock that went backwards makes no alarm longer than it was.
     gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
-    return OutlierHistory(losses, norms, max(0.0, alarm_s - gone_s), *adapters.last_test(db, adapter), contrary)
+    guard = (*adapters.last_test(db, adapter), *adapters.left_by_job(db, adapter))
+    return OutlierHistory(losses, norms, max(0.0, alarm_s - gone_s), *guard, contrary)
 
 
 class LogEvents:
@@ -210,7 +212,7 @@ class LogEvents:
 
     def _published(self, record: VersionPublished) -> None:
         level, name, left_out = logging.INFO, "version", 0
-        if record.reason in ("trained", "repeated"):
+        if record.reason in ("trained", "repeated", "job"):
             missed = self._trained.left_out(record.adapter)
             if missed is None:
                 return

@@ -495,7 +495,9 @@ class PairQueues:
         """Restore an adapter's history from an earlier run."""
         queue = self[adapter]
         queue.detector.recall(past, self.now)
-        queue.guard.tested_version, queue.guard.step_scale = past.tested_version, past.step_scale
+        guard = queue.guard
+        guard.tested_version, guard.step_scale = past.tested_version, past.step_scale
+        guard.floor, guard.floor_nll_change = past.floor, past.floor_nll_change
 
     def calm(self, adapter: str) -> None:
         """End an adapter's alarm after a decision about its burst: new pairs are trained on again."""

@@ -19,9 +19,10 @@ _SOURCES = {
     **{"rephrase": "rephrasing", "dwell": "reading time", "pair": "explicit pair"},
 }
 """The stored `source` of a pair in a word."""
-_STEPS = ("trained", "repeated")
+_STEPS = ("trained", "repeated", "job")
 _MADE = {
     "repeated": "went over the latest pairs again in idle time",
+    "job": "learned a fine-tuning job's file",
     "imported": "was imported",
     "rebuilt": "was trained anew with TRL",
     "introduced": "is the untrained adapter, which somebody asked for",

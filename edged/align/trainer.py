@@ -154,12 +154,15 @@ class Trainer:
             queue.batches.append(list(examples))
 
     def end_job(self, adapter: str) -> None:
-        """End an adapter's job, with its step under way; the version that it has stays, as if it had passed a test."""
+        """End an adapter's job, with its step under way; the version that it has stays: a test measures its language,
+        for later ones."""
         if adapter in self.jobs:
             self.abandon(adapter)
             del self.jobs[adapter]
             self.pair_queues.forget(adapter)
-            self.pair_queues[adapter].guard.tested_version = self.adapter_cache.version(adapter)
+            self.pair_queues[adapter].guard.floor = version = self.adapter_cache.version(adapter)
+            self.adapter_cache.files.spare(adapter, version)
+            self.examine(adapter)
 
     def fail_job(self, adapter: str, reason: str) -> None:
         """End the training of an adapter by its job, if it has one, for a reason that is recorded."""
@@ -335,7 +338,7 @@ class Trainer:
             self.size.grow()
             self.size.forgive(queue.plan.job_id)
             figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
-            self.versions.publish(queue, member.version, "trained", **figures)
+            self.versions.publish(queue, member.version, "job", **figures)
             version = self.adapter_cache.version(queue.name)
             about = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
             self.records.append(JobStepped(*about, member.loss, tokens, seconds, learning_rate))

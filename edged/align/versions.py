@@ -83,10 +83,12 @@ class Versions:
         guard = queue.guard
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
+        if (restored or 0) < guard.floor:
+            guard.floor, guard.floor_nll_change, guard.floor_kl_nats = 0, None, None
         guard.caution, queue.detector.lenient = 1.0, False
         # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
         queue.replay.clear()
-        self._adapter_cache.files.spare(adapter, 0)
+        self._adapter_cache.files.spare(adapter, guard.floor)
         return self._adapter_cache.version(adapter)
 
     def introduce(self, adapter: str) -> None:
@@ -110,12 +112,19 @@ class Versions:
         A loss of accuracy counts only where most pairs trained on since the best version are not direct.
         """
         guard = queue.guard
+        restored = guard.restored_version if queue.steps == guard.restored_at_step else 0
+        known = not guard.floor or guard.floor_kl_nats is not None
+        if guard.floor and guard.floor in (score.version, restored):
+            guard.measure_floor(score)
+        score = guard.relative(score)
         broken = broken_language(score, settings)
+        if broken and guard.floor:
+            broken += f", beyond version {guard.floor}, which a job left"
         problem = broken or (lost_accuracy(score, guard.best, settings) if guard.foreign_since_best > 0 else "")
         if problem:
             guard.passed_in_a_row = 0
-            if broken and queue.steps > guard.restored_at_step:
-                # A restored version that fails says nothing of the current step size.
+            if broken and known and queue.steps > guard.restored_at_step:
+                # A restored version that fails says nothing of the current step size, nor does what a job asked for.
                 guard.step_scale /= 2
             self.take_back(queue.name, f"guard: {problem}")
             return problem
@@ -127,7 +136,7 @@ class Versions:
         guard.last_good = self._adapter_cache.get(queue.name).copied()
         for copies in (guard.last_good.weights, guard.last_good.optimizer):
             self._bring(copies)
-        self._adapter_cache.files.spare(queue.name, score.version, guard.version_before_change)
+        self._adapter_cache.files.spare(queue.name, score.version, guard.version_before_change, guard.floor)
         if guard.fully_tested == score.version and score.better_than(guard.best, settings):
             guard.best, guard.foreign_since_best = score, 0
         return ""
@@ -139,7 +148,7 @@ class Versions:
             self._adapter_cache.keep(good)
         before = good.version if good is not None else self._adapter_cache.version(queue.name)
         queue.guard.version_before_change = before
-        self._adapter_cache.files.spare(queue.name, before)
+        self._adapter_cache.files.spare(queue.name, before, queue.guard.floor)
 
     def suspect(self, adapter: str, version: int) -> bool:
         """Take in that a version answered with numbers that are not finite; returns whether it must be taken back.
@@ -159,8 +168,9 @@ class Versions:
     def take_back(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None) -> None:
         """Withdraw the current version: nothing begins with it, and the newest good version is read to take its place.
 
-        Where none was found good, the newest on disk before it is restored, else the untrained weights. A restored
-        version is tested next. `then` is called when it is published, unless the adapter is forgotten before.
+        Where none was found good, the newest on disk before it is restored, else the untrained weights; the floor's
+        files stay, so that it is the last. A restored version is tested next. `then` is called when it is published,
+        unless the adapter is forgotten before.
         """
         if adapter in self._adapter_cache.withdrawn:
             return

@@ -90,8 +90,8 @@ function placed(rows, versions) {
   return found;
 }
 
-/** Whether a version is a step's, as most are: of new pairs, or of learned ones in idle time. */
-export const isTrained = (version) => ["trained", "repeated"].includes(version.reason);
+/** Whether a version is a step's, as most are: of new pairs, of learned ones in idle time, or of a job. */
+export const isTrained = (version) => ["trained", "repeated", "job"].includes(version.reason);
 
 function marks(rows, versions) {
   const shown = placed(rows, versions);

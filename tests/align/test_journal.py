@@ -326,3 +326,19 @@ def test_a_version_that_a_job_made_counts_as_passed_after_a_restart(store):
     append(store, published(1), JobStepped("job", "ada", 1, 1), published(2), JobStepped("job", "ada", 2, 2))
     append(store, published(3), JobStepped("job", "ada", 3, 3, error="its loss is nan"))
     assert store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].tested_version == 2
+
+
+def test_what_a_job_left_is_known_after_a_restart_until_something_else_takes_its_place(store):
+    def floor():
+        past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
+        return past.floor, past.floor_nll_change
+
+    append(store, published(1, reason="job"), published(2, reason="job"))
+    assert floor() == (2, None)
+    append(store, VersionTested("ada", 2, 3.0, 2.0), published(3), published(4, reason="guard: x", restored=2))
+    assert floor() == (2, 0.5)
+    append(store, published(5, reason="rollback to 3", restored=3))
+    assert floor() == (2, 0.5)
+    append(store, published(6, reason="rollback to 1", restored=1))
+    queue_pairs(store, 1)
+    assert floor() == (0, None)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from edged.align.adapters.adapter import AdapterError
-from edged.align.feedback.pair import JobStepped, PairRetired
+from edged.align.feedback.pair import JobStepped, PairRetired, TokenPair, VersionPublished, VersionTested
 from edged.align.jobs import JobPlan, job_settings
 from edged.scheduler.task import Kind
 from edged.settings.load import AlignSettings
-from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 
 HYPERPARAMETERS = {"learning_rate": 1e-3, "beta": 0.1}
 
@@ -128,3 +128,55 @@ def test_a_job_whose_adapter_is_unreadable_or_forgotten_has_failed(tmp_path: Pat
         engine.forget("made", ()).result(30)
         client.wait(lambda: len(client.of(JobStepped)) == 2)
         assert client.of(JobStepped)[-1].error == "the adapter was forgotten"
+
+
+NEUTRAL = [TokenPair(-1, "", (3, 4, 5), (140, 170, 200), (150, 190, 220))]
+"""Of tokens that pairs reject."""
+
+
+def left_by_a_job(engine: BuiltEngine, client: Client) -> tuple[int, list[TokenPair]]:
+    """The version of a job that has changed the language far beyond the guard's bounds, and pairs of its user."""
+    align = job_settings(AlignSettings(window_tokens=16), "dpo", HYPERPARAMETERS | {"learning_rate": 0.1})
+    job = JobPlan("job", "made", align, 64, 16, 1, 0)
+    assert engine.start_job(job).result(30) == 0
+    feed(engine, job, range(4))
+    client.wait(lambda: len(client.of(JobStepped)) == 4)
+    assert engine.end_job("made").result(30) == 4
+    client.wait(lambda: client.of(VersionTested))
+    return 4, random_pairs(12, "made", seed=7)
+
+
+def test_a_users_pairs_are_learned_upon_a_job_whose_language_is_far_from_the_base(tmp_path: Path) -> None:
+    settings = {"guard__evaluate_every": 1, "align__learning_rate": 1e-5, "guard__held_out_share": 0.25}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.test_with(NEUTRAL)
+        left, pairs = left_by_a_job(engine, client)
+        engine.submit_pairs(pairs[:6])
+        client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)), 20.0)
+        client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"], 20.0)
+        again = engine.adapters()["made"]
+        engine.submit_pairs(pairs[6:])
+        client.wait(lambda: engine.adapters()["made"] > again and not engine.queue()["finetune"], 20.0)
+        client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"], 20.0)
+        assert engine.trainer.pair_queues["made"].guard.step_scale == 1.0
+    first = client.of(VersionTested)[0]
+    assert first.version == left
+    assert first.neutral_nll > 1.1 * first.neutral_base_nll, "beyond the bound against the base"
+    assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
+    assert not [each.problem for each in client.of(VersionTested) if each.problem and each.version >= again]
+
+
+def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(tmp_path: Path) -> None:
+    settings = {"guard__evaluate_every": 1, "align__loss_threshold": 0.0, "store__keep_versions": 1}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.test_with(NEUTRAL)
+        left, pairs = left_by_a_job(engine, client)
+        engine.submit_pairs(pairs[:1])
+        client.wait(lambda: client.of(VersionTested)[-1].version == left + 1)
+        strict = engine.settings.guard.model_copy(update={"max_nll_change": 1e-5})
+        engine.configure(engine.settings.model_copy(update={"guard": strict})).result(20)
+        engine.examine("made")
+        client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)), 15.0)
+        client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
+    assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
+    assert not client.of(VersionTested)[-1].problem, "what the job left is no worse than it was"

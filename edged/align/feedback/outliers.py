@@ -52,7 +52,7 @@ class OutlierHistory:
     """The history of an adapter that a restart restores.
 
     It has the latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long
-    an alarm goes on; the newest version that passed its test; how much the step size was reduced.
+    an alarm goes on; the newest version that passed its test; how much the step size was reduced; `GuardState.floor`.
     """
 
     losses: Sequence[float] = ()
@@ -60,6 +60,8 @@ class OutlierHistory:
     alarm_left_s: float = 0.0
     tested_version: int = -1
     step_scale: float = 1.0
+    floor: int = 0
+    floor_nll_change: float | None = None
     contrary: Sequence[bool] = ()
 
 

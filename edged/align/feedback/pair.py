@@ -102,8 +102,8 @@ class VersionPublished:
     """The record of an adapter's new version.
 
     `reason` is "trained", "trained: ..." (preferences have changed), "repeated" (a pass over learned pairs in idle
-    time), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...". `restored` is the earlier version whose
-    weights these are, 0 the untrained ones.
+    time), "job" (a step of a fine-tuning job), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
+    `restored` is the earlier version whose weights these are, 0 the untrained ones.
     """
 
     adapter: str
