@@ -13,8 +13,8 @@ from edged.align.feedback.pair import PairState, TokenPair
 from edged.align.pair_queues import AdapterQueue, StepBatch
 from edged.settings.load import AlignSettings, GuardSettings
 
-LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
-"""The loss of each method."""
+LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "sigmoid"}
+"""The loss of each method; that of `kto`, whose examples are single ratings, is `align.unpaired`'s."""
 MOST_STEPS = 100_000
 """Steps of a job: each is a row of its report."""
 _WARM_UP = 0.03
@@ -82,7 +82,7 @@ def job_settings(align: AlignSettings, method: str, hyperparameters: dict[str, A
     """
     own: dict[str, Any] = {"loss": LOSSES[method], "learning_rate": hyperparameters["learning_rate"]}
     own |= {"loss_threshold": 0.0, "micro_batch_pairs": 1, "sft_weight": 0.0, "label_smoothing": 0.0}
-    own["unpaired"] = "off"
+    own["unpaired"] = "kto" if method == "kto" else "off"
     if "beta" in hyperparameters:
         own["beta"] = hyperparameters["beta"]
     return align.model_copy(update=own)

@@ -30,11 +30,17 @@ def finetune() -> None:
 @click.option(
     "--suffix", "-s", metavar="NAME", help="The new adapter's name; none: your own with a part of the job's id."
 )
-@click.option("--method", default="supervised", help="supervised, dpo, ipo, simpo or orpo.")
+@click.option("--method", default="supervised", help="supervised, dpo, ipo, simpo, orpo or kto.")
 @click.option(
     "--epochs", type=click.IntRange(1), metavar="N", help="How often each example is seen; none: by their number."
 )
 @click.option("--batch-size", type=click.IntRange(1), metavar="N", help="Examples of a step; none: by their number.")
+@click.option(
+    "--learning-rate-multiplier",
+    type=float,
+    metavar="X",
+    help="Times jobs.learning_rate; none: 1. Small models need more.",
+)
 @click.option("--beta", type=float, metavar="B", help="The loss's beta, where the method has one.")
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of the examples' order; none: any.")
 @click.option("--from", "parent", metavar="USER", help="Begin with this user's adapter; none: from nothing.")
@@ -45,6 +51,7 @@ def create(client: Client, data: str, suffix: str | None, method: str, watched: 
     base = client.get("/v1/models")["data"][0]["id"]
     file_id = data if data.startswith("file-") and not Path(data).exists() else _upload(client, Path(data))["id"]
     chosen = {"n_epochs": more["epochs"], "batch_size": more["batch_size"], "beta": more["beta"]}
+    chosen["learning_rate_multiplier"] = more["learning_rate_multiplier"]
     own = {"hyperparameters": {name: value for name, value in chosen.items() if value is not None}}
     body = {"model": f"{base}:{more['parent']}" if more["parent"] else base, "training_file": file_id}
     body |= {"suffix": suffix, "seed": more["seed"], "method": {"type": method, method: own}}

@@ -23,6 +23,8 @@ def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path
         "2",
         "--beta",
         "0.2",
+        "--learning-rate-multiplier",
+        "2",
         "--watch",
     )
     made = daemon.run("finetune", "create", str(path), *arguments)
@@ -32,6 +34,7 @@ def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path
     job = made.stdout.split()[0]
     shown = json.loads(daemon.run("finetune", "show", job, "--json").stdout)
     assert shown["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
+    assert shown["method"]["dpo"]["hyperparameters"]["learning_rate_multiplier"] == 2.0
     assert shown["events"][0]["message"] == "The job has successfully completed: tiny:made is ready"
     assert json.loads(daemon.run("finetune", "list", "--json").stdout)["data"][0]["id"] == job
     assert job in daemon.run("finetune", "list").stdout

@@ -1,7 +1,7 @@
 """Fine-tuning files: JSON lines of chats, completions or preferences, in the shapes of OpenAI and TRL.
 
 An example is one pair or, for a chat, one for each assistant turn that is scored. A pair is a dict as in
-`edged.align.feedback.pair_formats`; without `rejected` its answer alone is learned.
+`edged.align.feedback.pair_formats`; without `rejected` its answer alone is learned, and one without `chosen` is bad.
 """
 
 import json
@@ -42,10 +42,8 @@ class BadFile(ValueError):
 class ExampleFile:
     """The examples of a checked file, read by number; the index of its lines is a file, too, of no name."""
 
-    def __init__(
-        self, path: Path, folder: Path, preferences: bool, stopped: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Check every line; `preferences` says which kind of examples is wanted. The index is in `folder`.
+    def __init__(self, path: Path, folder: Path, method: str, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Check every line; `method` says which kind of examples is wanted. The index is in `folder`.
 
         Raises BadFile, and OSError. The check ends early where it is `stopped`.
         """
@@ -54,19 +52,19 @@ class ExampleFile:
         """The first example's line, and the field that names the shape of all."""
         self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         try:
-            self._check(preferences, stopped)
+            self._check(method, stopped)
         except BaseException:
             self._index.close()
             raise
 
-    def _check(self, preferences: bool, stopped: Callable[[], bool]) -> None:
+    def _check(self, method: str, stopped: Callable[[], bool]) -> None:
         problems: list[str] = []
         bad, began_s = 0, time.monotonic()
         for number, offset, line in _lines_of(self._path):
             if stopped():
                 return
             try:
-                self._check_shape(number, line, preferences)
+                self._check_shape(number, line, method)
             except FormatError as error:
                 bad += 1
                 if bad <= _MOST_TOLD:
@@ -84,14 +82,14 @@ class ExampleFile:
         if problems:
             raise BadFile("; ".join(problems))
 
-    def _check_shape(self, number: int, line: bytes, preferences: bool) -> None:
+    def _check_shape(self, number: int, line: bytes, method: str) -> None:
         shape, _ = parse_example(line)
         first, wanted = self._shape
         if wanted and shape != wanted:
             raise FormatError(f'it is of another format ("{shape}") than line {first} ("{wanted}"): use one per file')
-        if (shape in _PREFERENCES) is not preferences:
-            needs = "preferences, which dpo learns" if shape in _PREFERENCES else "answers, which supervised learns"
-            raise FormatError(f'"{shape}" is of a file of {needs}: use that method')
+        kind, learned_by = _KINDS[shape]
+        if (method if method in ("supervised", "kto") else "dpo") != learned_by:
+            raise FormatError(f'"{shape}" is of a file of {kind}, which {learned_by} learns: use that method')
         if not wanted:
             self._shape = number, shape
 
@@ -190,8 +188,6 @@ def _turns(value: Any, name: str) -> list[dict[str, str]]:
 
 def _parse_completion(row: Pair) -> list[Pair]:
     """Parse TRL's prompt and completion, as texts or as messages."""
-    if "label" in row:
-        raise FormatError('"label" is of single ratings, which no method learns from a file: leave it out')
     if isinstance(row["completion"], list):
         answer = answer_of(_turns(row["completion"], "completion"), "completion")
         return [_answered({"messages": _turns(row.get("prompt"), "prompt"), "chosen": answer})]
@@ -199,6 +195,16 @@ def _parse_completion(row: Pair) -> list[Pair]:
     if not prompt:
         raise FormatError("the prompt is empty")
     return [_answered({"prompt": prompt, "chosen": text_of(row, "completion")})]
+
+
+def _parse_rating(row: Pair) -> list[Pair]:
+    """Parse TRL's prompt, completion and label: a good answer where that is true, a bad one where it is false."""
+    if not isinstance(row["label"], bool):
+        raise FormatError(f'"label" is {repr(row["label"])[:40]}: it may be true or false')
+    if "completion" not in row:
+        raise FormatError('it has a "label" and no "completion"')
+    (pair,) = _parse_completion(row)
+    return [pair if row["label"] else {**pair, "chosen": "", "rejected": pair["chosen"]}]
 
 
 def _answered(pair: Pair) -> Pair:
@@ -218,7 +224,13 @@ _PARSERS: dict[str, Callable[[Pair], list[Pair]]] = {
     "input": _parse_openai,
     "chosen": _parse_preference,
     "messages": _parse_chat,
+    "label": _parse_rating,
     "completion": _parse_completion,
 }
 """Parsers by the field that names a line's shape."""
-_PREFERENCES = ("input", "chosen")
+_KINDS = {
+    **dict.fromkeys(("input", "chosen"), ("preferences", "dpo")),
+    **dict.fromkeys(("messages", "completion"), ("answers", "supervised")),
+    "label": ("ratings", "kto"),
+}
+"""What files of a shape hold, and the method that learns it; of preferences others do, too."""

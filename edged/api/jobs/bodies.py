@@ -37,6 +37,7 @@ class JobMethod(Body):
     ipo: MethodHyperparameters | None = None
     simpo: MethodHyperparameters | None = None
     orpo: MethodHyperparameters | None = None
+    kto: MethodHyperparameters | None = None
 
 
 class JobRequest(Body):
@@ -116,7 +117,7 @@ class Job(Answer):
     object: Literal["fine_tuning.job"]
     created_at: int
     finished_at: int | None
-    estimated_finish: None
+    estimated_finish: int | None
     model: str
     fine_tuned_model: str | None
     organization_id: str

@@ -225,7 +225,7 @@ def _shown(services: Services, row: jobs.JobRow) -> Job:
         object="fine_tuning.job",
         created_at=unix_s(row.created_at),
         finished_at=unix_s(row.finished_at) if row.finished_at else None,
-        estimated_finish=None,
+        estimated_finish=services.job_runner.estimated_finish_s.get(row.id),
         model=row.model,
         fine_tuned_model=f"{services.model}:{row.adapter}" if done else None,
         organization_id="",

@@ -6,7 +6,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -84,8 +84,8 @@ class JobRunner:
         self._stopping = False
         self._checked: dict[str, ExampleFile] = {}
         """The files of open jobs that were checked since the start, by job."""
-        self._stop_requested: set[str] = set()
-        """Jobs that are to be left, because they are cancelled or paused."""
+        self._stop_requested: Counter[str] = Counter()
+        """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
         """Jobs that are being checked or trained."""
         self._cut_told: set[str] = set()
@@ -93,6 +93,8 @@ class JobRunner:
         self._steps: deque[JobStepped] = deque()
         self._tokens = 0
         """Tokens that jobs have trained on since the start."""
+        self.estimated_finish_s: dict[str, int] = {}
+        """When the job under way is likely to end, in seconds since 1970, by its steps since it began or went on."""
         self.adapters_by_owner: dict[str, frozenset[str]] = {}
         """Adapters that jobs make, or made a version of, by the jobs' owners."""
         self._threads = [
@@ -162,13 +164,14 @@ class JobRunner:
     def _stop_job(self, job_id: str, then: Callable[[], object]) -> None:
         """Have a job left, if it is under way, and then do something before it can be begun again."""
         with self._wake:
-            self._stop_requested.add(job_id)
+            self._stop_requested[job_id] += 1
             self._wake.notify_all()
             self._wake.wait_for(lambda: job_id not in self._under_way)
         try:
             then()
         finally:
-            self._stop_requested.discard(job_id)
+            with self._wake:
+                self._stop_requested -= Counter([job_id])
             self.run_soon()
 
     # -- the threads -------------------------------------------------------------------------------------------------
@@ -209,7 +212,10 @@ class JobRunner:
                 return True
             self._under_way.add(job.id)
         try:
-            work(job)
+            # It may have been cancelled or paused since it was chosen.
+            now = self.store.read(lambda db: jobs.find_job(db, job.id))
+            if now is not None and now.status in jobs.OPEN and not now.paused:
+                work(now)
         except _JobStopped:
             log.debug("job %s is left", job.id)
         except Exception as error:
@@ -261,8 +267,8 @@ class JobRunner:
         if job.status == "validating_files":
             self._tell(job.id, f"Validating training file: {job.training_file}")
         try:
-            path, preferences = folder / FILES_FOLDER / job.training_file, job.method != "supervised"
-            examples = ExampleFile(path, folder, preferences, lambda: self._must_stop(job.id))
+            path = folder / FILES_FOLDER / job.training_file
+            examples = ExampleFile(path, folder, job.method, lambda: self._must_stop(job.id))
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, "invalid_training_file", "training_file") from None
@@ -295,6 +301,7 @@ class JobRunner:
         try:
             self._take_steps(job, plan, self._go_on(job, plan))
         finally:
+            self.estimated_finish_s.pop(job.id, None)
             if not self._stopping:
                 with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile
                     self._result(self.engine.end_job(job.adapter))
@@ -347,7 +354,8 @@ class JobRunner:
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
-        fed, turn_ends_s = done, time.monotonic() + self.settings.now.jobs.turn_s
+        fed, begun, began_s = done, done, time.monotonic()
+        turn_ends_s = began_s + self.settings.now.jobs.turn_s
         while done < plan.steps:
             while fed < min(plan.steps, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
@@ -360,7 +368,10 @@ class JobRunner:
                 step = self._steps.popleft() if self._steps else None
             if step is not None and step.error:
                 raise JobFailed(step.error)
-            done = done if step is None else step.step
+            if step is not None:
+                done = step.step
+                step_s = (time.monotonic() - began_s) / max(1, done - begun)
+                self.estimated_finish_s[job.id] = round(time.time() + step_s * (plan.steps - done))
             idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
             if time.monotonic() >= turn_ends_s and done < plan.steps and idle:
                 if any(other.owner != job.owner for other in self._waiting(True)):
@@ -370,6 +381,8 @@ class JobRunner:
     def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int) -> list[TokenPair]:
         """Return the tokenized examples of a step; no other pairs have their ids. Raises JobFailed."""
         most, tokens, total = self.engine.most_pair_tokens, list[TokenPair](), 0
+        if job.method == "kto":
+            most //= 2  # each prompt is also computed with another one's answer
         for line, example in self._checked[job.id].read(plan.batch(step)):
             for turn, pair in enumerate(example):
                 if self._must_stop(job.id):

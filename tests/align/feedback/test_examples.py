@@ -26,9 +26,9 @@ def chat(turns: int) -> dict[str, Any]:
 
 
 def test_a_conversation_has_a_bounded_number_of_messages(tmp_path: Path) -> None:
-    assert len(ExampleFile(written(tmp_path, [chat(1024)]), tmp_path, False)) == 1
+    assert len(ExampleFile(written(tmp_path, [chat(1024)]), tmp_path, "supervised")) == 1
     with pytest.raises(BadFile, match='line 1: "messages" has 1026 messages: it may have 1 to 1024'):
-        ExampleFile(written(tmp_path, [chat(1026)]), tmp_path, False)
+        ExampleFile(written(tmp_path, [chat(1026)]), tmp_path, "supervised")
 
 
 ASKED, YES, NO = (
@@ -53,22 +53,22 @@ STRANGE = [
 @pytest.mark.parametrize(("row", "told"), STRANGE)
 def test_preferences_are_conversations_as_chats_are(tmp_path: Path, row: dict[str, Any], told: str) -> None:
     with pytest.raises(BadFile, match=told):
-        ExampleFile(written(tmp_path, [row]), tmp_path, True)
+        ExampleFile(written(tmp_path, [row]), tmp_path, "dpo")
     plain = [{"prompt": [ASKED], "chosen": [YES], "rejected": [NO]}, {"chosen": [ASKED, YES], "rejected": [ASKED, NO]}]
-    found = [pairs for _, pairs in ExampleFile(written(tmp_path, plain), tmp_path, True).read([0, 1])]
+    found = [pairs for _, pairs in ExampleFile(written(tmp_path, plain), tmp_path, "dpo").read([0, 1])]
     assert found == [[{"messages": [ASKED], "chosen": "b", "rejected": "c"}]] * 2
 
 
 def test_a_line_is_at_most_a_mebibyte(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "completion": "b" * (1 << 20)}, {"prompt": "a", "completion": "b"}]
     with pytest.raises(BadFile, match=r"^line 1: it is longer than 1048576 bytes: split it$"):
-        ExampleFile(written(tmp_path, rows), tmp_path, False)
+        ExampleFile(written(tmp_path, rows), tmp_path, "supervised")
 
 
 def test_what_is_told_of_a_bad_line_is_short(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "assistant", "content": "b", "weight": "w" * 100_000}]}] * 30
     with pytest.raises(BadFile) as refused:
-        ExampleFile(written(tmp_path, rows), tmp_path, False)
+        ExampleFile(written(tmp_path, rows), tmp_path, "supervised")
     assert len(str(refused.value)) < 20 * 220
     assert str(refused.value).endswith("; and 10 more")
 
@@ -78,7 +78,7 @@ def test_a_check_keeps_as_much_of_a_large_file_as_of_a_small_one(tmp_path: Path)
         path = written(tmp_path, [{"prompt": f"word {number}", "completion": "b"} for number in range(lines)])
         tracemalloc.start()
         try:
-            found = ExampleFile(path, tmp_path, False)
+            found = ExampleFile(path, tmp_path, "supervised")
             plan = JobPlan("job", "made", AlignSettings(), lines, 4, 1, 0)
             read = [line for line, _ in found.read(plan.batch(plan.steps - 1))]
             assert len(read) == 4

@@ -126,6 +126,27 @@ def test_chats_are_learned_turn_by_turn_on_another_adapter(client: openai.OpenAI
     assert losses[made.id][0] < losses[first.id][-1] / 2, "it goes on where the other ended"
 
 
+def test_single_ratings_are_learned(client: openai.OpenAI) -> None:
+    rows = [
+        {"prompt": f"word {n}?", "completion": "yes " if n % 2 else f"no {n}", "label": n % 2 == 1} for n in range(8)
+    ]
+    method: Any = {"type": "kto", "kto": {"hyperparameters": {"batch_size": 4, "n_epochs": 6}}}
+    made = client.fine_tuning.jobs.create(
+        model="tiny", training_file=upload(client, lines(rows)), suffix="rated", method=method
+    )
+    job = ended(client, made.id)
+    assert (job.status, job.fine_tuned_model) == ("succeeded", "tiny:rated"), job.error
+    events = client.fine_tuning.jobs.list_events(job.id, limit=100).data
+    losses = [event.data["train_loss"] for event in reversed(events) if event.type == "metrics"]
+    assert losses[0] == pytest.approx(0.5, abs=0.01)
+    assert losses[-1] < 0.4
+    wrong = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, lines(rows)))
+    assert '"label" is of a file of ratings, which kto learns' in ended(client, wrong.id).error.message
+    bad = lines([*rows, {**rows[0], "label": 1}])
+    wrong = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, bad), method=method)
+    assert ended(client, wrong.id).error.message == 'line 9: "label" is 1: it may be true or false'
+
+
 def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
     method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
     file_id = upload(client, preferences(50))
@@ -139,9 +160,12 @@ def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
     while not (steps := [e for e in client.fine_tuning.jobs.list_events(made.id).data if e.type == "metrics"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    estimated = client.fine_tuning.jobs.retrieve(made.id).estimated_finish
+    assert estimated is not None
+    assert estimated >= made.created_at
     assert client.fine_tuning.jobs.cancel(waiting.id).status == "cancelled"
     job = client.fine_tuning.jobs.cancel(made.id)
-    assert (job.status, job.fine_tuned_model) == ("cancelled", None)
+    assert (job.status, job.fine_tuned_model, job.estimated_finish) == ("cancelled", None, None)
     assert job.trained_tokens is not None
     assert job.trained_tokens >= steps[-1].data["tokens"]
     assert client.chat.completions.create(model="tiny:halfway", **GREEDY).choices
