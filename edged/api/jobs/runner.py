@@ -411,8 +411,9 @@ class JobRunner:
         columns: dict[str, Any] = {"status": status, "finished_at": now, "trained_tokens": tokens}
         if failure is not None:
             columns |= {"error": str(failure), "error_code": failure.code, "error_param": failure.param}
-        if tokens:
-            columns["result_file"] = self._write_results(job)
+        results = self._write_results(job) if tokens else None
+        if results is not None:
+            columns["result_file"] = results.id
 
         def write(db: Database) -> bool:
             is_open = jobs.update_job(db, job.id, **columns)
@@ -420,10 +421,9 @@ class JobRunner:
                 jobs.add_event(db, now, job.id, message, "error" if failure is not None else "info")
             return is_open
 
-        if not self.store.write(write).result():
-            if columns.get("result_file"):
-                files.delete_file(self.store, columns["result_file"])
-        else:
+        # In one transaction: a job whose end is not stored is ended again, with another file.
+        ended = self.store.write(write).result() if results is None else files.insert_file(self.store, results, write)
+        if ended:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self.refresh()
         self._cut_told.discard(job.id)
@@ -432,8 +432,11 @@ class JobRunner:
         self.resubmit_pairs()
         self.run_soon()
 
-    def _write_results(self, job: jobs.JobRow) -> str | None:
-        """Write the metrics of a job's steps as a CSV file of its owner; returns its id, None where it has none."""
+    def _write_results(self, job: jobs.JobRow) -> files.FileRow | None:
+        """Write the metrics of a job's steps as a CSV file of its owner; returns its row, which is to be inserted.
+
+        None where it has none.
+        """
         try:
             with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}results-", dir=self.store.path.parent) as folder:
                 draft, last = Path(folder) / "metrics", 0
@@ -445,7 +448,7 @@ class JobRunner:
                         table.writerows(rows)
                         last = rows[-1]["step"]
                 about = ("step_metrics.csv", "fine-tune-results", draft, sha256_of(draft))
-                return files.keep_file(self.store, job.owner, *about).id
+                return files.place_file(self.store, job.owner, *about)
         except OSError as error:
             log.warning("the metrics of job %s are in no file: %s", job.id, error)
             return None

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,11 @@ class FileRow:
     sha256: str
 
 
-def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
-    """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
+def place_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
+    """Make a draft in the data folder a file's content, which is on disk then. Raises OSError.
+
+    Its row is to be inserted: `sweep_files` removes content without one.
+    """
     folder = store.path.parent / FILES_FOLDER
     if not folder.is_dir():
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
@@ -39,11 +43,34 @@ def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path
     sync(draft)
     os.rename(draft, folder / row.id)
     sync(folder)
+    return row
+
+
+def insert_file(store: Store, row: FileRow, write: Callable[[Database], bool] = lambda _: True) -> bool:
+    """Insert the row of a file whose content is placed, where `write` says so, in whose transaction it is.
+
+    Else the content is removed. Returns whether it was inserted. Raises StoreError.
+    """
+
+    def insert(db: Database) -> bool:
+        wanted = write(db)
+        if wanted:
+            insert_row(db, "files", asdict(row))
+        return wanted
+
+    wanted = False
     try:
-        store.write(lambda db: insert_row(db, "files", asdict(row))).result()
-    except BaseException:
-        (folder / row.id).unlink()
-        raise
+        wanted = store.write(insert).result()
+    finally:
+        if not wanted:
+            (store.path.parent / FILES_FOLDER / row.id).unlink()
+    return wanted
+
+
+def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
+    """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
+    row = place_file(store, owner, filename, purpose, draft, sha256)
+    insert_file(store, row)
     return row
 
 

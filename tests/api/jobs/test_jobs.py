@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -342,6 +344,24 @@ def test_a_result_file_is_deleted_with_its_mention(client: openai.OpenAI) -> Non
         client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
     assert client.files.delete(file_id).deleted
     assert client.fine_tuning.jobs.retrieve(made.id).result_files == []
+
+
+def test_a_job_whose_end_is_not_stored_at_first_leaves_one_file(client: openai.OpenAI, tiny: LiveDaemon) -> None:
+    before = len(client.files.list(purpose="fine-tune-results").data)
+    with contextlib.closing(sqlite3.connect(tiny.data / "edged.db", timeout=30, isolation_level=None)) as db:
+        refused = "NEW.status IN ('succeeded', 'failed')"
+        db.execute(f"CREATE TRIGGER no_end BEFORE UPDATE ON jobs WHEN {refused} BEGIN SELECT RAISE(ABORT, 'no'); END")
+        try:
+            made = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, chats(1)), suffix="twice")
+            deadline = time.monotonic() + 60
+            while "fine-tuning jobs wait" not in tiny.log:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert len(client.files.list(purpose="fine-tune-results").data) == before
+        finally:
+            db.execute("DROP TRIGGER no_end")
+    assert len(ended(client, made.id).result_files) == 1
+    assert len(client.files.list(purpose="fine-tune-results").data) == before + 1
 
 
 def test_a_job_whose_metrics_find_no_file_has_succeeded_all_the_same(client: openai.OpenAI, tiny: LiveDaemon) -> None:
