@@ -118,7 +118,7 @@ class Versions:
             guard.measure_floor(score)
         score = guard.relative(score)
         broken = broken_language(score, settings)
-        if broken and guard.floor:
+        if broken and guard.floor and known:
             broken += f", beyond version {guard.floor}, which a job left"
         problem = broken or (lost_accuracy(score, guard.best, settings) if guard.foreign_since_best > 0 else "")
         if problem:
