@@ -107,9 +107,13 @@ class Task:
         return -(-missing // page_size) if tokens and missing > 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
-    """The work that one task may do in this iteration: `tokens` of forward, then up to `units` units."""
+    """The work that one task may do in this iteration: `tokens` of forward, then up to `units` units.
+
+    Nobody changes it, nor a `TaskOutcome`: frozen ones, made by the dozen in every iteration, would take three times as
+    long.
+    """
 
     task: Task
     tokens: int
@@ -141,7 +145,7 @@ class Plan:
     """Whether fine-tuning gets more than it is owed, because its memory is wanted; it waits longer afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaskOutcome:
     """The result of a grant. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
 

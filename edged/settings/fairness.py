@@ -42,5 +42,5 @@ class FairnessSettings(Section):
 
     def weight(self, user: str) -> float:
         """Return a user's weight: by the name itself, else by the longest beginning that fits."""
-        weight = value_of(self.weights, user)
+        weight = value_of(self.weights, user) if self.weights else None
         return 1.0 if weight is None else weight

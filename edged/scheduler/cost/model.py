@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class CostModel:
     is its price times the slowness of the last few; what is due later is priced alone.
     """
 
-    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_knee", "_units", "accuracy", "source")
+    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_knee", "_units", "accuracy", "source", "token_s")
 
     def __init__(self, guess: Prices) -> None:
         """Start from the prices of `guess`, all above zero; a unit of another kind starts like "layer"."""
@@ -139,7 +140,7 @@ class CostModel:
         self.accuracy = PredictionError()
         self.source = "guess"
         """Origin of its first prices: "guess", or the profile's file."""
-        self._prices = guess.forward
+        self._take_prices(guess.forward)
 
     @classmethod
     def from_profile(cls, profile: Profile, guess: Prices, source: str = "profile") -> CostModel:
@@ -151,7 +152,8 @@ class CostModel:
         rows = [forward.features(prices.knee_tokens) for forward in profile.forwards]
         seconds = [forward.seconds for forward in profile.forwards]
         cost._fit = OnlineRegression.known(prices.forward, rows, seconds, guess.forward)
-        cost._knee, cost._prices = prices.knee_tokens, tuple(cost._fit.prices)
+        cost._knee = prices.knee_tokens
+        cost._take_prices(cost._fit.prices)
         cost._unit_knee = prices.unit_knee
         for kind, known in prices.units.items():
             seen = [unit for unit in profile.units if unit.kind == kind]
@@ -176,10 +178,10 @@ class CostModel:
         """Price of a forward whatever is in it: on most devices the reading of the weights."""
         return self._prices[0]
 
-    @property
-    def token_s(self) -> float:
+    def _take_prices(self, prices: Sequence[float]) -> None:
+        self._prices = tuple(prices)
+        self.token_s = max(self._prices[2], 1e-9)
         """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
-        return max(self._prices[2], 1e-9)
 
     @property
     def drift(self) -> float:
@@ -224,7 +226,7 @@ class CostModel:
 
     def _packed_s(self, tokens: int) -> float:
         """Return what a forward's `tokens` cost, whatever they are: less up to the knee than beyond it."""
-        _, low, high, *_, past = self._prices
+        _, low, high, _, _, _, _, _, _, past = self._prices
         knee = self._knee
         return low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
 
@@ -325,7 +327,7 @@ class CostModel:
                     fit.rescale(factor, self._drift.now)
         for fit, row, _, seconds in learned:
             fit.observe(row, seconds, self._drift.now)
-        self._prices = tuple(self._fit.prices)
+        self._take_prices(self._fit.prices)
         return finetune_s
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
-from edged.scheduler.fairness.virtual_time import VirtualTime
+from edged.scheduler.fairness.virtual_time import VirtualTime, by_tag
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Order
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
@@ -51,18 +51,16 @@ class JustitiaOrder(FairOrder):
 
     def flow_key(self, flow: Hashable) -> float:
         """Return the run's tag; one that was not heard of begins now."""
-        known = self.clock.applications.get(str(flow))
+        known = self.clock.applications.get(flow)
         return known.tag if known is not None else self.clock.now
 
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, run by run."""
-        chosen: list[Task] = []
-        for run in self.clock.ranked():
-            if (tasks := flows.get(run.key)) is not None:
-                chosen += tasks[: most - len(chosen)]
-                if len(chosen) == most:
-                    break
-        return chosen
+        known = self.clock.applications
+        # A few are sorted sooner than they are found among all open ones.
+        few = len(flows) <= 2 * most
+        ranked = sorted([known[run] for run in flows], key=by_tag) if few else self.clock.ranked()
+        return list(islice(chain.from_iterable(flows[run.key] for run in ranked if run.key in flows), most))
 
     def arrived(self, task: Task, now: float) -> None:
         """Open the call's run, or take it up again with its old tag."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -57,21 +57,19 @@ class TurnOrder(FairOrder):
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, each as if those before it had been charged."""
         counter, key, price = self.counters.counter, self.key, self.fairness.input
-        next_users = heapq.nsmallest(most, ((counter(str(user)), key(flows[user][0]), user) for user in flows))
-        places: list[tuple[float, tuple[float, int], Hashable, int]] = [(*entry, 0) for entry in next_users]
-        heapq.heapify(places)
+        places = sorted([(counter(tasks[0].tenant), key(tasks[0]), user, 0) for user, tasks in flows.items()])
         chosen: list[Task] = []
-        while places and len(chosen) < most:
-            counted, _, user, index = places[0]
+        # Those before are chosen; a user's next prompt is put among those after.
+        for counted, _, user, index in places:
+            if len(chosen) == most:
+                break
             tasks = flows[user]
             task = tasks[index]
             chosen.append(task)
-            if index + 1 == len(tasks):
-                heapq.heappop(places)
-                continue
-            if task.task_id in self._waiting:
-                counted += price * task.tokens / self.weight(str(user))
-            heapq.heapreplace(places, (counted, key(tasks[index + 1]), user, index + 1))
+            if index + 1 < len(tasks):
+                if task.task_id in self._waiting:
+                    counted += price * task.tokens / self.weight(task.tenant)
+                insort(places, (counted, key(tasks[index + 1]), user, index + 1), len(chosen))
         return chosen
 
     def arrived(self, task: Task, now: float) -> None:
@@ -92,13 +90,12 @@ class TurnOrder(FairOrder):
 
     def begun(self, plan: Plan, now: float) -> None:
         """Charge the prompts that enter."""
-        for grant in plan.grants:
-            task = grant.task
-            if task.task_id in self._waiting:
-                self._waiting.remove(task.task_id)
-                self._entered[task.task_id] = task.tokens
-                self.counters.left(task.tenant)
-                self.counters.charge(task.tenant, self.fairness.input * task.tokens)
+        waiting = self._waiting
+        for task in [grant.task for grant in plan.grants if grant.task.task_id in waiting]:
+            waiting.remove(task.task_id)
+            self._entered[task.task_id] = task.tokens
+            self.counters.left(task.tenant)
+            self.counters.charge(task.tenant, self.fairness.input * task.tokens)
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Charge the tokens of answers, and steps for their share of the time; give back what the cache had."""

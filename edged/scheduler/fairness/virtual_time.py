@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -49,6 +49,7 @@ class Application:
         return self.begun + self.cost / self.weight
 
 
+by_tag = attrgetter("tag", "number")
 _tag = attrgetter("tag")
 _alone = attrgetter("alone")
 
@@ -77,7 +78,7 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.applications: dict[str, Application] = {}
+        self.applications: dict[Hashable, Application] = {}
         self._now_s = 0.0
         self._sharers: dict[str, _Sharer] = {}
         self._weights = 0.0

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
 
-VictimKey = Callable[[Task], tuple[float, ...]]
+VictimOrder = Callable[[list[Task]], list[Task]]
 
 
 class BinBuilder:
@@ -19,10 +20,10 @@ class BinBuilder:
     """
 
     def __init__(
-        self, queues: TaskQueues, now: float, resources: Resources, victim_key: VictimKey, serves: bool = True
+        self, queues: TaskQueues, now: float, resources: Resources, victims: VictimOrder, serves: bool = True
     ) -> None:
-        """Grant the decodes their tokens, where it `serves`; preempt, least `victim_key` first, if one lacks a page."""
-        self._queues, self._victim_key = queues, victim_key
+        """Grant the decodes their tokens, where it `serves`; preempt in the order of `victims` if one lacks a page."""
+        self._queues, self._victim_order = queues, victims
         self._page_size = resources.page_size
         self.free_pages = resources.free_pages
         self.total_pages = resources.total_pages
@@ -40,7 +41,7 @@ class BinBuilder:
         self.heeded: list[Task] = []
         """Those of `prompts` whose deadlines count."""
         self.waiting: list[Task] = []
-        """The next waiting prompts, as many as an admission looks at, in the order of the policy."""
+        """The next waiting prompts in the order of the policy: see `upcoming`."""
         if serves:
             self._add_decodes(now)
         self.promised_pages = 0
@@ -48,9 +49,21 @@ class BinBuilder:
             if task.context and task not in self.preempted:
                 self.promised_pages += self.pages(task, task.tokens)
 
+    def upcoming(self, most: int) -> Iterator[Task]:
+        """Yield the next waiting prompts in the order of the policy, about as many as an admission looks at."""
+        queues, known = self._queues, len(self.waiting)
+        yield from self.waiting
+        # Where nobody overtakes, those beyond are looked for only if all before them have entered.
+        if queues.order.strict and known < queues.count_waiting:
+            yield from queues.first(most)[known:]
+
     def pages(self, task: Task, tokens: int) -> int:
         """Return the pages that `task` must get to compute `tokens` more."""
         return task.pages_for(tokens, self._page_size)
+
+    def most_pages(self, tasks: Collection[Task]) -> int:
+        """Return a bound on the pages that all tokens of `tasks` ask for, if they hold room for what they computed."""
+        return sum([task.tokens for task in tasks]) // self._page_size + len(tasks)
 
     @property
     def open_pages(self) -> int:
@@ -79,7 +92,7 @@ class BinBuilder:
 
     def take(self, task: Task, tokens: int) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""
-        pages = self.pages(task, tokens)
+        pages = task.pages_for(tokens, self._page_size)
         self.free_pages -= pages
         self.promised_pages -= pages
         self.plan.pages += pages
@@ -109,7 +122,7 @@ class BinBuilder:
 
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
-        self._preempt(self.pages(task, task.tokens), self._victims(spared=task))
+        self._preempt(self.pages(task, task.tokens), self._victims(task, self._holders()))
 
     def rescue(self) -> None:
         """Preempt, when nothing could be granted, for the oldest task that waits for pages, and grant it.
@@ -134,19 +147,20 @@ class BinBuilder:
     def _add_decodes(self, now: float) -> None:
         """Grant the decodes that pages and tokens suffice for, those that are due first before the others."""
         decodes = self._queues.decodes
-        self._grant_decodes(decodes, now)
         oldest, reserved = min(self._queues.started, key=by_arrival, default=None), 0
         if oldest and not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
             # A prefill is older than every other sequence in memory: its next page comes before the others'.
             reserved = min(1, self.pages(oldest, oldest.tokens))
-        if len(self.plan.grants) < len(decodes) or reserved > self.free_pages:
-            # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
-            decoding = {grant.task for grant in decodes}
-            need = sum([self.pages(task, 1) for task in decoding if task.context >= task.capacity])
-            kept = min(self._holders(), key=by_arrival, default=None)
-            self._preempt(reserved + need - self.plan.pages, self._victims(spared=kept), decoding)
-            decodes = [grant for grant in decodes if grant.task not in self.preempted]
-            self._grant_decodes(decodes, now)
+        if reserved + len(decodes) > self.free_pages:
+            growing = {grant.task for grant in decodes if grant.task.context >= grant.task.capacity}
+            need = reserved + sum([self.pages(task, 1) for task in growing])
+            if need > self.free_pages:
+                # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
+                holders = self._holders()
+                kept = holders[0] if holders else None
+                self._preempt(need, self._victims(kept, holders), growing)
+                decodes = [grant for grant in decodes if grant.task not in self.preempted]
+        self._grant_decodes(decodes, now)
         if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
             self._grant_decodes(sorted(decodes, key=lambda grant: grant.task.deadline_s)[:most], now)
 
@@ -175,20 +189,21 @@ class BinBuilder:
         self.load.decodes, self.load.context, self.load.adapters = len(grants), context, len(adapters) - 1
         self._adapters = adapters
 
-    def _victims(self, spared: Task | None) -> Iterator[Task]:
-        """Yield the tasks that hold pages in the order of preemption: fine-tuning, then sequences."""
+    def _victims(self, spared: Task | None, holders: list[Task]) -> Iterator[Task]:
+        """Yield the tasks that hold pages in the order of preemption: fine-tuning, then the sequences `holders`."""
         steps = [task for task in self._queues.finetunes if task.held_pages and task is not spared]
-        yield from sorted(steps, key=self._victim_key)
-        yield from sorted([task for task in self._holders() if task is not spared], key=self._victim_key)
+        yield from sorted(steps, key=lambda task: (task.next_unit - len(task.units), task.context))
+        yield from (task for task in self._victim_order(holders) if task is not spared)
 
     def _holders(self) -> list[Task]:
-        """Return the sequences that hold pages."""
+        """Return the sequences that hold pages, in the order of their arrival."""
         queues = self._queues
-        sequences = [*(grant.task for grant in queues.decodes), *queues.started, *queues.any_order]
-        return [task for task in sequences if task.held_pages]
+        decodes = [grant.task for grant in queues.decodes if grant.task.held_pages]
+        others = [task for task in chain(queues.started, queues.any_order) if task.held_pages]
+        return sorted(decodes + others, key=by_arrival)
 
-    def _preempt(self, need: int, victims: Iterable[Task], decoding: Collection[Task] = ()) -> None:
-        """Preempt until `need` pages are free; those for the next tokens of `decoding` are part of it, and fall away
+    def _preempt(self, need: int, victims: Iterable[Task], growing: Collection[Task] = ()) -> None:
+        """Preempt until `need` pages are free; those for the next tokens of `growing` are part of it, and fall away
         with a victim."""
         for victim in victims:
             if need <= self.free_pages:
@@ -196,7 +211,7 @@ class BinBuilder:
             self.plan.preempt.append(victim)
             self.preempted.add(victim)
             self.free_pages += victim.held_pages
-            if victim in decoding:
+            if victim in growing:
                 need -= self.pages(victim, 1)
 
 

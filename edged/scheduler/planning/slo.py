@@ -84,7 +84,9 @@ def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, to
     """
     least_s, ahead = math.inf, 0
     for task in prompts:
-        ahead += task.tokens - granted.get(task, 0)
+        ahead += task.tokens
+        if task in granted:
+            ahead -= granted[task]
         left_s = MARGIN * (task.deadline_s - now) - ahead * token_s
         if left_s < least_s:
             least_s = left_s

@@ -12,7 +12,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.planning.slo import SloTargets
-from edged.scheduler.task import IterationResult, Kind, Plan, Resources, ServiceClass, Task
+from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 
 Happened = TypeVarTuple("Happened")
@@ -68,7 +68,8 @@ class Order(Part):
 
     def place(self, task: Task) -> tuple[float, ...]:
         """Return a task's place among those of all flows at this moment."""
-        return (self.flow_key(self.flow(task)), *self.key(task))
+        at_s, number = self.key(task)
+        return self.flow_key(self.flow(task)), at_s, number
 
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the next prompts of several `flows`, at most so many; here flow by flow."""
@@ -132,13 +133,11 @@ class Admission(Part):
 
 
 class Victims(Part):
-    """The order of preemption; steps go before sequences, and the oldest sequence keeps its pages."""
+    """The order of preemption; steps go before sequences, by progress made, and the oldest sequence keeps its pages."""
 
-    def key(self, task: Task) -> tuple[float, ...]:
-        """Return the place of a task, the least goes first: steps by progress made, sequences by the latest arrival."""
-        if task.kind is Kind.FINETUNE:
-            return task.next_unit - len(task.units), task.context
-        return -task.arrival_s, -task.task_id
+    def ranked(self, sequences: list[Task]) -> list[Task]:
+        """Return sequences, which are in the order of arrival, in that of preemption: the latest goes first."""
+        return sequences[::-1]
 
 
 class Due(Part):

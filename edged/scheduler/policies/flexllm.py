@@ -80,7 +80,7 @@ class CoServing(Fill):
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
-        draft, cost = BinBuilder(queues, now, resources, policy.victims.key), policy.cost
+        draft, cost = BinBuilder(queues, now, resources, policy.victims.ranked), policy.cost
         draft.prompts = queues.started + queues.first(1)
         plan = draft.plan
         plan.budget_s = policy.spare.limit_s(draft, now)

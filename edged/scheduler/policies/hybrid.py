@@ -22,11 +22,13 @@ class Hybrid(Fill):
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         cost, spare = policy.cost, policy.spare
-        draft = BinBuilder(queues, now, resources, policy.victims.key)
+        draft = BinBuilder(queues, now, resources, policy.victims.ranked)
         plan = draft.plan
-        waiting = queues.first(max(LOOK_AHEAD, self.settings.tau_tasks + 1))
+        strict = queues.order.strict
+        # Where nobody overtakes, those beyond are looked for only if all of these enter.
+        waiting = queues.first(LOOK_AHEAD if strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
         draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
-        if not queues.order.strict:
+        if not strict:
             started = set(queues.started)
             waiting = [task for task in draft.prompts if task not in started] + waiting[LOOK_AHEAD:]
         draft.waiting = waiting
@@ -62,11 +64,8 @@ class Hybrid(Fill):
             kept = max(kept, min(most, SMALLEST_CHUNK))
         draft.tokens_left -= kept
         limit_s = draft.slack_s * (1.0 - cost.headroom) - owed_s
-        needed = draft.tokens_left
-        if load.decodes:
-            # A pace for many iterations: at prices, not at the slowness of the moment.
-            priced_s = cost.priced_s(load)
-            needed = max(SMALLEST_CHUNK, slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, needed))
+        # A pace for many iterations: at prices, not at the slowness of the moment.
+        priced_s, all_tokens, needed = cost.priced_s(load), draft.tokens_left, 0
         runnable = set(entry.runnable)
         ranked = [task for task in draft.prompts if task in runnable]
         if len(ranked) < len(runnable):
@@ -77,10 +76,14 @@ class Hybrid(Fill):
             most = draft.room(task)
             if most <= 0:
                 continue
-            tokens = min(most, needed - load.prefill_tokens)
+            tokens = most
+            if load.decodes:
+                tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=False)
             if tokens < most:
-                beside = draft.load_beside(task)
-                tokens = max(tokens, cost.chunk(beside, task.context, most, limit_s, finetune=False))
+                if not needed:
+                    needed = slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, all_tokens)
+                    needed = max(SMALLEST_CHUNK, needed)
+                tokens = max(tokens, min(most, needed - load.prefill_tokens))
             if tokens > 0:
                 draft.grant(task, tokens)
         draft.tokens_left += kept

@@ -61,7 +61,7 @@ def serve_only(
 
     Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
     """
-    draft = BinBuilder(queues, now, resources, policy.victims.key)
+    draft = BinBuilder(queues, now, resources, policy.victims.ranked)
     for task in queues.started:
         if task not in draft.preempted:
             tokens = draft.room(task)
@@ -111,7 +111,7 @@ def train_only(
     far as `limit_s` is predicted to suffice. Where the first finds no pages for its forward, the latest requests lose
     theirs if it `preempts`; else there is no such iteration yet.
     """
-    draft = BinBuilder(queues, now, resources, policy.victims.key, serves=False)
+    draft = BinBuilder(queues, now, resources, policy.victims.ranked, serves=False)
     if preempts:
         draft.make_room(tasks[0])
     plan, free_pages = draft.plan, draft.free_pages

@@ -9,6 +9,7 @@ import pytest
 
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.fairness.turns import TurnOrder
+from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome, Unit
@@ -121,6 +122,14 @@ def test_nobody_overtakes_a_prompt_that_has_to_wait_for_pages() -> None:
     scheduler.add(prompt(2, "late", tokens=32), 2.0)
     assert list(granted(scheduler.plan(2.0, resources(free=10)))) == [1]
     assert set(granted(scheduler.plan(2.0, resources(free=60)))) == {1, 2}
+
+
+@pytest.mark.parametrize("policy", ["vtc", "justitia"])
+def test_as_many_short_prompts_enter_at_once_as_find_room(policy: str) -> None:
+    scheduler = fair_scheduler(policy=policy)
+    for task_id in range(2 * LOOK_AHEAD):
+        scheduler.add(prompt(task_id, f"user-{task_id % 3}", tokens=1), 0.0)
+    assert len(granted(scheduler.plan(1.0, resources()))) == 2 * LOOK_AHEAD
 
 
 def test_prompts_enter_as_if_each_were_charged_at_once() -> None:

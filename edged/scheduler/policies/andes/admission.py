@@ -37,9 +37,11 @@ class ReaderAdmission(PatientAdmission):
         """Whether not all can be served, or not as fast as the fastest reader reads."""
         if draft.sequences_left < len(draft.waiting):
             return True
-        asked = sum([draft.pages(task, task.tokens) for task in draft.waiting[:LOOK_AHEAD]])
-        if asked and draft.open_pages - asked < (1.0 - SHORT) * draft.total_pages:
-            return True
+        asking, least = draft.waiting[:LOOK_AHEAD], (1.0 - SHORT) * draft.total_pages
+        if draft.open_pages - draft.most_pages(asking) < least:
+            asked = sum([draft.pages(task, task.tokens) for task in asking])
+            if asked and draft.open_pages - asked < least:
+                return True
         paces = [grant.task.reader.pace for grant in draft.plan.grants if grant.task.reader is not None]
         return bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
 
@@ -55,11 +57,12 @@ class ReaderAdmission(PatientAdmission):
         ]
         running = len(contenders)
         pages = draft.open_pages + sum([one.pages for one in contenders])
+        prompt_s, needed = self.cost.prompt_s, draft.pages
         for task in draft.waiting[: 2 * LOOK_AHEAD]:
-            if task.reader is not None:
-                starts_s = self.cost.prompt_s(task.tokens)
-                late = (task.reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
-                contenders.append(Contender(task, task.reader, draft.pages(task, task.tokens), starts_s, late))
+            if (reader := task.reader) is not None:
+                starts_s = prompt_s(task.tokens)
+                late = (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
+                contenders.append(Contender(task, reader, needed(task, task.tokens), starts_s, late))
         others, each = load.decodes - running, load.context / max(1, load.decodes)
 
         def token_s(size: int) -> float:

@@ -3,9 +3,10 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from edged.scheduler.reader import Reader, gain
 from edged.scheduler.task import Task
@@ -16,7 +17,8 @@ _SIZES = 3
 """Batch sizes that are tried, about: in between, gains hardly change."""
 
 
-class Contender(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Contender:
     """A request with a reader that asks to be served."""
 
     task: Task

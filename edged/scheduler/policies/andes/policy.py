@@ -1,6 +1,5 @@
 """The rows of Andes, and whom they preempt."""
 
-import math
 from dataclasses import replace
 
 from edged.scheduler.planning.queues import TaskQueues
@@ -23,17 +22,17 @@ class LeastGain(Victims):
         """Note the moment of which gains are told."""
         self._now = now
 
-    def key(self, task: Task) -> tuple[float, ...]:
-        """Return the place of a task, the least goes first."""
-        latest = super().key(task)
-        if task.kind is Kind.FINETUNE:
-            return latest
-        if task.reader is None or task.preemptions:
-            return math.inf, *latest
+    def ranked(self, sequences: list[Task]) -> list[Task]:
+        """Return sequences in their order."""
+        latest = super().ranked(sequences)
+        read = [task for task in latest if task.reader is not None and not task.preemptions]
+        return sorted(read, key=self._gain) + [task for task in latest if task.reader is None or task.preemptions]
+
+    def _gain(self, task: Task) -> float:
+        assert task.reader is not None
         starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.tokens)
-        return task.reader.gain(self._now, self.settings.reader_horizon_s, starts_s, _FAST) / max(
-            1, task.held_pages
-        ), *latest
+        gain = task.reader.gain(self._now, self.settings.reader_horizon_s, starts_s, _FAST)
+        return gain / max(1, task.held_pages)
 
 
 ANDES = replace(

@@ -1,7 +1,7 @@
 """Ablations: MACE with one of its parts taken away (MACE 6.3 and Table 1)."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from edged.scheduler.planning.bin_builder import BinBuilder
@@ -33,11 +33,11 @@ class AdmissionByArrival(MaceAdmission):
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 
     def _asking(
-        self, draft: BinBuilder, tuning: list[Task], waiting: Sequence[Task], due: bool, now: float
+        self, draft: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
     ) -> Iterator[Item]:
         own = super()._asking(draft, tuning, [], due, now)
         # Nobody is too late to be overtaken: deadlines count for nothing.
-        prompts = (item._replace(patient=True) for item in super()._asking(draft, [], waiting, due, now))
+        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
 
 

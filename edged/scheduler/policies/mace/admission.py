@@ -1,6 +1,6 @@
 """MACE's admission: the tasks of an iteration and those that enter memory for it, by priority and Algorithm 1."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
@@ -66,7 +66,7 @@ class MaceAdmission(Admission):
         asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.tokens) > 0
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
-        waiting = draft.waiting if draft.sequences_left > 0 else []
+        tau_tasks, waiting = self.settings.tau_tasks, draft.sequences_left > 0 and bool(draft.waiting)
         entry.step = begun
         if not (asking or waiting) or draft.preempted:
             return
@@ -74,7 +74,8 @@ class MaceAdmission(Admission):
         running = bool(runnable or draft.load.decodes)
         first_pages = draft.open_pages
         first = Bin(first_pages, length_s, occupied=running)
-        items = self._asking(draft, asking, waiting, entry.due, now)
+        upcoming = draft.upcoming(tau_tasks) if waiting else ()
+        items = self._asking(draft, asking, upcoming, entry.due, now)
         strict = queues.order.strict
         if strict or not self.bins:
             packed = in_order(self.settings, items, first)
@@ -99,11 +100,12 @@ class MaceAdmission(Admission):
                 break
         if begun is not None and draft.sequences_left > 0:
             entered = set(runnable)
-            head = next((task for task in waiting if task not in entered), None)
+            upcoming = draft.upcoming(tau_tasks + 1) if waiting else ()
+            head = next((task for task in upcoming if task not in entered), None)
             entry.in_the_way = head is not None and draft.pages(head, head.tokens) > draft.open_pages
 
     def _asking(
-        self, draft: BinBuilder, tuning: list[Task], waiting: Sequence[Task], due: bool, now: float
+        self, draft: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
     ) -> Iterator[Item]:
         """Yield the tasks that ask for memory, by priority.
 

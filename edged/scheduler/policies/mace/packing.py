@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
 
 
-class Item(NamedTuple):
+@dataclass(slots=True)
+class Item:
     """A task that asks for a place: `pages` and `latency_s` that it would take.
 
     `patient` is False when it must not be overtaken any more: if the first bin cannot take it, packing ends.

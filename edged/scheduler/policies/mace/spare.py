@@ -94,12 +94,14 @@ class MaceSpare(Spare):
 
     def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
         """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
+        forward_s = self.cost.forward_s(draft.load)
+        free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
+        if free <= 0.0:
+            return forward_s
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
-        forward_s = self.cost.forward_s(draft.load)
         spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
-        free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
-        return max(0.0, forward_s + spare_s * max(0.0, free))
+        return max(0.0, forward_s + spare_s * free)
 
 
 class ReaderSpare(MaceSpare):
@@ -127,10 +129,9 @@ class ReaderSpare(MaceSpare):
 
 def _all_read(plan: Plan) -> bool:
     """Whether a plan serves anybody, and readers alone."""
-    served = False
+    finetune = Kind.FINETUNE
     for grant in plan.grants:
-        if grant.task.kind is not Kind.FINETUNE:
-            if grant.task.reader is None:
-                return False
-            served = True
-    return served
+        if grant.task.reader is None and grant.task.kind is not finetune:
+            return False
+    # Fine-tuning is granted last.
+    return bool(plan.grants) and plan.grants[0].task.kind is not finetune

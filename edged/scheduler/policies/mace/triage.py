@@ -1,7 +1,7 @@
 """The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
 
-from collections.abc import Hashable
-from itertools import takewhile
+from collections.abc import Hashable, Mapping
+from itertools import chain, islice, takewhile
 from operator import attrgetter
 
 from edged.scheduler.planning.queues import TaskQueues, by_deadline
@@ -44,6 +44,10 @@ class Triage(Order):
         assert isinstance(flow, int)
         return flow
 
+    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+        """Return the next prompts, flow by flow."""
+        return list(islice(chain(*[flows[flow] for flow in (FIRST, HOPEFUL, LATE) if flow in flows]), most))
+
     def key(self, task: Task) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
         return overdue_s(task) if task.task_id in self._flows else task.deadline_s, task.task_id
@@ -72,7 +76,8 @@ class Triage(Order):
         # Whose first token is late whatever is done.
         late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
         moves = [(task, FIRST if task.task_id in self._answered else LATE) for task in late]
-        moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, flows.get(LATE, ()))]
+        if waited := flows.get(LATE):
+            moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, waited)]
         for task, flow in moves:
             queues.take_waiting(task)
             self._flows[task.task_id] = flow
