@@ -16,6 +16,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.pair import (
     JobStepped,
     PairRetired,
@@ -180,11 +181,11 @@ class Trainer:
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
-    def open(self, adapter: str, keep_graph: bool, admit: Callable[[str], bool]) -> FineTuneStep:
+    def open(self, adapter: str, keep: Kept, admit: Callable[[str], bool]) -> FineTuneStep:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
 
-        A step may keep its graph, which takes memory and saves time, where `keep_graph` is set. It is shared with
-        other adapters whose pairs fit the same window and that `admit` accepts.
+        A step keeps of its forward what `keep` names. It is shared with other adapters whose pairs fit the same window
+        and that `admit` accepts.
         """
         queue = self.pair_queues[adapter]
         if self.pair_queues.test_due(queue):
@@ -198,7 +199,7 @@ class Trainer:
             batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
         try:
             members = [self._member(self.pair_queues[name], batch, align) for name, batch in batches.items()]
-            step = DpoStep(members, self._decoder, align, self._release, self.most_tokens, keep_graph)
+            step = DpoStep(members, self._decoder, align, self._release, self.most_tokens, keep)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from edged.engine.model.loading import ModelRefused, pick_dtype
-from edged.engine.model.memory_model import BaseShape, needs
+from edged.engine.model.memory_model import BaseShape, kept_bytes, kept_kinds, needs
 from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
 
@@ -111,9 +111,11 @@ def plan_memory(
     kv_per_token = parts.pop("kv_per_token")
     adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
     room, wanted = device_bytes - system - found.total, context * kv_per_token
-    if room < wanted:
-        # Without room for the kept graph, steps compute their layers twice.
-        room, parts["kept_graph"] = room + found.kept_graph, 0
+    for kind in (*kept_kinds(settings.align.keep_graph, cuda)[1:], "inputs"):
+        if room < wanted:
+            # Without room for the kept graph, steps compute more of their layers twice.
+            less = kept_bytes(sizes.shape, settings, sizes.dtype, kind)
+            room, parts["kept_graph"] = room + parts["kept_graph"] - less, less
     return {
         "model": str(model),
         "parameters": sizes.shape.parameters,

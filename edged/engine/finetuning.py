@@ -13,6 +13,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterState, UnknownAdap
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.jobs import JobPlan
@@ -20,7 +21,7 @@ from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
-from edged.engine.model.memory_model import free_bytes, graph_bytes, open_steps, unused_bytes
+from edged.engine.model.memory_model import free_bytes, kept_that_fits, open_steps, unused_bytes
 from edged.engine.model_runner import FineTuneJob, ModelRunner
 from edged.engine.stats.counters import Counters
 from edged.runtime import logs
@@ -68,7 +69,6 @@ class FinetuneJobs:
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._most_open = open_steps(settings.now.align.max_loaded_adapters)
-        self._graph_bytes = graph_bytes(self._model.shape.linears, settings.now, self._model.dtype)
         self.jobs: dict[int, FineTuneJob] = {}
         """Steps and tests under way, by task id."""
         self.resumes_s = math.inf
@@ -377,7 +377,7 @@ class FinetuneJobs:
         try:
             if not admit(adapter):
                 return False
-            step = self._trainer.open(adapter, self._may_keep_graph(), admit)
+            step = self._trainer.open(adapter, self._keep(), admit)
         except Exception as error:
             if slots:
                 log.exception("a step of %s could not be opened", ", ".join(slots))
@@ -401,19 +401,20 @@ class FinetuneJobs:
         for slot in slots.values():
             self._slots.release(slot)
 
-    def _may_keep_graph(self) -> bool:
-        """Whether the next step may keep its graph, which spends memory to save time.
+    def _keep(self) -> Kept:
+        """Return what the next step keeps of its forward, which spends memory to save time: the most that fits.
 
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
         free: then it is the packed forward that saves time.
         """
         counts, device = self._scheduler.counts(), self._model.device
         serves = device.type == "cuda" and counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
-        if serves or not self._settings.now.align.keep_graph or self._trainer.size.graphs_fail:
-            return False
+        if serves or self._trainer.size.graphs_fail:
+            return "inputs"
         # Open steps may not have allocated their memory yet.
-        free = free_bytes(device)[0] + unused_bytes(device)
-        return (1 + len(self.jobs)) * self._graph_bytes <= _GRAPH_SHARE * free
+        most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.jobs))
+        model = self._model
+        return kept_that_fits(model.shape, self._settings.now, model.dtype, device.type == "cuda", most)
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and update the tasks of the others.

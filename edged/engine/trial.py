@@ -14,6 +14,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
 from edged.align.dpo.loss import answer_logps, preference_loss
 from edged.align.dpo.step import DpoStep
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
@@ -150,9 +151,12 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
     wanted = own("eager")
     if dead:
         return ""
-    for window in (_WINDOW, pair.tokens):
-        settings = align.model_copy(update={"window_tokens": window})
-        got = _gradients(model, settings, AdapterStep(state, [pair], []), keep_graph=window == pair.tokens)
+    kinds: tuple[Kept, ...] = (
+        ("inputs", "graph", "lean") if align.keep_graph in ("auto", "lean") else ("inputs", "graph")
+    )
+    for keep in kinds:
+        settings = align.model_copy(update={"window_tokens": _WINDOW if keep == "inputs" else pair.tokens})
+        got = _gradients(model, settings, AdapterStep(state, [pair], []), keep)
         if not like_own(model, got, own, _ROUNDING):
             apart = (got - wanted).norm() / wanted.norm()
             return f"a DPO step's gradient differs from autograd's by {apart:.2g} of its norm"
@@ -170,11 +174,11 @@ def _answer_logps(model: ServedModel, state: AdapterState, pair: TokenPair, atte
     return logps
 
 
-def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, keep_graph: bool) -> torch.Tensor:
+def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, keep: Kept) -> torch.Tensor:
     """Run a step's forward and units up to the optimizer's; return the gradients of all A and B in one row."""
     kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
     tap = LayerTap(model)
-    step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep_graph)
+    step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep)
     model.lora.load(0, member.state.weights, member.state.spec.scaling)
     try:
         while step.group.tokens_left or step.units_left()[0][0] != "step":

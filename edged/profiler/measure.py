@@ -14,6 +14,7 @@ from statistics import median_high
 
 import numpy as np
 
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
 from edged.engine.engine import Engine
@@ -86,7 +87,7 @@ class StepShape:
 
     tokens: int
     pairs: int
-    keep_graph: bool
+    keep: Kept
     decodes: int = 0
     adapters: int = 1
 
@@ -139,11 +140,11 @@ def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
     for eighths in (1, 4) if quick else (1, 2, 3, 4, 6, 8):
         tokens = min(max(12, align.window_tokens * eighths // 8), align.max_pair_tokens)
         for pairs, decodes in ((1, 0), (2, 8)):
-            found.append(StepShape(tokens, pairs, False, decodes))
-            if align.keep_graph and tokens * pairs <= align.window_tokens:
-                found.append(StepShape(tokens, pairs, True))
+            found.append(StepShape(tokens, pairs, "inputs", decodes))
+            if align.keep_graph in ("auto", "graph") and tokens * pairs <= align.window_tokens:
+                found.append(StepShape(tokens, pairs, "graph"))
     joint = [number for number in (2, 4) if number <= align.joint_adapters]
-    return found + [StepShape(max(12, align.window_tokens // 8), 1, False, adapters=number) for number in joint]
+    return found + [StepShape(max(12, align.window_tokens // 8), 1, "inputs", adapters=number) for number in joint]
 
 
 def measure(parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None) -> Prober:
@@ -316,7 +317,7 @@ class Prober:
         for name in names:
             trainer.submit([self._pair(name, shape.tokens) for _ in range(shape.pairs)])
             trainer.adapter_cache.get(name)
-        return trainer.open(names[0], shape.keep_graph, lambda name: name in names)
+        return trainer.open(names[0], shape.keep, lambda name: name in names)
 
     def _pair(self, adapter: str, tokens: int) -> TokenPair:
         """Make a pair of random tokens: half prompt, a quarter each answer."""

@@ -12,7 +12,7 @@ import edged
 from edged.bench.recorder import ReplayRecorder
 from edged.engine.engine import Engine
 from edged.engine.model.loading import pick_device
-from edged.engine.model.memory_model import free_bytes, iteration_bytes, lone_step_bytes, total_bytes
+from edged.engine.model.memory_model import free_bytes, iteration_bytes, kept_kinds, lone_step_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
 from edged.profiler.measure import Prober, Progress, Shape, StepShape, measure
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
@@ -108,11 +108,11 @@ def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
     if not parts.model.trainable_error:
         window, longest = settings.align.window_tokens, settings.align.max_pair_tokens
         pairs = 2 if 2 * window > longest else 1
-        steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep_graph=False)}
-        if settings.align.keep_graph:
-            steps["kept graph"] = StepShape(min(window, longest), 1, keep_graph=True)
+        steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep="inputs")}
+        for kind in kept_kinds(settings.align.keep_graph, parts.model.device.type == "cuda"):
+            steps["kept graph" if kind == "graph" else "lean"] = StepShape(min(window, longest), 1, kind)
         for name, step in steps.items():
-            modelled = lone_step_bytes(shape, settings, dtype, step.keep_graph)
+            modelled = lone_step_bytes(shape, settings, dtype, step.keep)
             pieces[name] = modelled, partial(prober.run_step, step)
     try:
         return {

@@ -205,7 +205,9 @@ class AlignSettings(Section):
     replay_share: Share = setting(0.25, "older pairs added to a step, as a share of its new pairs")
     loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")
-    keep_graph: bool = setting(True, "where memory allows, a step keeps its graph: no layer is computed twice")
+    keep_graph: Literal["auto", "inputs", "lean", "graph"] = setting(
+        "auto", "kept of a step's forward where memory allows: all, what is costly, or inputs; auto: the most that fits"
+    )
     fill_ahead: bool = setting(True, "flexllm: where memory allows, a step's next pairs are computed beside its units")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
     max_pair_tokens: int = setting(
@@ -213,6 +215,12 @@ class AlignSettings(Section):
     )
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
+
+    @field_validator("keep_graph", mode="before")
+    @classmethod
+    def _was_a_switch(cls, kept: Any) -> Any:
+        earlier = {"True": "auto", "False": "inputs", "true": "auto", "false": "inputs"}
+        return earlier.get(str(kept), kept)
 
 
 class FeedbackSettings(Section):

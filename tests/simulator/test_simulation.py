@@ -7,13 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from edged.align.dpo.step import DpoStep
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.pair import TokenPair
 from edged.bench.replay import ReplayPlan, replay
 from edged.bench.traces import read_trace
@@ -306,11 +307,11 @@ class Told(DpoStep):
         return ran
 
 
-@pytest.mark.parametrize("keep_graph", [False, True])
+@pytest.mark.parametrize("keep", get_args(Kept))
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("window", [32, 90, 256])
 def test_a_simulated_step_has_the_units_of_a_real_one(
-    monkeypatch: pytest.MonkeyPatch, keep_graph: bool, known: bool, window: int
+    monkeypatch: pytest.MonkeyPatch, keep: Kept, known: bool, window: int
 ) -> None:
     pairs = exact.make_pairs(prompt=17)
     if not known:
@@ -318,11 +319,11 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     Told.told = []
     monkeypatch.setattr(exact, "DpoStep", Told)
     model = tiny_model()
-    exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, keep_graph=keep_graph)
+    exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, keep=keep)
     align = AlignSettings(window_tokens=window)
     unknown = [pair.pair_id for pair in pairs if pair.ref_chosen_logp is None]
     step = SimulatedStep(
-        pairs, lambda pair: pair.pair_id in unknown, align, 3, model.config.vocab_size, 10_000, keep_graph
+        pairs, lambda pair: pair.pair_id in unknown, align, 3, model.config.vocab_size, 10_000, keep != "inputs"
     )
     told = []
     while not step.finished:

@@ -1,11 +1,14 @@
 """The backward pass of a micro-batch: by units of one layer times one window (FlexLLM Algorithm 2), or a kept graph."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 
 from edged.align.dpo.decoder import Branches, Decoder, KeysValues, LoraParameters, LoraRows
+from edged.align.dpo.lean import Keep, KeptResults, Recall
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward
 from edged.tensors.device_copy import upload
 
@@ -169,15 +172,17 @@ class RecomputeBackward:
 
 
 class FullGraphBackward:
-    """The policy's forward and backward of a micro-batch, with its autograd graph kept layer by layer in between.
+    """The policy's forward and backward of a micro-batch, with its autograd graph, or the results of its products and
+    attention, kept layer by layer in between.
 
-    It computes what the packed forward and `RecomputeBackward` compute, with every layer run once instead of twice, for
-    the memory of all layers' activations. A unit is one layer over all kept rows, each of which uses the LoRA matrices
+    It computes what the packed forward and `RecomputeBackward` compute, with every product run once instead of twice,
+    for the memory of what is kept. A unit is one layer over all kept rows, each of which uses the LoRA matrices
     of its adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
     """
 
-    def __init__(self, group: MicroBatch, decoder: Decoder, leaves: Mapping[str, LoraParameters]) -> None:
-        self._group, self._decoder = group, decoder
+    def __init__(self, group: MicroBatch, decoder: Decoder, leaves: Mapping[str, LoraParameters], lean: bool) -> None:
+        """With `lean` no more is kept of a layer than `KeptResults`, from which its backward makes the graph again."""
+        self._group, self._decoder, self._lean = group, decoder, lean
         self._branches, streams, _ = branches_of(group, decoder, 0, 0, group.kept_rows)
         self._rows = lora_rows(self._branches, streams, leaves)
         positions = [
@@ -185,10 +190,11 @@ class FullGraphBackward:
             for branch in self._branches
             for piece in branch.pieces
         ]
+        self._rank = max((len(a) for part in self._rows for a, _ in part.leaves.weights.values()), default=0)
         tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
         self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))
-        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Input and output of each layer, with the graph between them."""
+        self._layers: list[tuple[torch.Tensor, torch.Tensor | KeptResults]] = []
+        """Input of each layer, and its output with the graph between them, or the results that are kept instead."""
         self.upstream: torch.Tensor | None = None
         """The gradient [kept rows, hidden] at the output of the next layer to go back through; set it to begin."""
 
@@ -196,9 +202,9 @@ class FullGraphBackward:
         """Compute the next layer."""
         layer = len(self._layers)
         hidden = self._hidden.detach().requires_grad_(layer > 0)
-        with torch.enable_grad():
-            out, _, _ = self._decoder.run_branches(layer, hidden, self._calls[layer], self._branches, self._rows)
-        self._layers.append((hidden, out))
+        kept = KeptResults(self._rank) if self._lean else None
+        out = self._run(layer, hidden, Keep(kept) if kept else nullcontext())
+        self._layers.append((hidden, kept or out))
         self._hidden = out.detach()
         if len(self._layers) == self._decoder.layer_count:
             for stream in self._group.streams:
@@ -206,10 +212,16 @@ class FullGraphBackward:
                     rows = slice(stream.kept, stream.kept + stream.layout.tokens)
                     self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
 
+    def _run(self, layer: int, hidden: torch.Tensor, mode: AbstractContextManager[Any]) -> torch.Tensor:
+        with torch.enable_grad(), mode:
+            return self._decoder.run_branches(layer, hidden, self._calls[layer], self._branches, self._rows)[0]
+
     def run_unit(self, _rows: int) -> None:
-        """Back-propagate through one layer, all its rows, and free its graph."""
+        """Back-propagate through one layer, all its rows, and free what is kept of it."""
         hidden, out = self._layers.pop()
         layer = len(self._layers)
+        if isinstance(out, KeptResults):
+            out = self._run(layer, hidden, Recall(out))
         names = self._decoder.layer_linears(layer)
         inputs = [*([hidden] if layer else []), *matrices(self._rows, names)]
         if not inputs:

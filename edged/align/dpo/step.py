@@ -11,7 +11,7 @@ from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstr
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.loss import answer_logps
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
-from edged.align.dpo.step_plan import StepPlan, Work
+from edged.align.dpo.step_plan import Kept, StepPlan, Work
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
@@ -33,16 +33,17 @@ class DpoStep:
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
         most_tokens: int,
-        keep_graph: bool = False,
+        keep: Kept = "inputs",
     ) -> None:
-        """`most_tokens` and `keep_graph`: see `StepPlan`."""
+        """`most_tokens`: see `StepPlan`. Groups of at most a window keep of their forward what `keep` names."""
         self.decoder, self.align = decoder, align
         self.members = by_adapter = {member.adapter: member for member in members}
         self.adapters = tuple(self.members)
         self.finished = False
         self._release = release
         self._leaves = {member.adapter: member.parameters(decoder.dtype) for member in members}
-        self.keeps_graph = keep_graph
+        self.keeps_graph = keep != "inputs"
+        self._lean = keep == "lean"
         self._plan = StepPlan(
             [pair for member in members for pair in member.examples],
             # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not refer to
@@ -52,7 +53,7 @@ class DpoStep:
             decoder.layer_count,
             decoder.vocab_size,
             most_tokens,
-            keep_graph,
+            self.keeps_graph,
             len(members),
         )
         self.ahead: MicroBatch | None = None
@@ -94,7 +95,8 @@ class DpoStep:
         self._weighted = torch.zeros_like(self._sums)
         """The same of each token times its probability, for DFT."""
         self._backward: RecomputeBackward | FullGraphBackward | None = None
-        self._graph = FullGraphBackward(self.group, self.decoder, self._leaves) if self._plan.graphed else None
+        about = self.group, self.decoder, self._leaves, self._lean
+        self._graph = FullGraphBackward(*about) if self._plan.graphed else None
 
     @property
     def groups_done(self) -> int:

@@ -4,12 +4,15 @@ It has no tensors, so that a simulated step is planned as a real one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from edged.align.dpo.layout import Layout
 from edged.align.feedback.pair import TokenPair
 from edged.scheduler.task import CUTTABLE_UNITS
 from edged.settings.load import AlignSettings
 
+Kept = Literal["inputs", "lean", "graph"]
+"""What a step keeps of its layers' forwards: inputs and K/V alone, also what Algorithm 1 keeps (`lean.py`), or all."""
 Work = tuple[str, int]
 """A unit's kind and the number of tokens (for "step", adapters) it covers: see `edged.scheduler.task.Unit`."""
 
@@ -38,7 +41,7 @@ class StepPlan:
     ) -> None:
         """`most_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
-        With `keep_graph` groups of at most a window keep their graph, so that no layer is computed twice.
+        With `keep_graph` groups of at most a window keep their graph, or its costly results, so that no product is computed twice.
         """
         self.needs_reference, self.keep_graph = needs_reference, keep_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)

@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from edged.align.dpo.step_plan import head_window_size
+from edged.align.dpo.step_plan import Kept, head_window_size
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
@@ -152,7 +152,9 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weights=weights,
         weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
         lora_slots=slots,
-        kept_graph=graph_bytes(shape.linears, settings, dtype) if align.keep_graph else 0,
+        kept_graph=max(
+            (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(align.keep_graph, cuda)), default=0
+        ),
         **work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda),
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
@@ -197,6 +199,28 @@ def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left
     return min(align.max_loaded_adapters, fitting), min(align.max_active_adapters, fitting)
 
 
+def kept_kinds(setting: str, cuda: bool) -> tuple[Kept, ...]:
+    """Return what `align.keep_graph` lets a step keep beside its inputs, the most first."""
+    if setting == "auto":
+        return ("graph",) if cuda else ("graph", "lean")
+    return tuple(kind for kind in get_args(Kept)[1:] if kind == setting)
+
+
+def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept) -> int:
+    """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results."""
+    if kind == "graph":
+        return graph_bytes(shape.linears, settings, dtype)
+    # Of each layer the linears' outputs, the last one's aside, attention's, and the input.
+    width = sum(fan_out for _, fan_out in shape.linears) + shape.layers * shape.hidden_size
+    return width * settings.align.window_tokens * dtype.itemsize if kind == "lean" else 0
+
+
+def kept_that_fits(shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float) -> Kept:
+    """Return the most that a step may keep in `most` bytes."""
+    kinds = kept_kinds(settings.align.keep_graph, cuda)
+    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind) <= most), "inputs")
+
+
 def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: torch.dtype) -> int:
     """Estimate the bytes of a window's graph: each linear's input and output, and as much again between them."""
     width = 2 * sum(fan_in + fan_out for fan_in, fan_out in linears)
@@ -224,14 +248,16 @@ def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded:
     return adapters + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
 
 
-def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keeps_graph: bool) -> int:
-    """Return the bytes of one adapter's step of one micro-batch, beside its pages: of two windows, or of one that keeps
-    its graph."""
+def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keep: Kept) -> int:
+    """Return the bytes of one adapter's step of one micro-batch, beside its pages: of two windows that keep their
+    inputs, or of one that keeps more."""
     one = adapter_weights(shape.targets, settings.align.rank)
     kept = (_GRADIENT_BYTES + dtype.itemsize) * one
-    if not keeps_graph:
+    if keep == "inputs":
         return kept + _units_peak(shape, settings, dtype)
-    graph = graph_bytes(shape.linears, settings, dtype) + _head_unit(shape, settings)
+    graph = kept_bytes(shape, settings, dtype, keep) + _head_unit(shape, settings)
+    if keep == "lean":
+        graph += graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
     return kept + max(graph, _OPTIMIZER_BYTES * one)
 
 

@@ -21,6 +21,7 @@ from edged.align.adapters.adapter import AdapterState, LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.micro_batch import MicroBatch
 from edged.align.dpo.step import DpoStep
+from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import pack
@@ -94,7 +95,7 @@ def take_step(
     window: int,
     chunk: int,
     preempt_at: tuple[int, ...] = (),
-    keep_graph: bool = False,
+    keep: Kept = "inputs",
     broken: str = "",
     suspicion: OutlierDetector | None = None,
     cut_to: Callable[[], int] = lambda: 0,
@@ -124,7 +125,7 @@ def take_step(
         model.lora.load(slots[name], state.weights, state.spec.scaling)
     free = list(range(1, 80))
     members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
-    step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep_graph)
+    step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)
     captured: dict[str, Gradients] = {}
     before = {name: state.tensors() for name, state in states.items()}
     for state in states.values():
@@ -268,29 +269,33 @@ def worst_error(got: Gradients, wanted: Gradients) -> float:
 
 
 # With its graph kept a pair must fit a window: 1 and 16 are too small, 70 holds one pair and 500 both.
-WINDOWS = [(1, False), (16, False), (500, False), (16, True), (70, True), (500, True)]
-QUICK = {("llama", 0, 1, False), *(("llama", 19, *window) for window in WINDOWS[1:]), ("gemma2", 19, 16, False),
-         ("gemma2", 0, 70, True)}  # fmt: skip
+WINDOWS = [
+    *((window, "inputs") for window in (1, 16, 500)),
+    *((window, "graph") for window in (16, 70, 500)),
+    *((window, "lean") for window in (70, 500)),
+]
+QUICK = {("llama", 0, 1, "inputs"), *(("llama", 19, *window) for window in WINDOWS[1:]), ("gemma2", 19, 16, "inputs"),
+         ("gemma2", 0, 70, "graph"), ("gemma2", 19, 500, "lean")}  # fmt: skip
 CASES = [
     case if case in QUICK else slow(*case)
     for case in ((kind, prompt, *window) for kind in ("llama", "gemma2") for prompt in (0, 19) for window in WINDOWS)
 ]
 
 
-@pytest.mark.parametrize(("kind", "prompt", "window", "keep_graph"), CASES)
-def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep_graph: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "prompt", "window", "keep"), CASES)
+def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep: Kept, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
-    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep_graph=keep_graph)
+    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep=keep)
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= ROUNDING
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("keep", ["graph", "lean", "inputs"])
 @pytest.mark.parametrize("targets", [["layers.1.self_attn.q_proj", "layers.1.mlp.down_proj"], ["q_proj", "v_proj"]])
-def test_linears_without_adapters_are_passed_through(targets: list[str], keep_graph: bool, tmp_path: Path) -> None:
-    how = {"keep_graph": keep_graph, "target_modules": targets}
-    got, _, weights = unit_gradients(tiny_model(), make_pairs(19), 500 if keep_graph else 16, 23, **how)
+def test_linears_without_adapters_are_passed_through(targets: list[str], keep: Kept, tmp_path: Path) -> None:
+    how = {"keep": keep, "target_modules": targets}
+    got, _, weights = unit_gradients(tiny_model(), make_pairs(19), 16 if keep == "inputs" else 500, 23, **how)
     wanted, _ = trl_gradients(tiny_model(), make_pairs(19), weights, tmp_path, targets=targets)
     assert len(got) == (2 if "q_proj" not in targets else 6)
     assert worst_error(got, wanted) <= ROUNDING
@@ -336,15 +341,13 @@ def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     assert worst_error(got, wanted) <= ROUNDING
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("keep", ["graph", "lean", "inputs"])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
-    loss: str, keep_graph: bool, tmp_path: Path
-) -> None:
+def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(loss: str, keep: Kept, tmp_path: Path) -> None:
     pairs = make_pairs(19)[:1]
-    window = 500 if keep_graph else 16
+    window = 16 if keep == "inputs" else 500
     how = {"loss": loss, "sft_weight": 0.7}
-    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep_graph=keep_graph, **how)
+    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep=keep, **how)
     wanted, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, **how)
     plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
     assert worst_error(got, wanted) <= ROUNDING
@@ -403,18 +406,20 @@ def scored_by_base(kind: str, pairs: list[TokenPair]) -> list[TokenPair]:
 
 
 # 16 tokens are less than a pair, 60 hold parts of two users' pairs, 500 hold all.
-WAYS = pytest.mark.parametrize(("window", "keep_graph"), [(16, False), (60, False), (500, False), (500, True)])
+WAYS = pytest.mark.parametrize(
+    ("window", "keep"), [(16, "inputs"), (60, "inputs"), (500, "inputs"), (500, "graph"), (500, "lean")]
+)
 
 
 @WAYS
 @pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), slow("gemma2", "ipo")])
 def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
-    kind: str, loss: str, window: int, keep_graph: bool, tmp_path: Path
+    kind: str, loss: str, window: int, keep: Kept, tmp_path: Path
 ) -> None:
     pairs = three_users()
-    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, keep_graph=keep_graph)
+    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, keep=keep)
     for name, own in pairs.items():
-        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep_graph=keep_graph)
+        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep=keep)
         wanted, value = trl_gradients(
             tiny_model(kind), scored_by_base(kind, own), together.before[name], tmp_path, loss
         )
@@ -433,10 +438,10 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
 
 
 @WAYS
-def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep_graph: bool) -> None:
+def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep: Kept) -> None:
     pairs = three_users()
-    whole = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph)
-    broken = take_step(tiny_model("llama"), pairs, window, 50, keep_graph=keep_graph, broken="bob")
+    whole = take_step(tiny_model("llama"), pairs, window, 50, keep=keep)
+    broken = take_step(tiny_model("llama"), pairs, window, 50, keep=keep, broken="bob")
     assert broken.members["bob"].error == "loss is nan"
     assert broken.members["bob"].state.version == 1
     for name in ("ann", "cyd"):
@@ -456,11 +461,9 @@ def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> No
 
 
 @WAYS
-def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
-    calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph)
-    shaken = take_step(
-        tiny_model("llama"), three_users(), window, 1000, keep_graph=keep_graph, preempt_at=(2, 9, 20, 33)
-    )
+def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept) -> None:
+    calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep)
+    shaken = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep, preempt_at=(2, 9, 20, 33))
     for name, member in shaken.members.items():
         assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
         assert worst_error(shaken.gradients[name], calm.gradients[name]) <= ROUNDING
@@ -508,16 +511,14 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
     assert long <= 1.9 * short
 
 
-@pytest.mark.parametrize("keep_graph", [False, True])
+@pytest.mark.parametrize("keep", ["inputs", "lean", "graph"])
 @pytest.mark.parametrize("window", [16, 60, 200], ids=["a group per pair", "groups of a window", "one group"])
-def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph: bool) -> None:
+def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept) -> None:
     pairs = make_pairs(12)
     wanted, calm, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000)
     # In its heads, early and late in its backward pass, and, with two groups, in the second one.
     preempt_at = (2, 9, 20, 33)
-    got, shaken, _ = unit_gradients(
-        tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep_graph=keep_graph
-    )
+    got, shaken, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep=keep)
     assert [(outcome.pair.pair_id, outcome.trained) for outcome in shaken.outcomes] == [(0, True), (1, True)]
     assert len(shaken.scores) == 2
     assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
@@ -530,21 +531,21 @@ def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep_graph
 def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
     pairs = make_pairs(19)
     recomputed, _, _ = unit_gradients(tiny_model(kind), pairs, 16, 1000)
-    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep_graph=True)
+    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep="graph")
     assert worst_error(kept, recomputed) <= ROUNDING
     assert step.trained == 2
 
 
 @WAYS
-def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, keep_graph: bool) -> None:
+def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, keep: Kept) -> None:
     good = make_pairs(19)
     # By the reference, the adapter has moved 900 nats to the wrong side.
     poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
-    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep_graph=keep_graph)
+    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep=keep)
     suspicion = OutlierDetector(FeedbackSettings())
     suspicion.recall(OutlierHistory(losses=[1.001 * max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
     mixed = [good[0], poison, good[1]]
-    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep_graph=keep_graph, suspicion=suspicion)
+    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep=keep, suspicion=suspicion)
     assert [outcome.trained for outcome in step.outcomes] == [True, False, True]
     assert step.outcomes[1].verdict.why.startswith("outlying: its loss is ")
     assert worst_error(got, wanted) <= ROUNDING

@@ -18,7 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.random_llama import Shape, write_random_llama
 from edged.cli.main import cli
-from edged.engine.model.memory_model import BaseShape, adapter_weights, adapters_that_fit, needs, step_bytes
+from edged.engine.model.memory_model import (
+    BaseShape,
+    adapter_weights,
+    adapters_that_fit,
+    kept_bytes,
+    kept_that_fits,
+    needs,
+    step_bytes,
+)
 from edged.engine.model.quantization import MADE_BY, form_of_checkpoint, form_of_setting, method_of
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import ModelSettings, Settings, load_settings
@@ -65,6 +73,33 @@ def test_what_does_not_fit_is_said_and_a_graph_is_given_up_first() -> None:
     result = CliRunner().invoke(cli, ["bench", "memory", "-m", str(MODELS / "mistral-7b.json"), "--device-memory", "8"])
     assert result.exit_code == 1
     assert "does not fit 8.0 GiB" in result.output
+
+
+def test_a_step_keeps_the_most_that_fits() -> None:
+    shape = BaseShape.of_config(AutoConfig.from_pretrained(MODELS / "llama-3.1-8b.json"), "all-linear")
+
+    def kept(setting: object, cuda: bool, most: float) -> str:
+        settings = load_settings(environ={}, overrides={"align.keep_graph": setting})
+        return kept_that_fits(shape, settings, torch.bfloat16, cuda, most)
+
+    settings = load_settings(environ={})
+    graph, lean = (kept_bytes(shape, settings, torch.bfloat16, kind) for kind in ("graph", "lean"))
+    # 92 KiB a token and layer, as `edged bench activations` counts them, but for the attention's sums.
+    assert lean == 256 * 32 * 2 * (4 * 4096 + 2 * 1024 + 2 * 14336)
+    assert [kept("auto", False, most) for most in (graph, graph - 1, lean, lean - 1)] == [
+        *("graph", "lean", "lean", "inputs")
+    ]
+    assert [kept("auto", True, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
+    assert [kept("lean", True, most) for most in (graph, lean - 1)] == ["lean", "inputs"]
+    assert [kept("graph", False, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
+    assert kept("inputs", False, graph) == "inputs"
+    # The setting was a switch.
+    assert [kept(switch, False, lean) for switch in (True, False, "true", "false")] == ["lean", "inputs"] * 2
+
+
+def test_without_room_for_a_graph_the_lean_one_is_planned() -> None:
+    found = [plan("--device", "cpu", "--device-memory", str(gib))[1]["parts"]["kept_graph"] for gib in (66, 45, 20)]
+    assert found[0] > found[1] > found[2] == 0
 
 
 def test_a_model_that_cannot_be_read_or_a_kind_that_is_not_there_is_refused(tmp_path: Path) -> None:
