@@ -41,7 +41,8 @@ class StepPlan:
     ) -> None:
         """`most_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
-        With `keep_graph` groups of at most a window keep their graph, or its costly results, so that no product is computed twice.
+        With `keep_graph` groups of at most a window keep their graph, or its costly results: no product is computed
+        twice.
         """
         self.needs_reference, self.keep_graph = needs_reference, keep_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)
