@@ -71,11 +71,9 @@ def write_adapters(settings: Settings, model: Path, folder: Path, names: Iterabl
     """Write a small random version 1 of each adapter, as if an engine of that folder had learned it."""
     files = Engine.build(settings, model, lambda _events: None, lambda _records: None, folder).adapter_files
     generator = torch.Generator().manual_seed(0)
-    weights = {}
-    for name, (fan_in, fan_out) in files.spec.shapes.items():
-        for part, shape in (("A", (files.spec.rank, fan_in)), ("B", (fan_out, files.spec.rank))):
-            weights[f"base_model.model.{name}.lora_{part}.weight"] = 0.01 * torch.randn(shape, generator=generator)
-    snapshot = Snapshot("", 1, weights, {})
+    form = files.spec.form
+    weights = {name: 0.01 * torch.randn(shape, generator=generator) for name, shape in form.shapes.items()}
+    snapshot = Snapshot("", 1, weights, {}, form)
     for name in names:
         files.save(replace(snapshot, adapter=name))
 

@@ -60,7 +60,7 @@ class Versions:
         """Read an earlier version to be published again, 0 the untrained one; any thread may. Raises UnknownVersion."""
         files = self._adapter_cache.files
         try:
-            weights = files.load(adapter, version).weights if version else None
+            found = files.load(adapter, version) if version else None
         except AdapterError as error:
             there = files.versions(adapter)
             known = f"on disk {'is' if len(there) == 1 else 'are'} {', '.join(map(str, there))}" if there else "none is"
@@ -69,7 +69,9 @@ class Versions:
                 f'adapter "{adapter}" has no version {version}{problem}: {known}, and 0 is the untrained one; '
                 f"`edged adapters show {adapter}` tells what they are worth"
             ) from None
-        return self._adapter_cache.build(adapter, weights)
+        if found is None:
+            return self._adapter_cache.build(adapter)
+        return self._adapter_cache.build(adapter, found.weights, form=found.form)
 
     def replace(self, state: AdapterState, reason: str, restored: int | None = None) -> int:
         """Publish a state that was built of weights which this run did not learn; returns its number.
@@ -191,7 +193,7 @@ class Versions:
             if good is None or good.version in withdrawn:
                 return self._read_earlier(adapter, bad, withdrawn)
             found = good.snapshot()
-            return self._adapter_cache.build(adapter, found.weights, found.optimizer), found.version
+            return self._adapter_cache.build(adapter, found.weights, found.optimizer, found.form), found.version
 
         def take(done: Future[tuple[AdapterState, int]] | None) -> None:
             if done is None:
@@ -227,5 +229,6 @@ class Versions:
                 with contextlib.suppress(AdapterError):
                     found = self._adapter_cache.files.load(adapter, version)
                     if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):
-                        return self._adapter_cache.build(adapter, found.weights, found.optimizer), version
+                        state = self._adapter_cache.build(adapter, found.weights, found.optimizer, found.form)
+                        return state, version
         return self._adapter_cache.build(adapter), 0

@@ -16,7 +16,8 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align import metrics
-from edged.align.adapters.adapter import LoraSpec, UnknownAdapter
+from edged.align.adapters.adapter import UnknownAdapter
+from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
 from edged.align.versions import UnknownVersion
 from edged.api.access import caller_of
@@ -158,10 +159,10 @@ async def import_adapter(request: web.Request) -> Imported:
     await _demand_no_job(services, name)
     services.claim("import")
     try:
-        weights = await _uploaded(request, services, spec)
+        weights, form = await _uploaded(request, services, spec)
     finally:
         services.free("import")
-    version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason))
+    version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason, form))
     return Imported(adapter=name, version=version, reason=reason)
 
 
@@ -172,8 +173,10 @@ async def _demand_no_job(services: Services, name: str) -> None:
         raise ApiError(409, f'job "{job}" makes adapter "{name}": wait for its end, or cancel it', code="job_runs")
 
 
-async def _uploaded(request: web.Request, services: Services, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """Return the weights that a request uploads. Raises ApiError."""
+async def _uploaded(
+    request: web.Request, services: Services, spec: LoraSpec
+) -> tuple[dict[str, torch.Tensor], AdapterForm]:
+    """Return the weights that a request uploads, and their form. Raises ApiError."""
     most = most_bytes(spec) + _TAR_OVERHEAD
     prefix = f"{SCRATCH}import-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:

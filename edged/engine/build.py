@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edged.align.adapters.adapter import LoraSpec
+from edged.align.adapters.form import LoraSpec
 from edged.cache.page_pool import PagePool
 from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_paths
 from edged.engine.kv.offload import pick_spill

@@ -15,6 +15,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterFiles
 from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.adapters.form import AdapterForm
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
@@ -234,9 +235,14 @@ class Engine:
         """
         return self.commands.ask_at_length(lambda: self.finetuning.rollback(adapter, version))
 
-    def import_adapter(self, adapter: str, weights: dict[str, torch.Tensor], reason: str) -> Future[int]:
-        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s."""
-        build = partial(self.trainer.adapter_cache.build, adapter, weights)
+    def import_adapter(
+        self, adapter: str, weights: dict[str, torch.Tensor], reason: str, form: AdapterForm | None = None
+    ) -> Future[int]:
+        """Publish weights (PEFT's names, checked) as an adapter's newest version; the future is `rollback`'s.
+
+        Their form is by default that of the settings.
+        """
+        build = partial(self.trainer.adapter_cache.build, adapter, weights, form=form)
         return self.commands.ask_at_length(lambda: self.finetuning.replace_version(adapter, build, reason))
 
     def introduce(self, adapter: str) -> Future[None]:

@@ -9,7 +9,8 @@ from itertools import islice
 import numpy as np
 import torch
 
-from edged.align.adapters.adapter import AdapterState, LoraSpec
+from edged.align.adapters.adapter import AdapterState
+from edged.align.adapters.form import LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
 from edged.align.dpo.loss import answer_logps, preference_loss
@@ -79,7 +80,7 @@ def _adapter(model: ServedModel, align: AlignSettings, index: int) -> AdapterSta
     """Return an adapter whose A and B are random."""
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "", model.fingerprint, ())
-    state = AdapterState(f"trial {index}", spec, Live(Settings(align=align)), model.device)
+    state = AdapterState(f"trial {index}", spec.form, Live(Settings(align=align)), model.device)
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for _, b in state.weights.values():
@@ -96,8 +97,8 @@ def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, at
     tokens = torch.as_tensor(ids, device=model.device)
     if state is None:
         return own_logits(model.model, tokens, attention)
-    weights = scaled(state.weights, state.spec.scaling, model.dtype)
-    with model.lora.training([LoraRows(0, len(ids), LoraParameters(weights, state.spec.scaling, {}))]):
+    weights = scaled(state.weights, state.form.scalings, model.dtype)
+    with model.lora.training([LoraRows(0, len(ids), LoraParameters(weights, state.form.scalings, {}))]):
         return own_logits(model.model, tokens, attention)
 
 
@@ -108,7 +109,7 @@ def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
     texts = [_tokens(model, 9, seed) for seed in range(len(every))]
     got: list[list[torch.Tensor]] = [[] for _ in every]
     for slot, adapter in enumerate(states):
-        model.lora.load(slot, adapter.weights, adapter.spec.scaling)
+        model.lora.load(slot, adapter.weights, adapter.form.scalings)
     with torch.inference_mode():
         for stops in ([5, 8, 3], [9, 9, 9]):
             segments = []
@@ -179,7 +180,7 @@ def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, ke
     kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
     tap = LayerTap(model)
     step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep)
-    model.lora.load(0, member.state.weights, member.state.spec.scaling)
+    model.lora.load(0, member.state.weights, member.state.form.scalings)
     try:
         while step.group.tokens_left or step.units_left()[0][0] != "step":
             if not step.group.tokens_left:

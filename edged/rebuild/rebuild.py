@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from sqlite_utils import Database
 from transformers import AutoTokenizer
 
-from edged.align.adapters.adapter import AdapterError, AdapterFiles, LoraSpec, Snapshot
+from edged.align.adapters.adapter import AdapterError, AdapterFiles, Snapshot
+from edged.align.adapters.form import LoraSpec
 from edged.align.feedback.pair import TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import PairTokenizer, UnusablePrompt, tokenize_pair
 from edged.engine.build import lora_spec
@@ -128,7 +129,7 @@ class Rebuild:
             number = max([newest or 0, *self._files.versions(self.adapter)]) + 1
             weights = load_file(folder / "adapter_model.safetensors")
             try:
-                path, removed = self._files.save(Snapshot(self.adapter, number, weights, {}))
+                path, removed = self._files.save(Snapshot(self.adapter, number, weights, {}, self.spec.form))
                 self._files.check(self.adapter, number)
             except (AdapterError, OSError) as error:
                 raise RebuildError(f"the rebuilt adapter could not be written: {error}") from error

@@ -75,7 +75,7 @@ class Rig:
                 )
                 for name, linear in self.model.lora.linears.items()
             }
-            self.model.lora.load(slot, weights, 1.0)
+            self.model.lora.load(slot, weights, dict.fromkeys(weights, 1.0))
         self.kv: KvStore = self.model.new_kv(1 + WIDTH * len(CONTEXTS), PAGE)
         self.tables = [np.arange(1 + WIDTH * i, 1 + WIDTH * (i + 1)) for i in range(len(CONTEXTS))]
         random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""One user's LoRA adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
+"""One user's adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
 
 On disk: `<root>/<adapter>/v000012/` with `adapter_config.json` and `adapter_model.safetensors` (PEFT's own, loadable by
 PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with checksums, written last).
@@ -14,11 +14,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from edged.align.adapters.form import AdapterForm, LoraSpec
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, form_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 from edged.store.data_dir import erase_folder, sha256_of, sync
@@ -40,55 +43,26 @@ class GradientTooLarge(ValueError):
     """A step's gradient norm is far above those of the adapter's earlier steps; the message gives the norm."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """The LoRA configuration of one base model's adapters; `shapes` maps a linear to (in_features, out_features)."""
-
-    shapes: Mapping[str, tuple[int, int]]
-    rank: int
-    alpha: float
-    base_model: str
-    fingerprint: str
-    """Identifier of the base model's weights: adapters and reference log-probabilities of another base are not used."""
-    peft_targets: tuple[str, ...]
-    """`target_modules` as written to PEFT's config."""
-    base_source: str = ""
-    """The base model as PEFT finds it again, a directory or a hub name; "": its name here."""
-
-    @property
-    def scaling(self) -> float:
-        """LoRA's scaling factor, alpha / rank."""
-        return self.alpha / self.rank
-
-    def peft_shapes(self) -> dict[str, tuple[int, int]]:
-        """The shapes of an adapter's weights by PEFT's names: A [rank, in] and B [out, rank] of each linear."""
-        shapes = {}
-        for name, (fan_in, fan_out) in self.shapes.items():
-            shapes[peft_name(name, "A")], shapes[peft_name(name, "B")] = (self.rank, fan_in), (fan_out, self.rank)
-        return shapes
-
-
-def peft_name(linear: str, part: str) -> str:
-    """PEFT's name of a linear's matrix A or B."""
-    return f"base_model.model.{linear}.lora_{part}.weight"
-
-
 class AdapterState:
-    """An adapter's current version: weights {linear: (A [rank, in], B [out, rank])} in fp32, and AdamW over them.
+    """An adapter's current version: weights in fp32, of the linears that its form has, and AdamW over them.
 
     All of them lie in one tensor, so that an optimizer step is a few operations whatever the number of linears.
     """
 
-    def __init__(self, name: str, spec: LoraSpec, settings: Live[Settings], device: torch.device) -> None:
-        """Read `settings` anew at each step, so that changes apply to the next one."""
-        self.name, self.spec, self.settings, self.device = name, spec, settings, device
+    def __init__(
+        self, name: str, form: AdapterForm, settings: Live[Settings], device: torch.device, begin: bool = True
+    ) -> None:
+        """Read `settings` anew at each step, so that changes apply to the next one. Not to `begin`, but to restore
+        weights next, leaves version 0 zero."""
+        self.name, self.form, self.settings, self.device = name, form, settings, device
         self.version = self.newest_number = 0
         """`newest_number` is the highest version number ever assigned."""
-        self._shapes = list(spec.peft_shapes().values())
+        self._shapes = list(form.shapes.values())
         self._flat = torch.zeros(sum(map(math.prod, self._shapes)), device=device, requires_grad=True)
         parts = [part.requires_grad_(True) for part in self._split(self._flat.detach())]
-        self.weights = dict(zip(spec.shapes, zip(parts[::2], parts[1::2], strict=True), strict=True))
-        self._initialize()
+        self.weights = form.by_linear(parts)
+        if begin:
+            self._initialize()
         self._new_optimizer()
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -111,15 +85,15 @@ class AdapterState:
         return bool(self._flat.isfinite().all())
 
     def parameters(self) -> list[torch.Tensor]:
-        """All A and B matrices, in a fixed order."""
-        return [tensor for pair in self.weights.values() for tensor in pair]
+        """All weights, in the form's order."""
+        return [tensor for own in self.weights.values() for tensor in own]
 
     def _new_optimizer(self) -> None:
         self._optimizer = torch.optim.AdamW([self._flat], fused=True)
 
     def step(
         self,
-        gradients: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+        gradients: Mapping[str, tuple[torch.Tensor, ...]],
         count: int,
         weight: float | None = None,
         most_norm: float = math.inf,
@@ -187,14 +161,11 @@ class AdapterState:
             for key, value in self._optimizer.state.get(self._flat, {}).items()
             for index, part in enumerate(self._split(value) if value.dim() else [value] * len(self._shapes))
         }
-        return CopiedVersion(self.name, self.version, HostCopies(self._peft_weights()), HostCopies(moments))
+        weights, optimizer = HostCopies(self._peft_weights()), HostCopies(moments)
+        return CopiedVersion(self.name, self.version, weights, optimizer, self.form)
 
     def _peft_weights(self) -> dict[str, torch.Tensor]:
-        return {
-            peft_name(name, part): leaf
-            for name, leaves in self.weights.items()
-            for part, leaf in zip("AB", leaves, strict=True)
-        }
+        return dict(zip(self.form.shapes, self.parameters(), strict=True))
 
     def restore(
         self, tensors: Mapping[str, torch.Tensor], version: int, moments: Mapping[str, torch.Tensor] | None = None
@@ -205,14 +176,13 @@ class AdapterState:
         """
         state = self._flat_moments(moments) if moments else None
         with torch.no_grad():
-            for name, (a, b) in self.weights.items():
-                for part, leaf in (("A", a), ("B", b)):
-                    value = tensors.get(peft_name(name, part))
-                    if value is None or value.shape != leaf.shape:
-                        found = "missing" if value is None else f"of shape {tuple(value.shape)}"
-                        needed = f"{tuple(leaf.shape)} is needed (another rank or other target_modules?)"
-                        raise AdapterError(f'adapter "{self.name}": lora_{part} of {name} is {found}, {needed}')
-                    leaf.copy_(value)
+            for name, leaf in self._peft_weights().items():
+                value = tensors.get(name)
+                if value is None or value.shape != leaf.shape:
+                    found = "missing" if value is None else f"of shape {tuple(value.shape)}"
+                    needed = f"{tuple(leaf.shape)} is needed (another rank or other target_modules?)"
+                    raise AdapterError(f'adapter "{self.name}": {name} is {found}, {needed}')
+                leaf.copy_(value)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
         if state is not None:
@@ -241,6 +211,7 @@ class Snapshot:
     """Weights by PEFT's names."""
     optimizer: dict[str, torch.Tensor]
     """AdamW's moments and step counts: "<index of the parameter>.<name>"."""
+    form: AdapterForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +222,11 @@ class CopiedVersion:
     version: int
     weights: HostCopies
     optimizer: HostCopies
+    form: AdapterForm
 
     def snapshot(self) -> Snapshot:
         """The version, copied to the host."""
-        return Snapshot(self.adapter, self.version, self.weights.on_host(), self.optimizer.on_host())
+        return Snapshot(self.adapter, self.version, self.weights.on_host(), self.optimizer.on_host(), self.form)
 
 
 class AdapterFiles:
@@ -295,8 +267,8 @@ class AdapterFiles:
         return final, self._retire(snapshot.adapter)
 
     def _write(self, draft: Path, snapshot: Snapshot) -> None:
-        (draft / "adapter_config.json").write_text(json.dumps(self._peft_config(), indent=1, sort_keys=True))
-        save_file(snapshot.weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+        (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1, sort_keys=True))
+        save_file(snapshot.weights, draft / WEIGHTS, metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
         sums = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
         manifest = {
@@ -305,6 +277,7 @@ class AdapterFiles:
             "base_model": self.spec.base_model,
             "base_fingerprint": self.spec.fingerprint,
             "sha256": sums,
+            "form": dict(snapshot.form.config) if snapshot.form.imported else None,
         }
         (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         for path in draft.iterdir():
@@ -353,17 +326,26 @@ class AdapterFiles:
         if manifest.get("base_fingerprint") != self.spec.fingerprint:
             which = f'"{manifest.get("base_model")}", not "{self.spec.base_model}" as it is now'
             raise AdapterError(f"{folder}: learned on another base model ({which})")
-        self._check_shapes(folder)
+        self._form(folder, manifest)
         return folder
 
-    def _check_shapes(self, folder: Path) -> None:
-        alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
-        with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+    def _form(self, folder: Path, manifest: Mapping[str, Any]) -> AdapterForm:
+        """The form of the version in a folder: that of the settings, or the one it was imported with. Raises
+        AdapterError where the settings do not admit it."""
+        with safe_open(folder / WEIGHTS, "pt") as file:
             found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        if found != self.spec.peft_shapes() or alpha != self.spec.alpha:
+        if config := manifest.get("form"):
+            try:
+                return form_of(config, found, self.spec)
+            except ImportRefused as error:
+                raise AdapterError(f"{folder}: imported under other settings: {error}") from None
+        form = self.spec.form
+        alpha = json.loads((folder / CONFIG).read_text())["lora_alpha"]
+        if found != form.shapes or alpha != self.spec.alpha:
             way_out = "restore those settings to serve it; with these its pairs are learned anew"
             what = "another align.rank, align.alpha or align.target_modules"
             raise AdapterError(f"{folder}: learned with {what}: {way_out}")
+        return form
 
     def load(self, adapter: str, version: int) -> Snapshot:
         """Check a version and read it. Raises AdapterError, also where it is removed meanwhile."""
@@ -376,8 +358,9 @@ class AdapterFiles:
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""
         folder = self.path(adapter, version)
-        weights, optimizer = (load_file(folder / f"{name}.safetensors") for name in ("adapter_model", "optimizer"))
-        return Snapshot(adapter, version, weights, optimizer)
+        weights, optimizer = (load_file(folder / name) for name in (WEIGHTS, "optimizer.safetensors"))
+        form = self._form(folder, json.loads((folder / _MANIFEST).read_text()))
+        return Snapshot(adapter, version, weights, optimizer, form)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:
         """The newest undamaged version (0: none), and the problems of newer ones."""
@@ -409,16 +392,11 @@ class AdapterFiles:
         finally:
             self._hidden.remove(adapter)
 
-    def _peft_config(self) -> dict[str, object]:
+    def _peft_config(self, form: AdapterForm) -> dict[str, object]:
         return {
-            "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": self.spec.base_source or self.spec.base_model,
-            "r": self.spec.rank,
-            "lora_alpha": self.spec.alpha,
-            "lora_dropout": 0.0,
-            "bias": "none",
             "inference_mode": True,
-            "target_modules": list(self.spec.peft_targets),
             "fan_in_fan_out": False,
+            **form.config,
         }

@@ -13,7 +13,8 @@ from itertools import islice
 
 import torch
 
-from edged.align.adapters.adapter import AdapterFiles, AdapterState, CopiedVersion, LoraSpec
+from edged.align.adapters.adapter import AdapterFiles, AdapterState, CopiedVersion
+from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.settings.live import Live
 from edged.settings.load import Settings
 
@@ -94,12 +95,14 @@ class AdapterCache:
         adapter: str,
         weights: Mapping[str, torch.Tensor] | None = None,
         moments: Mapping[str, torch.Tensor] | None = None,
+        form: AdapterForm | None = None,
     ) -> AdapterState:
         """A state of the adapter with these weights, by PEFT's names, and AdamW's moments (None: untrained, new).
 
-        Any thread may call it. Its version is 0, unless `replace` gives it a number. Raises AdapterError on a mismatch.
+        Its form is by default that of the settings. Any thread may call it. Its version is 0, unless `replace` gives it
+        a number. Raises AdapterError on a mismatch.
         """
-        state = AdapterState(adapter, self.spec, self._settings, self._device)
+        state = AdapterState(adapter, form or self.spec.form, self._settings, self._device, begin=weights is None)
         # A damaged version on disk keeps its number: no new version overwrites it.
         state.newest_number = max(self.files.versions(adapter), default=0)
         if weights is not None:
@@ -112,7 +115,7 @@ class AdapterCache:
         if not version:
             return self.build(adapter)
         snapshot = self.files.read(adapter, version)
-        state = self.build(adapter, snapshot.weights, snapshot.optimizer)
+        state = self.build(adapter, snapshot.weights, snapshot.optimizer, snapshot.form)
         state.version = version
         return state
 

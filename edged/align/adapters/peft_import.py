@@ -6,14 +6,14 @@ Pickles are never opened: a file that is not safetensors is refused by its name,
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from edged.align.adapters.adapter import LoraSpec, peft_name
+from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, peft_name
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
@@ -31,12 +31,10 @@ class ImportRefused(ValueError):
     """An adapter that cannot be imported; the message gives the problem and the way out."""
 
 
-def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """Read a PEFT folder's weights by PEFT's names, in fp32, all finite, as an adapter of `spec`'s rank and scaling
-    that answers the same. Raises ImportRefused.
+def read_adapter(folder: Path, spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
+    """Read a PEFT folder's weights by PEFT's names, in fp32, all finite, and the form that they have.
 
-    Zeros fill lower ranks, and linears that it does not adapt; these stay zero, since their gradients are. Another
-    scaling (alpha, rsLoRA, patterns) goes into B.
+    Raises ImportRefused.
     """
     for name in _PICKLES:
         if (folder / name).exists() and not (folder / WEIGHTS).exists():
@@ -45,23 +43,51 @@ def read_adapter(folder: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
             raise ImportRefused(f"{pickle}: only {WEIGHTS} is read; {way_out}")
     config = _config(folder / CONFIG)
     _check_config(config)
-    # rsLoRA's factor: Kalajdzievski 2023.
-    ranks, alphas = _by_linear(config, "r", "rank_pattern"), _by_linear(config, "lora_alpha", "alpha_pattern")
-    found = _weights(folder / WEIGHTS, spec)
-    weights = {name: torch.zeros(shape) for name, shape in spec.peft_shapes().items()}
-    for linear in spec.shapes:
-        a, b = (found.get(peft_name(linear, part)) for part in "AB")
-        if a is not None and b is not None:
-            rank = len(a)
-            if rank != (said := ranks(linear)):
-                raise ImportRefused(f"{linear} has the rank {rank}, and {CONFIG} says {said}")
-            factor = alphas(linear) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-            weights[peft_name(linear, "A")][:rank] = a
-            weights[peft_name(linear, "B")][:, :rank] = b * (factor / spec.scaling)
+    weights, form = _weights(folder / WEIGHTS, config, spec)
+    factors = {peft_name(linear, "B"): scaling for linear, scaling in form.scalings.items()}
     for name, tensor in weights.items():
-        if not bool(torch.isfinite(tensor).all()):
+        # As it is served.
+        if not bool((tensor * factors.get(name, 1.0)).isfinite().all()):
             raise ImportRefused(f"{name} holds values that are not finite, or are too large with its lora_alpha")
-    return weights
+    return weights, form
+
+
+def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> AdapterForm:
+    """Return the form of an adapter with PEFT's `config` and weights of the shapes `found`, by PEFT's names.
+
+    Raises ImportRefused where it does not fit the model or the settings.
+    """
+    _check_names(set(found), set(spec.form.shapes))
+    ranks, alphas = _by_linear(config, "r", "rank_pattern"), _by_linear(config, "lora_alpha", "alpha_pattern")
+    shapes: dict[str, tuple[int, ...]] = {}
+    scalings = {}
+    for linear, (fan_in, fan_out) in spec.shapes.items():
+        down, up = peft_name(linear, "A"), peft_name(linear, "B")
+        if down not in found:
+            continue
+        rank = (*found[down], 0)[0]
+        if not 0 < rank <= spec.rank:
+            way_out = f"raise align.rank, or train one of at most {spec.rank}"
+            raise ImportRefused(f"its rank is {rank}, align.rank is {spec.rank}: {way_out}")
+        for name, needed in ((down, (rank, fan_in)), (up, (fan_out, rank))):
+            if found[name] != needed:
+                way_out = f"this model needs {needed}: it was trained for another model"
+                raise ImportRefused(f"{name} has the shape {found[name]}, {way_out}")
+            shapes[name] = needed
+        if rank != (said := ranks(linear)):
+            raise ImportRefused(f"{linear} has the rank {rank}, and {CONFIG} says {said:g}")
+        # rsLoRA's factor: Kalajdzievski 2023.
+        scalings[linear] = alphas(linear) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    more = {name: config.get(name) for name in ("use_rslora", "rank_pattern", "alpha_pattern")}
+    own = lora_config(config["r"], config["lora_alpha"], _targets(spec, list(scalings)), **more)
+    return AdapterForm(scalings, shapes, own, imported=True)
+
+
+def _targets(spec: LoraSpec, linears: Sequence[str]) -> list[str]:
+    """Return `target_modules` for these of the model's linears: the ends of their names, if these fit no others."""
+    ends = {linear.rpartition(".")[2] for linear in linears}
+    fitting = [linear for linear in spec.shapes if linear.rpartition(".")[2] in ends]
+    return sorted(ends if fitting == list(linears) else linears)
 
 
 def most_bytes(spec: LoraSpec) -> int:
@@ -99,7 +125,7 @@ def _check_config(config: dict[str, Any]) -> None:
         )
 
 
-def _by_linear(config: dict[str, Any], name: str, pattern: str) -> Callable[[str], float]:
+def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[str], float]:
     """Return a function from a linear's name to its number `name`, which the first key of `pattern` that fits says.
 
     Raises ImportRefused. As in PEFT a key fits the end of a name from a dot on; of regular expressions it may have dots
@@ -117,33 +143,23 @@ def _by_linear(config: dict[str, Any], name: str, pattern: str) -> Callable[[str
     return lambda linear: next((number for end, number in ends if f".{linear}".endswith(end)), default)
 
 
-def _weights(path: Path, spec: LoraSpec) -> dict[str, torch.Tensor]:
-    wanted = spec.peft_shapes()
+def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     try:
         size = path.stat().st_size
         if size > most_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            _check_names(names, set(wanted))
-            for name in sorted(names):
-                down, (rows, columns) = name.replace(".lora_B.", ".lora_A."), wanted[name]
-                part, rank = file.get_slice(name), (*file.get_slice(down).get_shape(), 0)[0]
-                if not 0 < rank <= spec.rank:
-                    way_out = f"raise align.rank, or train one of at most {spec.rank}"
-                    raise ImportRefused(f"its rank is {rank}, align.rank is {spec.rank}: {way_out}")
-                shape = (rank, columns) if name == down else (rows, rank)
-                if (found := tuple(part.get_shape())) != shape:
-                    needed = f"this model needs {shape}: it was trained for another model"
-                    raise ImportRefused(f"{name} has the shape {found}, {needed}")
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            form = form_of(config, {name: tuple(part.get_shape()) for name, part in parts.items()}, spec)
+            for name, part in parts.items():
                 if (dtype := part.get_dtype()) not in _DTYPES:
                     raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
-            tensors = {name: file.get_tensor(name).float() for name in sorted(names)}
+            tensors = {name: file.get_tensor(name).float() for name in form.shapes}
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
     except (OSError, SafetensorError) as error:
         raise ImportRefused(f"{path.name} is not a safetensors file: {error}") from None
-    return tensors
+    return tensors, form
 
 
 def _check_names(found: set[str], wanted: set[str]) -> None:

@@ -72,9 +72,7 @@ class AdapterStep:
         """Whether pairs look strange to a version that is not tested yet: then no optimizer step was taken."""
         self.strange = ""
         """Reason why its gradient is far too large, or ""; then no optimizer step was taken."""
-        self.gradients: LoraLeaves = {
-            name: (torch.zeros_like(a), torch.zeros_like(b)) for name, (a, b) in state.weights.items()
-        }
+        self.gradients: LoraLeaves = {name: tuple(map(torch.zeros_like, own)) for name, own in state.weights.items()}
         """Sums of the pairs' gradients so far, in fp32."""
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
@@ -101,13 +99,13 @@ class AdapterStep:
         ]
 
     def parameters(self, dtype: torch.dtype) -> LoraParameters:
-        """Return its matrices for the backward passes of a step, in the dtype of computation."""
-        weights = {name: (a.detach(), b.detach()) for name, (a, b) in self.state.weights.items()}
-        leaves = scaled(weights, self.state.spec.scaling, dtype)
-        for a, b in leaves.values():
-            a.requires_grad_()
-            b.requires_grad_()
-        return LoraParameters(leaves, self.state.spec.scaling, self.gradients)
+        """Return its weights for the backward passes of a step, in the dtype of computation."""
+        weights = {name: tuple(each.detach() for each in own) for name, own in self.state.weights.items()}
+        leaves = scaled(weights, self.state.form.scalings, dtype)
+        for own in leaves.values():
+            for each in own:
+                each.requires_grad_()
+        return LoraParameters(leaves, self.state.form.scalings, self.gradients)
 
     @property
     def examples(self) -> list[TokenPair]:
@@ -146,7 +144,7 @@ class AdapterStep:
 
     @property
     def _totals(self) -> list[torch.Tensor]:
-        return [total for pair in self.gradients.values() for total in pair]
+        return [total for own in self.gradients.values() for total in own]
 
     def mark(self) -> None:
         """Save the state between two micro-batches, to which `restart` returns."""

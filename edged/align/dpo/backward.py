@@ -45,19 +45,23 @@ def branches_of(
 
 
 def matrices(rows: Sequence[LoraRows], names: Sequence[str]) -> list[torch.Tensor]:
-    """A and B of the linears `names`, adapter by adapter."""
-    return [matrix for part in rows for name in names for matrix in part.leaves.weights[name]]
+    """Weights of those of the linears `names` that are adapted, adapter by adapter."""
+    return [matrix for part in rows for name in names for matrix in part.leaves.weights.get(name, ())]
 
 
 def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Iterator[torch.Tensor]) -> None:
     """Add the gradients of `matrices` to each adapter's totals."""
+    by_scaling: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for part in rows:
-        own = [next(gradients) for _ in range(2 * len(names))]
-        if not own:
-            continue
-        a, b = zip(*(part.leaves.gradients[name] for name in names), strict=True)
-        torch._foreach_add_(a, own[::2])
-        torch._foreach_add_(b, own[1::2], alpha=part.leaves.scaling)
+        for name in names:
+            totals = part.leaves.gradients.get(name, ())
+            for place, total in enumerate(totals, 1):
+                scaling = part.leaves.scalings[name] if place == len(totals) else 1.0
+                into, own = by_scaling.setdefault(scaling, ([], []))
+                into.append(total)
+                own.append(next(gradients))
+    for scaling, (into, own) in by_scaling.items():
+        torch._foreach_add_(into, own, alpha=scaling)
 
 
 def upstream_of(

@@ -9,8 +9,8 @@ import torch
 
 from edged.align.dpo.layout import Piece
 
-LoraLeaves = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Linear's name -> (A [rank, in], B [out, rank])."""
+LoraLeaves = Mapping[str, tuple[torch.Tensor, ...]]
+"""Linear's name -> (A [rank, in], B [out, rank]); of linears that are adapted."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Masks = dict[tuple[int, int, int | None], torch.Tensor]
 """Attention masks of the last queries of a text, by the numbers of queries and of keys, and the sliding window."""
@@ -21,15 +21,21 @@ class LoraParameters:
     """One adapter's LoRA matrices in a backward pass; `gradients` (fp32) are totals that are added to in place."""
 
     weights: LoraLeaves
-    """A, and B times the scaling factor, in the dtype of computation: autograd's leaves (see `scaled`)."""
-    scaling: float
-    """LoRA's scaling factor, alpha / rank."""
+    """Weights, each linear's last one times the scaling factor, in the dtype of computation: autograd's leaves (see
+    `scaled`)."""
+    scalings: Mapping[str, float]
+    """LoRA's scaling factor, by linear."""
     gradients: LoraLeaves
 
 
-def scaled(weights: LoraLeaves, scaling: float, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return A, and B times the scaling factor, of each linear in the dtype of computation."""
-    return {name: (a.to(dtype), (b * scaling).to(dtype)) for name, (a, b) in weights.items()}
+def scaled(
+    weights: LoraLeaves, scalings: Mapping[str, float], dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return each linear's weights, the last one times the scaling factor, in the dtype of computation."""
+    return {
+        name: (*(each.to(dtype) for each in own[:-1]), (own[-1] * scalings[name]).to(dtype))
+        for name, own in weights.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

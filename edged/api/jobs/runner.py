@@ -349,8 +349,8 @@ class JobRunner:
         version, _ = on_disk.newest(job.parent)
         if not version:
             raise JobFailed(f'adapter "{job.parent}" has no version on disk', "invalid_model", "model")
-        weights = on_disk.load(job.parent, version).weights
-        self._result(self.engine.import_adapter(job.adapter, weights, "imported"))
+        found = on_disk.load(job.parent, version)
+        self._result(self.engine.import_adapter(job.adapter, found.weights, "imported", found.form))
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""

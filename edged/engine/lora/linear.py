@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from edged.align.dpo.decoder import LoraLeaves, LoraRows
 from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
@@ -148,8 +149,9 @@ class LoraLinear(LinearWrapper):
         sizes = [part.stop - part.start for part in rows]
         parts = []
         for own, out, part in zip(x.flatten(0, -2).split(sizes), y.flatten(0, -2).split(sizes), rows, strict=True):
-            a, b = (matrix.to(x.dtype) for matrix in part.leaves.weights[self.name])
-            parts.append(torch.addmm(out.to(x.dtype), own @ a.t(), b.t()))
+            weights = [each.to(x.dtype) for each in part.leaves.weights.get(self.name, ())]
+            out = out.to(x.dtype)
+            parts.append(torch.addmm(out, own @ weights[0].t(), weights[1].t()) if weights else out)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
 
 
@@ -212,17 +214,28 @@ class LoraSlots:
         return sum(slots.nbytes for _, _, slots in self._banks)
 
     @torch.no_grad()
-    def load(self, slot: int, weights: LoraLeaves, scaling: float) -> None:
-        """Put an adapter's weights into `slot` wholly, transposed, the scaling folded into B, or change nothing."""
+    def load(self, slot: int, weights: LoraLeaves, scalings: Mapping[str, float]) -> None:
+        """Put an adapter's weights into `slot` wholly, transposed, the scalings folded into B, or change nothing.
+
+        Zeros fill lower ranks, and linears that it does not adapt.
+        """
         aside = []
         for side, names, slots in self._banks:
-            own = torch.stack([weights[name][side] for name in names])
+            own = torch.stack([self._filled(side, weights.get(name), slots) for name in names])
             if side == 1:
-                own.mul_(scaling)
+                factors = torch.tensor([scalings.get(name, 0.0) for name in names])
+                own.mul_(factors.to(own.device)[:, None, None])
             aside.append(torch.empty_like(slots[:, slot]).copy_(own.transpose(1, 2)))
         # Sequences may be running on the slot: nothing that can fail for want of memory comes between two banks.
         for (_, _, slots), own in zip(self._banks, aside, strict=True):
             slots[:, slot].copy_(own)
+
+    def _filled(self, side: int, own: tuple[torch.Tensor, ...] | None, slots: torch.Tensor) -> torch.Tensor:
+        """Return A or B of a linear in the size of its slot, on its adapter's device; zeros for a linear without."""
+        if own is None:
+            return torch.zeros(slots.shape[:1:-1], device=self.device)
+        lower = self.rank - own[side].shape[side]
+        return own[side] if not lower else F.pad(own[side], (0, lower) if side else (0, 0, 0, lower))
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState, LoraSpec, Snapshot
+from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState, Snapshot
 from edged.align.adapters.adapter_cache import AdapterCache
+from edged.align.adapters.form import LoraSpec
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 
@@ -26,7 +27,7 @@ def live(**align: object) -> Live[Settings]:
 
 
 def state(name: str = "ann", **align: object) -> AdapterState:
-    return AdapterState(name, spec(), live(rank=4, alpha=8.0, **align), CPU)
+    return AdapterState(name, spec().form, live(rank=4, alpha=8.0, **align), CPU)
 
 
 def stepped(times: int = 1) -> AdapterState:
@@ -175,8 +176,8 @@ def test_an_adapter_of_another_base_model_is_not_served(tmp_path: Path) -> None:
 
 def test_another_rank_is_an_error_that_names_the_matrix(tmp_path: Path) -> None:
     made = stepped()
-    wider = AdapterState("ann", spec(rank=8), live(rank=8), CPU)
-    with pytest.raises(AdapterError, match=r"lora_A of .* is of shape \(4, 8\), \(8, 8\) is needed"):
+    wider = AdapterState("ann", spec(rank=8).form, live(rank=8), CPU)
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_A\.weight is of shape \(4, 8\), \(8, 8\) is needed"):
         wider.restore(made.tensors(), 1)
 
 

@@ -17,7 +17,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer
 
-from edged.align.adapters.adapter import AdapterState, LoraSpec
+from edged.align.adapters.adapter import AdapterState
+from edged.align.adapters.form import LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.micro_batch import MicroBatch
 from edged.align.dpo.step import DpoStep
@@ -65,7 +66,7 @@ def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPa
 def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann") -> AdapterState:
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "base", "f", tuple(shapes))
-    state = AdapterState(name, spec, Live(Settings(align=align)), DEVICE)
+    state = AdapterState(name, spec.form, Live(Settings(align=align)), DEVICE)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
         for _, b in state.weights.values():
@@ -122,7 +123,7 @@ def take_step(
         next(iter(states[broken].weights.values()))[1].data[0] = float("nan")
     slots = {name: slot for slot, name in enumerate(pairs, 1)}
     for name, state in states.items():
-        model.lora.load(slots[name], state.weights, state.spec.scaling)
+        model.lora.load(slots[name], state.weights, state.form.scalings)
     free = list(range(1, 80))
     members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
     step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)

@@ -41,7 +41,7 @@ def evaluate(
     kv = model.new_kv(80, 8)
     tap, decoder = LayerTap(model), PagedDecoder(model, kv)
     state = trained_adapter(model, align)
-    model.lora.load(1, state.weights, state.spec.scaling)
+    model.lora.load(1, state.weights, state.form.scalings)
     free = list(range(1, 80))
     test = HeldOutEvaluation("ann", 1, pairs, decoder, align, lambda pages: free.extend(pages.tolist()), neutral)
     assert (test.adapters, test.version) == (("ann",), 1)

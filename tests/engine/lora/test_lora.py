@@ -50,7 +50,7 @@ def wrapped(
         for slot in range(SLOTS)
     }
     for slot, (a, b) in loaded.items():
-        slots.load(slot, {"0": (a, b)}, scaling=0.5)
+        slots.load(slot, {"0": (a, b)}, {"0": 0.5})
     return base, model, slots, loaded
 
 
@@ -71,7 +71,7 @@ def operations_to_load(layers: int) -> int:
     slots = LoraSlots(model, names, SLOTS, RANK, torch.float32)
     weights = {name: (torch.randn(RANK, WIDE_IN), torch.randn(WIDE_IN, RANK)) for name in names}
     with Counted() as counted:
-        slots.load(1, weights, 2.0)
+        slots.load(1, weights, dict.fromkeys(names, 2.0))
     for name, (a, b) in weights.items():
         assert torch.equal(slots.linears[name].down[1], a.t())  # type: ignore[index]
         assert torch.equal(slots.linears[name].up[1], b.t() * 2.0)  # type: ignore[index]
@@ -231,7 +231,7 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel, mon
     for slot, adapter in enumerate(("ann", "bob")):
         parts = {name: peft_model.get_submodule(f"base_model.model.{name}") for name in model.lora.linears}
         weights = {name: (part.lora_A[adapter].weight, part.lora_B[adapter].weight) for name, part in parts.items()}
-        model.lora.load(slot, weights, 9 / 5)
+        model.lora.load(slot, weights, dict.fromkeys(parts, 9 / 5))
     paths = Backends("triton", 8) if kernel == "triton" else Backends()
     kv = model.new_kv(12, 8)
     texts = {"ann": list(range(20, 50)), "bob": list(range(90, 99)), None: list(range(60, 77))}
