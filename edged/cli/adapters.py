@@ -163,7 +163,8 @@ def export(client: Client, name: str, output: Path) -> Any:
 
 def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
     """Return a model card of an exported version: its base, its pairs, its tests."""
-    base = json.loads((folder / _FILES[0]).read_text()).get("base_model_name_or_path")
+    config = json.loads((folder / _FILES[0]).read_text())
+    base, kind = config.get("base_model_name_or_path"), "An IA3" if config.get("peft_type") == "IA3" else "A LoRA"
     test: dict[str, Any] = next((item for item in adapter["versions"] if item["version"] == version), {})
     share, pairs, change = (
         test.get(key) for key in ("held_out_reward_accuracy", "held_out_pairs", "neutral_nll_change")
@@ -177,7 +178,7 @@ def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
     head = (
         f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\n---\n\n# {adapter['adapter']}, version {version}\n\n"
     )
-    return head + "A LoRA adapter that edged learned while it served.\n\n" + "\n".join(filter(None, measured)) + "\n"
+    return head + f"{kind} adapter that edged learned while it served.\n\n" + "\n".join(filter(None, measured)) + "\n"
 
 
 def refuse_full(folder: Path) -> None:

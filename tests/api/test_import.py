@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load, load_file, save_file
 
 from tests.api.live import LiveDaemon, running
@@ -99,6 +99,30 @@ def test_an_imported_adapter_answers_as_a_new_version_and_can_be_rolled_back(
         assert answer_of(http, "ann") != before
 
 
+def test_an_ia3_adapter_is_served_learns_and_is_exported_as_one(daemon: LiveDaemon, tmp_path: Path) -> None:
+    linears = ["k_proj", "v_proj", "down_proj"]
+    model = get_peft_model(tiny_model("llama"), IA3Config(target_modules=linears, feedforward_modules=["down_proj"]))
+    for name, parameter in model.named_parameters():
+        if "ia3_l" in name:
+            parameter.data.uniform_(0.2, 1.8, generator=torch.Generator().manual_seed(2))
+    model.save_pretrained(tmp_path)
+    with daemon.http() as http:
+        before = answer_of(http, "ida")
+        assert send(http, archive(tmp_path), "ida").json()["version"] == 1
+        assert answer_of(http, "ida") != before
+        pair = {"prompt": "Once upon a time", "chosen": " there was a fox", "rejected": " nothing"}
+        assert http.post("/v1/feedback", json={"user": "ida", **pair}).status_code == 200
+        until(lambda: http.get("/v1/adapters/ida").json()["version"] == 2)
+        until(lambda: http.get("/v1/adapters/ida/export").headers.get("X-Edged-Version") == "2")
+        with tarfile.open(fileobj=io.BytesIO(http.get("/v1/adapters/ida/export").content)) as tar:
+            learned = load(tar.extractfile(WEIGHTS).read())  # type: ignore[union-attr]
+            config = json.loads(tar.extractfile("adapter_config.json").read())  # type: ignore[union-attr]
+    mine = load_file(tmp_path / WEIGHTS)
+    assert (config["peft_type"], config["target_modules"]) == ("IA3", sorted(linears))
+    assert learned.keys() == mine.keys()
+    assert not any(torch.equal(learned[name], tensor) for name, tensor in mine.items())
+
+
 class Bomb:
     """A pickle that writes a file when it is loaded."""
 
@@ -158,8 +182,9 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
             "or are too large with",
         ),
         (changed({}), "it has no tensors"),
-        (changed(tensors, peft_type="IA3"), "only LORA is served"),
-        (changed(tensors, use_dora=True), "use_dora = true is not supported"),
+        (changed(tensors, peft_type="IA3"), f"{min(tensors)} is no part of this model's adapters"),
+        (changed(tensors, peft_type="PREFIX_TUNING"), "'PREFIX_TUNING': only LORA and IA3 are served, train one of"),
+        (changed(tensors, use_dora=True), "use_dora = true is not supported: its outputs are scaled by norms of"),
         (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),
         (changed({**tensors, "more": torch.zeros(1)}), "more is no part of this model's adapters"),
         (changed({**tensors, name: torch.zeros(4, 9)}), "has the shape (4, 9), this model needs (4, 64)"),

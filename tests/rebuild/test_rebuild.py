@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.adapters.adapter import AdapterFiles
+from edged.align.adapters.adapter import AdapterFiles, Snapshot
+from edged.align.adapters.form import peft_name
+from edged.align.adapters.peft_import import form_of
 from edged.engine.model.loading import ModelRefused
 from edged.rebuild.rebuild import Rebuild
 from edged.rebuild.scores import greedy_agreement, score
@@ -227,3 +229,17 @@ def test_without_trl_the_way_out_is_named(tmp_path: Path) -> None:
 def test_losses_that_trl_would_compute_otherwise_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(RebuildError, match=problem):
         check_loss(AlignSettings(**settings))
+
+
+def test_an_ia3_adapter_is_not_rebuilt_as_a_lora(stopped: tuple[Path, Path, int], tmp_path: Path) -> None:
+    model, before, version = stopped
+    shutil.copytree(before, data := tmp_path / "data")
+    settings = load_settings(environ={}, overrides=OVERRIDES)
+    work = Rebuild(settings, model, "tiny", data, "ada")
+    linear, (_, fan_out) = next(iter(work.spec.shapes.items()))
+    weights = {peft_name(linear): torch.ones(fan_out, 1)}
+    form = form_of({"peft_type": "IA3"}, {name: tuple(value.shape) for name, value in weights.items()}, work.spec)
+    files = AdapterFiles(data / "adapters" / work.spec.fingerprint, work.spec, 5)
+    files.save(Snapshot("ada", version + 1, weights, {}, form))
+    with pytest.raises(RebuildError, match=r'"ada" is an IA3 adapter, and only a LoRA can be rebuilt: go back to a'):
+        Rebuild(settings, model, "tiny", data, "ada")

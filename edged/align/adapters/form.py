@@ -12,9 +12,10 @@ class AdapterForm:
     """An adapter's form. Its linears have their weights one after the other, each the same number of them."""
 
     scalings: Mapping[str, float]
-    """LoRA's scaling factor of each linear that is adapted, in the order of the weights."""
+    """LoRA's scaling factor of each linear that is adapted, in the order of the weights; 1 for IA3."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the weights by PEFT's names: A [rank, in] and B [out, rank] of each linear."""
+    """Shapes of the weights by PEFT's names: A [rank, in] and B [out, rank] of each linear, or the vector of IA3 that
+    scales its inputs [1, in] or its outputs [out, 1]."""
     config: Mapping[str, Any]
     """The fields of PEFT's configuration that say so."""
     imported: bool = False
@@ -60,6 +61,6 @@ def lora_config(rank: float, alpha: float, targets: Sequence[str], **more: Any) 
     return {**always, "target_modules": list(targets), **{name: value for name, value in more.items() if value}}
 
 
-def peft_name(linear: str, part: str) -> str:
-    """PEFT's name of a linear's matrix A or B."""
-    return f"base_model.model.{linear}.lora_{part}.weight"
+def peft_name(linear: str, part: str = "") -> str:
+    """PEFT's name of a linear's matrix A or B, or, without a part, of its IA3 vector."""
+    return f"base_model.model.{linear}." + (f"lora_{part}.weight" if part else "ia3_l")

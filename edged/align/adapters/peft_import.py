@@ -57,7 +57,12 @@ def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spe
 
     Raises ImportRefused where it does not fit the model or the settings.
     """
+    if config["peft_type"] == "IA3":
+        return _ia3_form(found, spec)
     _check_names(set(found), set(spec.form.shapes))
+    parts = (".lora_A.", ".lora_B.")
+    if missing := sorted({name.replace(*way) for name in found for way in (parts, parts[::-1])} - set(found)):
+        raise ImportRefused(f"{missing[0]} is missing: A and B of a linear belong together")
     ranks, alphas = _by_linear(config, "r", "rank_pattern"), _by_linear(config, "lora_alpha", "alpha_pattern")
     shapes: dict[str, tuple[int, ...]] = {}
     scalings = {}
@@ -79,15 +84,32 @@ def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spe
         # rsLoRA's factor: Kalajdzievski 2023.
         scalings[linear] = alphas(linear) / (math.sqrt(rank) if config.get("use_rslora") else rank)
     more = {name: config.get(name) for name in ("use_rslora", "rank_pattern", "alpha_pattern")}
-    own = lora_config(config["r"], config["lora_alpha"], _targets(spec, list(scalings)), **more)
-    return AdapterForm(scalings, shapes, own, imported=True)
+    own = lora_config(config["r"], config["lora_alpha"], _targets(spec, list(scalings))[0], **more)
+    return AdapterForm(scalings, shapes, own, imported=own != spec.form.config)
 
 
-def _targets(spec: LoraSpec, linears: Sequence[str]) -> list[str]:
-    """Return `target_modules` for these of the model's linears: the ends of their names, if these fit no others."""
-    ends = {linear.rpartition(".")[2] for linear in linears}
-    fitting = [linear for linear in spec.shapes if linear.rpartition(".")[2] in ends]
-    return sorted(ends if fitting == list(linears) else linears)
+def _ia3_form(found: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> AdapterForm:
+    """Return the form of an IA3 adapter, as `form_of`."""
+    _check_names(set(found), {peft_name(linear) for linear in spec.shapes})
+    own = {linear: found[peft_name(linear)] for linear in spec.shapes if peft_name(linear) in found}
+    for linear, shape in own.items():
+        fan_in, fan_out = spec.shapes[linear]
+        if shape not in ((1, fan_in), (fan_out, 1)):
+            needed = (
+                f"this model needs {(fan_out, 1)}, or {(1, fan_in)} to scale inputs: it was trained for another model"
+            )
+            raise ImportRefused(f"{peft_name(linear)} has the shape {shape}, {needed}")
+    linears, inputs = list(own), [linear for linear, shape in own.items() if shape == (1, spec.shapes[linear][0])]
+    shapes = {peft_name(linear): shape for linear, shape in own.items()}
+    targets = dict(zip(("target_modules", "feedforward_modules"), _targets(spec, linears, inputs), strict=True))
+    return AdapterForm(dict.fromkeys(linears, 1.0), shapes, {"peft_type": "IA3", **targets}, imported=True)
+
+
+def _targets(spec: LoraSpec, *groups: Sequence[str]) -> list[list[str]]:
+    """Return PEFT's names of each group of the model's linears: the ends of their names, if these fit no others."""
+    ends = [sorted({linear.rpartition(".")[2] for linear in linears}) for linears in groups]
+    fitting = [[linear for linear in spec.shapes if linear.rpartition(".")[2] in own] for own in ends]
+    return ends if fitting == list(groups) else [sorted(linears) for linears in groups]
 
 
 def most_bytes(spec: LoraSpec) -> int:
@@ -112,9 +134,13 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _check_config(config: dict[str, Any]) -> None:
     """Raise ImportRefused for an adapter of another kind than the served ones."""
-    if config.get("peft_type") != "LORA":
-        raise ImportRefused(f"peft_type is {config.get('peft_type')!r}: only LORA is served")
-    for name in ("use_dora", "modules_to_save", "fan_in_fan_out", "alora_invocation_tokens"):
+    if (kind := config.get("peft_type")) not in ("LORA", "IA3"):
+        raise ImportRefused(f"peft_type is {str(kind)[:40]!r}: only LORA and IA3 are served, train one of these")
+    if config.get("use_dora"):
+        why = "its outputs are scaled by norms of the base's weights, which is not served"
+        way_out = "train one without use_dora, or serve a base that it is merged into (peft's merge_and_unload)"
+        raise ImportRefused(f"use_dora = {json.dumps(config['use_dora'])[:80]} is not supported: {why}; {way_out}")
+    for name in ("modules_to_save", "fan_in_fan_out", "alora_invocation_tokens"):
         if config.get(name):
             raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")
     if config.get("bias", "none") != "none":
@@ -167,6 +193,3 @@ def _check_names(found: set[str], wanted: set[str]) -> None:
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")
     if not found:
         raise ImportRefused("it has no tensors: it was trained for another model")
-    parts = (".lora_A.", ".lora_B.")
-    if missing := sorted({name.replace(*way) for name in found for way in (parts, parts[::-1])} - found):
-        raise ImportRefused(f"{missing[0]} is missing: A and B of a linear belong together")

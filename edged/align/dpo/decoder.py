@@ -10,7 +10,7 @@ import torch
 from edged.align.dpo.layout import Piece
 
 LoraLeaves = Mapping[str, tuple[torch.Tensor, ...]]
-"""Linear's name -> (A [rank, in], B [out, rank]); of linears that are adapted."""
+"""Name of a linear that is adapted -> (A [rank, in], B [out, rank]), or its IA3 vector ([1, in] or [out, 1],)."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Masks = dict[tuple[int, int, int | None], torch.Tensor]
 """Attention masks of the last queries of a text, by the numbers of queries and of keys, and the sliding window."""

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from edged.align.dpo.decoder import LoraLeaves, LoraRows
 from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
+from edged.tensors.device_copy import upload
 
 
 class LinearWrapper(nn.Module):
@@ -59,7 +61,10 @@ def siblings(names: Iterable[str]) -> list[list[str]]:
 
 
 class LoraLinear(LinearWrapper):
-    """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank."""
+    """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank.
+
+    A slot with an IA3 vector l has y = base(x) * l, or base(x * l).
+    """
 
     down: torch.Tensor
     up: torch.Tensor
@@ -71,6 +76,8 @@ class LoraLinear(LinearWrapper):
         self._siblings: list[LoraLinear] = [self]
         self._shared = SharedInput()
         self.in_features, self.out_features = down.shape[1], up.shape[2]
+        self.scaled_slots: tuple[set[int], set[int]] = (set(), set())
+        """Slots whose adapter scales the inputs (IA3), and those whose adapter scales the outputs."""
         self.register_buffer("down", down, False)
         self.register_buffer("up", up, False)
         reason = why_no_updates("native", down.device, down.dtype, down.shape[2])
@@ -87,9 +94,9 @@ class LoraLinear(LinearWrapper):
         state, tiles = self._runs, self._runs.tiles
         if tiles is not None and not state.training:
             return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, tiles))
-        y = self.base(x)
         if state.training:
-            return self._updated(x, y, state.training)
+            return self._updated(x, state.training)
+        y = self._based(x)
         if state.few or state.single or state.together is not None:
             # Rows may have a stride (one product for several linears), but a row's features must be contiguous.
             x, y = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (x, y))
@@ -100,11 +107,23 @@ class LoraLinear(LinearWrapper):
         """Compute the outputs of all siblings with their updates."""
         from edged.engine.lora import triton as triton_lora
 
-        outs = [linear.base(x).contiguous() for linear in self._siblings]
+        outs = [linear._based(x).contiguous() for linear in self._siblings]
         ys = [out.view(-1, out.shape[-1]) for out in outs]
         downs, ups = zip(*((linear.down, linear.up) for linear in self._siblings), strict=True)
         triton_lora.add_updates(x.reshape(-1, self.in_features).contiguous(), ys, downs, ups, tiles)
         return outs
+
+    def _based(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the base's output; rows whose adapter is IA3's have their inputs or outputs scaled."""
+        return self._scaled(1, self.base(self._scaled(0, x)))
+
+    def _scaled(self, side: int, x: torch.Tensor) -> torch.Tensor:
+        if self._runs.scaled is None or not self.scaled_slots[side]:
+            return x
+        at, slots = self._runs.scaled
+        rows = x.flatten(0, -2)
+        own, factors = rows.index_select(0, at), self.up[:, 0] if side else self.down[:, :, 0]
+        return rows.index_copy(0, at, own.addcmul(own, factors.index_select(0, slots))).view(x.shape)
 
     def _add_updates(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features], by the compiled kernels
@@ -143,16 +162,31 @@ class LoraLinear(LinearWrapper):
             # Not index_add_, which on the CPU takes ten times as long.
             out.index_copy_(0, runs.rows, update.add_(out.index_select(0, runs.rows)))
 
-    def _updated(self, x: torch.Tensor, y: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
-        """Return `y` with each adapter's update of its own rows, with autograd."""
+    def _updated(self, x: torch.Tensor, rows: Sequence[LoraRows]) -> torch.Tensor:
+        """Return the output with each adapter's change of its own rows, with autograd."""
         # By splits: each slice would have a gradient as large as the whole.
         sizes = [part.stop - part.start for part in rows]
+        adapters = [[each.to(x.dtype) for each in part.leaves.weights.get(self.name, ())] for part in rows]
+        inputs = x.flatten(0, -2).split(sizes)
+        factors = [_vector(0, own) for own in adapters]
+        if any(factor is not None for factor in factors):
+            scaled = [own if factor is None else own * factor for own, factor in zip(inputs, factors, strict=True)]
+            x = torch.cat(scaled).view(x.shape)
+        y = self.base(x)
         parts = []
-        for own, out, part in zip(x.flatten(0, -2).split(sizes), y.flatten(0, -2).split(sizes), rows, strict=True):
-            weights = [each.to(x.dtype) for each in part.leaves.weights.get(self.name, ())]
-            out = out.to(x.dtype)
-            parts.append(torch.addmm(out, own @ weights[0].t(), weights[1].t()) if weights else out)
+        for own, out, weights in zip(inputs, y.flatten(0, -2).split(sizes), adapters, strict=True):
+            out, factor = out.to(x.dtype), _vector(1, weights)
+            if factor is not None:
+                out = out * factor
+            elif len(weights) == 2:
+                out = torch.addmm(out, own @ weights[0].t(), weights[1].t())
+            parts.append(out)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
+
+
+def _vector(side: int, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the IA3 vector by which a linear's weights scale its inputs (side 0) or its outputs (1), or None."""
+    return weights[0].flatten() if len(weights) == 1 and (weights[0].shape[0] != 1) == bool(side) else None
 
 
 class LoraSlots:
@@ -162,6 +196,8 @@ class LoraSlots:
         self.runs, self._model = LoraSegments(), model
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
+        self.scaled_slots: set[int] = set()
+        """Slots with IA3 adapters."""
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
         self._banks: list[tuple[int, list[str], torch.Tensor]] = []
@@ -217,11 +253,12 @@ class LoraSlots:
     def load(self, slot: int, weights: LoraLeaves, scalings: Mapping[str, float]) -> None:
         """Put an adapter's weights into `slot` wholly, transposed, the scalings folded into B, or change nothing.
 
-        Zeros fill lower ranks, and linears that it does not adapt.
+        Zeros fill lower ranks, and linears that it does not adapt. An IA3 vector lies, less 1, in A's first row or B's
+        first column: the other matrix is zero, and so is the update.
         """
         aside = []
         for side, names, slots in self._banks:
-            own = torch.stack([self._filled(side, weights.get(name), slots) for name in names])
+            own = torch.stack([self._filled(side, weights.get(name, ()), slots) for name in names])
             if side == 1:
                 factors = torch.tensor([scalings.get(name, 0.0) for name in names])
                 own.mul_(factors.to(own.device)[:, None, None])
@@ -229,23 +266,40 @@ class LoraSlots:
         # Sequences may be running on the slot: nothing that can fail for want of memory comes between two banks.
         for (_, _, slots), own in zip(self._banks, aside, strict=True):
             slots[:, slot].copy_(own)
+        self.scaled_slots.discard(slot)
+        for name, linear in self.linears.items():
+            for side, scaled in enumerate(linear.scaled_slots):
+                scaled.discard(slot)
+                if _vector(side, weights.get(name, ())) is not None:
+                    scaled.add(slot)
+                    self.scaled_slots.add(slot)
 
-    def _filled(self, side: int, own: tuple[torch.Tensor, ...] | None, slots: torch.Tensor) -> torch.Tensor:
-        """Return A or B of a linear in the size of its slot, on its adapter's device; zeros for a linear without."""
-        if own is None:
+    def _filled(self, side: int, own: tuple[torch.Tensor, ...], slots: torch.Tensor) -> torch.Tensor:
+        """Return A or B of a linear in the size of its slot, on its adapter's device; zeros where it has none."""
+        if len(own) == 2:
+            matrix = own[side]
+        elif _vector(side, own) is not None:
+            matrix = own[0] - 1
+        else:
             return torch.zeros(slots.shape[:1:-1], device=self.device)
-        lower = self.rank - own[side].shape[side]
-        return own[side] if not lower else F.pad(own[side], (0, lower) if side else (0, 0, 0, lower))
+        lower = self.rank - matrix.shape[side]
+        return F.pad(matrix, (0, lower) if side else (0, 0, 0, lower)) if lower else matrix
 
     @contextmanager
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
         """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those:
         captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
+        if scaled := [run for run in runs if run[2] in self.scaled_slots]:
+            rows = np.concatenate([np.arange(start, stop) for start, stop, _ in scaled])
+            slots = np.repeat([slot for _, _, slot in scaled], [stop - start for start, stop, _ in scaled])
+            at, of = upload([rows, slots], self.device)
+            self.runs.scaled = at, of
         try:
             yield
         finally:
             self.runs.set([], self.device)
+            self.runs.scaled = None
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from transformers import PreTrainedModel
 from trl import DPOConfig, DPOTrainer
 
@@ -45,7 +46,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-Gradients = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Gradients = dict[str, tuple[torch.Tensor, ...]]
 
 
 def make_pairs(prompt: int, seed: int = 0, adapter: str = "ann") -> list[TokenPair]:
@@ -176,7 +177,7 @@ def capture_gradients(state: AdapterState, into: dict[str, Gradients]) -> None:
     take = state.step
 
     def step(gradients: Gradients, pairs: int, *more: float) -> float:
-        into[state.name] = {name: (a.cpu() / pairs, b.cpu() / pairs) for name, (a, b) in gradients.items()}
+        into[state.name] = {name: tuple(each.cpu() / pairs for each in own) for name, own in gradients.items()}
         return take(gradients, pairs, *more)
 
     state.step = step  # type: ignore[method-assign]
@@ -190,26 +191,31 @@ def unit_gradients(
     return made.gradients["ann"], made.members["ann"], made.before["ann"]
 
 
-def peft_model(base: PreTrainedModel, targets: str | list[str] = "all-linear") -> Any:
+def peft_model(base: PreTrainedModel, targets: str | list[str] = "all-linear", config: PeftConfig | None = None) -> Any:
     base.set_attn_implementation("eager")
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    return get_peft_model(base, lora)
+    return get_peft_model(base, config or lora)
 
 
 def load_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
     own = dict(model.named_parameters())
     for key, value in weights.items():
         # Over a quantized base TRL would have them in bfloat16.
-        own[key.replace(".weight", ".default.weight")].data = value.clone()
+        own[_in_peft(key)].data = value.clone()
+
+
+def _in_peft(key: str) -> str:
+    """A saved weight's name in a PEFT model."""
+    return key.replace(".weight", ".default.weight") if ".lora_" in key else f"{key}.default"
 
 
 def gradients_of(model: Any, weights: dict[str, torch.Tensor]) -> Gradients:
     """What `backward` left in a PEFT model, by edged's names."""
-    named = {key.replace(".default.weight", ".weight"): value.grad for key, value in model.named_parameters()}
-    return {
-        name.removeprefix("base_model.model."): (named[f"{name}.lora_A.weight"], named[f"{name}.lora_B.weight"])
-        for name in {key.rpartition(".lora_")[0] for key in weights}
-    }
+    named, found = dict(model.named_parameters()), {}
+    for key in weights:
+        name = re.sub(r"\.(lora_[AB]\.weight|ia3_l)$", "", key).removeprefix("base_model.model.")
+        found[name] = (*found.get(name, ()), named[_in_peft(key)].grad)
+    return found
 
 
 def trl_gradients(
@@ -221,9 +227,10 @@ def trl_gradients(
     sft_weight: float = 0.0,
     label_smoothing: float = 0.0,
     targets: str | list[str] = "all-linear",
+    config: PeftConfig | None = None,
 ) -> tuple[Gradients, float]:
     """TRL's own loss function over a PEFT model with the same weights, by autograd."""
-    model = peft_model(base, targets)
+    model = peft_model(base, targets, config)
     rows = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
     args = DPOConfig(
         output_dir=str(folder),
