@@ -66,7 +66,7 @@ class _Layer:
             )
             for name, linear in self.lora.linears.items()
         }
-        self.leaves = LoraParameters(leaves, 1.0, leaves)
+        self.leaves = LoraParameters(leaves, dict.fromkeys(leaves, 1.0), leaves)
         self.outside = [*self.model.parameters(), *self.model.buffers()]
         self.outside += [matrix for pair in leaves.values() for matrix in pair]
         self.outside += [part for part in tree_leaves(self.call) if isinstance(part, torch.Tensor)]
