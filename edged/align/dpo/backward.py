@@ -194,7 +194,8 @@ class FullGraphBackward:
             for branch in self._branches
             for piece in branch.pieces
         ]
-        self._rank = max((len(a) for part in self._rows for a, _ in part.leaves.weights.values()), default=0)
+        ranks = (len(own[0]) for part in self._rows for own in part.leaves.weights.values() if len(own) == 2)
+        self._rank = max(ranks, default=0)
         tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
         self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))
         self._layers: list[tuple[torch.Tensor, torch.Tensor | KeptResults]] = []

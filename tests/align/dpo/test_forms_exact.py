@@ -11,6 +11,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.form import LoraSpec
 from edged.align.adapters.peft_import import read_adapter
+from edged.align.dpo.step_plan import Kept
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 from tests.align.dpo.test_dpo_exact import (
@@ -69,11 +70,11 @@ def imported(name: str, config: PeftConfig, folder: Path) -> AdapterState:
 @WAYS
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS.keys())
 def test_adapters_of_any_form_get_trls_gradients_in_one_step(
-    forms: dict[str, PeftConfig], window: int, keep_graph: bool, tmp_path: Path
+    forms: dict[str, PeftConfig], window: int, keep: Kept, tmp_path: Path
 ) -> None:
     pairs = three_users()
     states = {name: imported(name, config, tmp_path) for name, config in forms.items()}
-    made = take_step(tiny_model(), pairs, window, 50, preempt_at=(5, 17), keep_graph=keep_graph, begun=states)
+    made = take_step(tiny_model(), pairs, window, 50, preempt_at=(5, 17), keep=keep, begun=states)
     for name, own in pairs.items():
         scored = scored_by_base("llama", own)
         wanted, loss = trl_gradients(tiny_model(), scored, made.before[name], tmp_path, config=forms[name])
