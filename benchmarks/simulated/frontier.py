@@ -1,7 +1,8 @@
 """The frontier: pairs learned against first tokens in time and mean TBT, each policy swept over its own knob.
 
     python -m benchmarks.simulated.frontier TRACE --device NAME --model NAME [--policies mace,ekya,...] [--rate 0.72]
-                                  [--retrain-rate 0.5] [--seconds 300] [--seeds 2] [--picture FOLDER] [--output FILE]
+                                  [--retrain-rate 0.5] [--readers 6] [--seconds 300] [--seeds 2] [--picture FOLDER]
+                                  [--output FILE]
     python -m benchmarks.simulated.frontier lognormal:2200:26 --arrivals gamma:3 --noisy --defaults    bursts
 
 A policy is better where its curve is above another's, not where its default happens to train less. Simulated in
@@ -29,6 +30,7 @@ from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_
 from edged.bench.traces import PromptIds, read_trace, scale_trace
 from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import load_settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.runner import SimulatedEngine
@@ -43,7 +45,8 @@ KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 """The setting that makes a policy train more or less; policies without one are a single point."""
 TTFT_P99, TBT_P99 = ReportFigure("ttft_ms.p99", "TTFT p99 ms", 0), ReportFigure("tbt_ms.p99", "TBT p99 ms", 0)
-FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, TTFT_P99, MEAN_TBT, TBT_P99, LEARNING)
+QOE = ReportFigure("readers.qoe_mean", "QoE", 3)
+FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, QOE, TTFT_P99, MEAN_TBT, TBT_P99, LEARNING)
 NOISE = Noise(jitter=0.15, decode_after_chunk=0.25)
 
 
@@ -61,6 +64,7 @@ def main() -> None:
         option("--arrivals", "as for edged bench simulate; without it the trace's own", type=Arrivals.parse),
         flag("--noisy", "a device whose times vary"),
         option("--retrain-rate", "pairs per request", 0.5, least=0),
+        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
         option("--seconds", "of the load", 300.0, 60.0),
         option("--seeds", "loads, from seed 0 on", 2, 1),
         option("--picture", "a folder for the drawing, which needs matplotlib", type=Path),
@@ -93,6 +97,7 @@ def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) 
         retrain_rate=options.retrain_rate,
         seconds=options.seconds,
         seed=seed,
+        pace=Pace(TOKENS_PER_WORD * options.readers) if options.readers else None,
     )
 
 
@@ -159,7 +164,7 @@ def table(rows: list[dict[str, Any]], bounds: list[dict[str, float]]) -> Iterato
         knob = f"{row['knob']} = {row['value']:g}" if row["knob"] else ""
         lines.append([row["policy"], knob, *(cell(figure, row[figure.path]) for figure in FIGURES)])
     shares = "; ".join(f"{one['reachable_share']:.3f} to {one['at_most_share']:.3f}" for one in bounds)
-    lines.append(["offline", "one server, prompts alone", "0", shares, "", "", ""])
+    lines.append(["offline", "one server, prompts alone", "0", shares, *[""] * (len(FIGURES) - 2)])
     yield from markdown(["policy", "knob", *(figure.title for figure in FIGURES)], lines)
 
 
