@@ -68,6 +68,7 @@ def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]
     if unpaired:
         number, kinds = sum(unpaired.values()), ", ".join(f"{count} {signal}" for signal, count in unpaired.items())
         text = f"{story.count(number, 'rating')} ({kinds}) of {name}: each {UNPAIRED}"
-        step = f"rate another answer the other way, or {LEARN_RATINGS}"
+        off = services.settings.align.unpaired == "off"
+        step = f"rate another answer the other way{f', or {LEARN_RATINGS}' * off}"
         waits.append({"kind": "unpaired", "pairs": 0, "text": text, "step": step})
     return waits

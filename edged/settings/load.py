@@ -181,7 +181,7 @@ class AlignSettings(Section):
         "sigmoid", "DPO (sigmoid), IPO, SimPO, ORPO; sft, dft: the chosen answer's NLL alone"
     )
     unpaired: Literal["off", "apo", "kto"] = setting(
-        "apo", "loss of a rating without an opposite one: APO-zero or KTO; off: it waits for one"
+        "apo", "loss of a rating without an opposite one, by who teaches: APO-zero or KTO; off: it waits"
     )
     label_smoothing: float = setting(0.0, "sigmoid, simpo: share of pairs taken to say the opposite", ge=0.0, le=0.5)
     simpo_gamma: float = setting(0.5, "simpo: margin that is wanted between the answers", ge=0.0)

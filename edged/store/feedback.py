@@ -142,8 +142,8 @@ def progress_of(db: Database, pair_ids: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def count_unpaired(db: Database, user: str, reason: str) -> dict[str, int]:
-    """Return a user's signals that led to no pair for this reason: their number by signal."""
-    waiting = "user = ? AND pair_ids = '[]' AND reason = ?"
+    """Return a user's signals that led to no pair for a reason that begins so: their number by signal."""
+    waiting = "user = ? AND pair_ids = '[]' AND reason LIKE ? || '%'"
     sql = f"SELECT signal, count(*) FROM signals WHERE {waiting} GROUP BY 1 ORDER BY 2 DESC"
     return dict(db.execute(sql, [user, reason]).fetchall())
 
@@ -164,11 +164,17 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
 
 
 def teaches(db: Database, account: str | None, adapter: str) -> bool:
-    """Whether it is the user's own account, or the one that taught the adapter first, such as an application's."""
+    """Whether it is the user's own account, or the one that taught the adapter first, such as an application's, by a
+    fine-tuning job or by a pair."""
     if account is None or account == adapter:
         return account == adapter
-    first = "SELECT account FROM pairs WHERE adapter = ? AND account IS NOT NULL ORDER BY id LIMIT 1"
-    return first_value(db, first, [adapter]) in (None, account)
+    for first in (
+        "SELECT owner FROM jobs WHERE adapter = ? ORDER BY created_at LIMIT 1",
+        "SELECT account FROM pairs WHERE adapter = ? AND account IS NOT NULL ORDER BY id LIMIT 1",
+    ):
+        if (teacher := first_value(db, first, [adapter])) is not None:
+            return bool(teacher == account)
+    return True
 
 
 def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> list[PairRow]:

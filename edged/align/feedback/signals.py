@@ -188,8 +188,8 @@ def note_next_turn(
 
 def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | None = None) -> FeedbackResult:
     """Store a valid signal with its pairs, unless it is stored already; `account` reported it."""
-    earlier = _duplicate(answer, signal)
-    if earlier is not None:
+    earlier, alone = _duplicate(answer, signal), _counts_alone(db, answer, signal, account)
+    if earlier is not None and (earlier.pair_ids or not alone):
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
     # All signals on an answer are read for each further one: one without pairs is replaced by the next of its kind.
     former = next((each for each in answer.signals if each.signal == signal.signal and not each.pair_ids), None)
@@ -200,13 +200,16 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
         feedback.insert_signal(db, signal)
     rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
     pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
-    reason = "" if pair_ids else _why_no_pair(rated, signal)
-    if pair_ids:
+    reason, dropped = "" if pair_ids else _why_no_pair(rated, signal), []
+    # A pair of somebody else's may yet be held: what those who teach have said stays beside it.
+    if pair_ids and (account is None or feedback.teaches(db, account, signal.user)):
         sides = [side for pair in feedback.get_pairs(db, pair_ids) for side in (pair.chosen, pair.rejected)]
         dropped = _drop_ratings(db, sides, signal, "a pair with this answer has its place")
-    else:
+    elif alone and not pair_ids:
         pair_ids, dropped = _single_rating(db, rated, signal, account)
         reason = f"learned as a single rating; {reason}" if pair_ids else reason
+    elif reason == UNPAIRED and account and answer.settings.align.unpaired != "off" and signal.signal not in _WEAK:
+        reason += f"; by itself only a rating is learned that {signal.user}, or who taught the adapter first, gave"
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
     return FeedbackResult(signal.id, tuple(pair_ids), reason, dropped=tuple(dropped))
 
@@ -264,18 +267,21 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
     return pair_ids
 
 
-def _single_rating(
-    db: Database, answer: RatedAnswer, signal: Signal, account: str | None
-) -> tuple[list[int], list[int]]:
-    """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped).
+def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> bool:
+    """Whether a signal is learned from without an opposite one.
 
     No test holds false ratings, as it holds false pairs: so they must come from an account that teaches the adapter.
     """
+    said = answer.weight(signal) and answer.side.text.strip() and signal.signal not in _WEAK
+    return bool(said) and answer.settings.align.unpaired != "off" and feedback.teaches(db, account, signal.user)
+
+
+def _single_rating(
+    db: Database, answer: RatedAnswer, signal: Signal, account: str | None
+) -> tuple[list[int], list[int]]:
+    """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped)."""
     weight, side = answer.weight(signal), answer.side
     good = weight > 0
-    off = answer.settings.align.unpaired == "off" or signal.signal in _WEAK
-    if off or not weight or not side.text.strip() or not feedback.teaches(db, account, signal.user):
-        return [], []
     if feedback.is_side(db, side, good):
         return [], []
     dropped = _drop_ratings(db, [side], signal, "its answer was rated anew")

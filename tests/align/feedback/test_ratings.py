@@ -7,6 +7,8 @@ import pytest
 from edged.align.feedback.pair import PairRetired
 from edged.store import Store, feedback, quarantine
 from edged.store.base_models import serve_base
+from edged.store.jobs import jobs
+from edged.store.jobs.jobs import JobRow
 from tests.align.feedback.desk import Desk, chat
 from tests.align.test_journal import append
 
@@ -63,8 +65,31 @@ def test_nothing_is_learned_of_it_where_that_is_off_or_weighs_nothing_or_says_no
 def test_ratings_of_an_account_that_does_not_teach_wait_for_an_opposite_one(desk):
     desk.answer("a", "one"), desk.answer("b", "two"), desk.answer("c", "three")
     assert desk.report("a", "down", account="kitchen").pair_ids, "the first that teaches"
-    assert not desk.report("b", "down", account="eve").pair_ids
+    foreign = desk.report("b", "down", account="eve")
+    assert (foreign.pair_ids, foreign.duplicate) == ((), False)
+    assert foreign.reason.endswith("only a rating is learned that ada, or who taught the adapter first, gave")
     assert desk.report("c", "down").pair_ids
+    again = desk.report("b", "down")
+    assert again.pair_ids, "what a stranger said before does not stand in its way"
+    assert not again.duplicate
+    assert desk.report("b", "down").duplicate
+
+
+def test_a_pair_of_an_account_that_does_not_teach_leaves_the_ratings_of_those_who_do(desk):
+    desk.answer("a", "one"), desk.answer("b", "two")
+    rating = desk.report("a", "up").pair_ids[0]
+    pair = desk.report("b", "down", account="eve")
+    assert (len(pair.pair_ids), pair.dropped) == (1, ())
+    assert [row.id for row in desk.store.read(lambda db: feedback.get_pairs(db, [rating])) if row.state == "queued"]
+
+
+def test_the_owner_of_a_job_teaches_the_adapter_that_it_makes(desk):
+    desk.account = None
+    job = JobRow("job-1", "2026-01-01T00:00:00.000Z", "ann", "base", "m", "", "ada", "dpo", {}, 1, "file-1", {})
+    desk.store.write(lambda db: jobs.insert_job(db, job)).result()
+    desk.answer("a", "one"), desk.answer("b", "two")
+    assert not desk.report("a", "down", account="kitchen").pair_ids
+    assert desk.report("b", "down", account="ann").pair_ids
 
 
 @pytest.mark.parametrize("good_first", [True, False])
