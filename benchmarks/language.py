@@ -28,7 +28,7 @@ import tempfile
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,6 @@ from benchmarks.support.preference_streams import (
     relabel,
 )
 from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
-from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.align.language import neutral_pairs, repetition
 from edged.align.metrics import RECENT_PAIRS
@@ -342,8 +341,7 @@ def measures(
         done, last = count, scores[-RECENT_PAIRS:]
         accuracy = sum(score.reward_margin > 0 for score in last) / len(last) if last else math.nan
         yield {"taste": taste, "pairs": count, "accuracy": accuracy, **bench.measure(exam, adapter, weights, taste)}
-    # Of ratings alone, where they are not learned, there is no adapter.
-    with suppress(UnknownAdapter):
+    if bench.settings.align.unpaired != "off" or not all(pair.single for pair in pairs):
         bench.engine.forget(adapter).result()
 
 

@@ -157,7 +157,7 @@ def figure(report: dict[str, Any], path: Sequence[str]) -> float | None:
     value: Any = report
     for key in path:
         value = value[key]
-    return 100.0 * value if path[-1].endswith("_share") else value
+    return 100.0 * value if value is not None and path[-1].endswith("_share") else value
 
 
 if __name__ == "__main__":

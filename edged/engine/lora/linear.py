@@ -35,6 +35,10 @@ class SharedInput:
         self._outputs: dict[int, torch.Tensor] = {}
         """Outputs for `_input` that are not taken yet."""
 
+    def clear(self) -> None:
+        """Keep neither an input nor outputs."""
+        self._input, self._outputs = None, {}
+
     def take(self, x: torch.Tensor, index: int, compute: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
         """Return output `index` of `compute()` for `x`; nothing of `x` is kept once all outputs are taken."""
         if x is not self._input or index not in self._outputs:
@@ -73,7 +77,7 @@ class LoraLinear(LinearWrapper):
         """`down` [slots, in_features, rank] and `up` [slots, rank, out_features] are filled by `LoraSlots`."""
         super().__init__()
         self.base, self.name, self._runs = base, name, runs
-        self._siblings: list[LoraLinear] = [self]
+        self._siblings: list[LoraLinear] = []
         self._shared = SharedInput()
         self.in_features, self.out_features = down.shape[1], up.shape[2]
         self.scaled_slots: tuple[set[int], set[int]] = (set(), set())
@@ -87,7 +91,12 @@ class LoraLinear(LinearWrapper):
 
     def join(self, linears: "list[LoraLinear]") -> None:
         """Let Triton's kernels add the updates of `linears`, up to three with the same input as this, in one launch."""
-        self._siblings, self._shared = linears, linears[0]._shared
+        self._siblings = linears
+        self._shared = linears[0]._shared if linears else SharedInput()
+
+    def forget_input(self) -> None:
+        """Drop the outputs that siblings have not taken."""
+        self._shared.clear()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [1, tokens, in_features] -> [1, tokens, out_features], with the updates of the present runs."""
@@ -197,7 +206,7 @@ class LoraSlots:
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.scaled_slots: set[int] = set()
-        """Slots with IA3 adapters."""
+        """Slots whose adapter is IA3's in any linear."""
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
         self._banks: list[tuple[int, list[str], torch.Tensor]] = []
@@ -227,6 +236,8 @@ class LoraSlots:
         for name, wrapped in self.linears.items():
             parent_name, _, attribute = name.rpartition(".")
             setattr(self._model.get_submodule(parent_name), attribute, wrapped.base)
+            # Wrappers that hold each other would hold their slots until the next collection of garbage.
+            wrapped.join([])
         self.linears = {}
 
     def _empty_slots(self, side: int, bases: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -297,6 +308,11 @@ class LoraSlots:
             self.runs.scaled = at, of
         try:
             yield
+        except BaseException:
+            # A layer that was interrupted keeps nothing, least of all where memory is short.
+            for linear in self.linears.values():
+                linear.forget_input()
+            raise
         finally:
             self.runs.set([], self.device)
             self.runs.scaled = None

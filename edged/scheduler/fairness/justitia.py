@@ -59,7 +59,7 @@ class JustitiaOrder(FairOrder):
         known = self.clock.applications
         # A few are sorted sooner than they are found among all open ones.
         few = len(flows) <= 2 * most
-        ranked = sorted([known[run] for run in flows], key=by_tag) if few else self.clock.ranked()
+        ranked = sorted([known[run] for run in flows if run in known], key=by_tag) if few else self.clock.ranked()
         return list(islice(chain.from_iterable(flows[run.key] for run in ranked if run.key in flows), most))
 
     def arrived(self, task: Task, now: float) -> None:

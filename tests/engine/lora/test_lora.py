@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import weakref
+from contextlib import nullcontext, suppress
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -263,3 +265,37 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel, mon
             torch.testing.assert_close(got[adapter, True], wanted[-1], atol=2e-4, rtol=1e-4)
     # Queries, keys and values in one launch; gate and up, too.
     assert launches == ([3, 1, 2, 1] * model.shape.layers * 2 if kernel == "triton" else [])
+
+
+def with_lora() -> ServedModel:
+    base = tiny_model().requires_grad_(False).to(DEVICE)
+    base.set_attn_implementation(IMPLEMENTATION)
+    model = ServedModel(base)
+    model.attach_lora(AlignSettings(rank=4), 2)
+    return model
+
+
+def test_an_interrupted_forward_keeps_no_output_of_siblings() -> None:
+    pytest.importorskip("triton")
+    model = with_lora()
+    model.lora.runs.kernel = "triton"
+    query = model.layers[0].self_attn.q_proj
+    x = torch.randn(1, 3, query.in_features, device=DEVICE)
+    alive = weakref.ref(x)
+    with suppress(MemoryError), torch.inference_mode(), model.lora.packed([(0, 3, 1)]):
+        query(x)
+        del x
+        assert alive() is not None, "keys and values are not taken yet"
+        raise MemoryError
+    assert alive() is None
+
+
+def test_slots_that_are_taken_off_are_freed_at_once() -> None:
+    model = with_lora()
+    alive = [weakref.ref(linear) for linear in model.lora.linears.values()]
+    gc.disable()
+    try:
+        model.lora.unwrap()
+        assert [each() for each in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
