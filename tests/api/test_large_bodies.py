@@ -112,7 +112,7 @@ async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their
     assert done == ["ann", "bob", "ann", "ann"]
 
 
-def test_after_a_large_body_others_have_three_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_large_body_others_have_four_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now, slept = 1000.0, list[float]()
     clock = SimpleNamespace(monotonic=lambda: now, sleep=slept.append)
     monkeypatch.setattr(requests, "time", clock)
@@ -124,7 +124,7 @@ def test_after_a_large_body_others_have_three_times_as_long(monkeypatch: pytest.
 
     for _ in range(2):
         bodies.check(b"{}", check).result()
-    assert slept == [0.0, 6.0]
+    assert slept == [0.0, 8.0]
 
 
 def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
