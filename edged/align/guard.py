@@ -154,8 +154,7 @@ class GuardState:
     version_before_change: int = 0
     """The version before the latest change of preferences."""
     floor: int = 0
-    """The version that a fine-tuning job left: none before it is restored, and its language is as was asked for; 0:
-    there is none."""
+    """The version that a fine-tuning job left, 0: none. Its language judges later ones; none before it is restored."""
     floor_nll_change: float | None = None
     """Change of neutral text's NLL at the floor, not under 0; None: not measured."""
     floor_kl_nats: float | None = None
@@ -169,14 +168,18 @@ class GuardState:
             self.floor_kl_nats = max(self.floor_kl_nats or 0.0, score.kl_nats)
 
     def relative(self, score: TestScore) -> TestScore:
-        """A score whose language is compared with the floor's, as far as that is measured, in place of the base's.
-
-        Where a test with pairs goes back to the floor since its KL is not known, the floor is tested with them next.
-        """
+        """A score whose language is compared with the floor's in place of the base's, as far as that is measured."""
         nll, kl = score.nll_change, score.kl_nats
         if nll is not None:
             nll = (1.0 + nll) / (1.0 + (self.floor_nll_change or 0.0)) - 1.0
         return replace(score, kl_nats=kl if kl is None else kl - (self.floor_kl_nats or 0.0), nll_change=nll)
+
+    def comparable(self, score: TestScore) -> TestScore:
+        """A score without the language that was not measured at the floor, if there is one."""
+        if not self.floor:
+            return score
+        kl = None if self.floor_kl_nats is None else score.kl_nats
+        return replace(score, kl_nats=kl, nll_change=None if self.floor_nll_change is None else score.nll_change)
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:

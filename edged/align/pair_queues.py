@@ -497,7 +497,7 @@ class PairQueues:
         queue.detector.recall(past, self.now)
         guard = queue.guard
         guard.tested_version, guard.step_scale = past.tested_version, past.step_scale
-        guard.floor, guard.floor_nll_change = past.floor, past.floor_nll_change
+        guard.floor, guard.floor_nll_change, guard.floor_kl_nats = past.floor, past.floor_nll_change, past.floor_kl_nats
 
     def calm(self, adapter: str) -> None:
         """End an adapter's alarm after a decision about its burst: new pairs are trained on again."""

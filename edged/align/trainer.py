@@ -159,10 +159,10 @@ class Trainer:
         for later ones."""
         if adapter in self.jobs:
             self.abandon(adapter)
-            del self.jobs[adapter]
+            stepped = self.jobs.pop(adapter).done > 0
             self.pair_queues.forget(adapter)
-            self.pair_queues[adapter].guard.floor = version = self.adapter_cache.version(adapter)
-            self.adapter_cache.files.spare(adapter, version)
+            self.pair_queues[adapter].guard.floor = floor = self.adapter_cache.version(adapter) if stepped else 0
+            self.adapter_cache.files.spare(adapter, floor)
             self.examine(adapter)
 
     def fail_job(self, adapter: str, reason: str) -> None:

@@ -102,7 +102,8 @@ class Versions:
         """Publish a built state, which `version` had, as a new version."""
         parent = self._adapter_cache.version(queue.name)
         self._adapter_cache.replace(state)
-        queue.guard.tested_version = state.version
+        guard = queue.guard
+        guard.tested_version, guard.restored_version, guard.restored_at_step = state.version, version or 0, queue.steps
         queue.idle_versions, queue.tested_losses = 0, {}
         self.publish(queue, parent, reason, restored=version)
 
@@ -115,20 +116,20 @@ class Versions:
         """
         guard = queue.guard
         restored = guard.restored_version if queue.steps == guard.restored_at_step else 0
-        known = not guard.floor or guard.floor_kl_nats is not None
         if guard.floor and guard.floor in (score.version, restored):
             guard.measure_floor(score)
         score = guard.relative(score)
-        broken = broken_language(score, settings)
-        if broken and guard.floor and known:
+        known = broken_language(guard.comparable(score), settings)
+        broken = known or broken_language(score, settings)
+        if known and guard.floor:
             broken += f", beyond version {guard.floor}, which a job left"
         problem = broken or (lost_accuracy(score, guard.best, settings) if guard.foreign_since_best > 0 else "")
         if problem:
             guard.passed_in_a_row = 0
-            if broken and known and queue.steps > guard.restored_at_step:
+            if known and queue.steps > guard.restored_at_step:
                 # A restored version that fails says nothing of the current step size, nor does what a job asked for.
                 guard.step_scale /= 2
-            self.take_back(queue.name, f"guard: {problem}")
+            self.take_back(queue.name, f"guard: {problem}", first=guard.floor if broken and not known else 0)
             return problem
         guard.passed_in_a_row += 1
         if guard.passed_in_a_row >= _CALM_TESTS:
@@ -167,12 +168,12 @@ class Versions:
             guard.not_finite_version, guard.tested_version, guard.test_soon = version, -1, True
         return False
 
-    def take_back(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None) -> None:
+    def take_back(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None, first: int = 0) -> None:
         """Withdraw the current version: nothing begins with it, and the newest good version is read to take its place.
 
-        Where none was found good, the newest on disk before it is restored, else the untrained weights; the floor's
-        files stay, so that it is the last. A restored version is tested next. `then` is called when it is published,
-        unless the adapter is forgotten before.
+        Where none was found good, or one is to be tried `first`, the newest on disk before it is restored, else the
+        untrained weights; the floor's files stay, so that it is the last. A restored version is tested next. `then` is
+        called when it is published, unless the adapter is forgotten before.
         """
         if adapter in self._adapter_cache.withdrawn:
             return
@@ -182,7 +183,7 @@ class Versions:
         if queue.steps == guard.restored_at_step:
             # The current version still has the weights of the restored one.
             guard.withdrawn.add(guard.restored_version)
-        guard.restored_at_step = queue.steps
+        guard.restored_version, guard.restored_at_step = 0, queue.steps
         guard.change = guard.best = None
         guard.foreign_since_best = 0
         # Pairs of the versions taken back are queued again, or quarantined: they must not return by replay.
@@ -190,8 +191,8 @@ class Versions:
         good, withdrawn = guard.last_good, frozenset(guard.withdrawn)
 
         def read() -> tuple[AdapterState, int]:
-            if good is None or good.version in withdrawn:
-                return self._read_earlier(adapter, bad, withdrawn)
+            if good is None or good.version in withdrawn or first not in (0, good.version):
+                return self._read_earlier(adapter, bad, withdrawn, first)
             found = good.snapshot()
             return self._adapter_cache.build(adapter, found.weights, found.optimizer, found.form), found.version
 
@@ -216,16 +217,18 @@ class Versions:
     def _restore_good(self, queue: AdapterQueue, state: AdapterState, version: int, reason: str) -> None:
         self._restore(queue, state, reason, version)
         guard = queue.guard
-        guard.restored_version = version
         if version:
             # It may have passed with other held-out pairs than the current ones: only one that passes all is trained
             # on.
             guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
 
-    def _read_earlier(self, adapter: str, before: int, withdrawn: frozenset[int]) -> tuple[AdapterState, int]:
-        """The newest version on disk `before` one that was not withdrawn and is finite, else the untrained one (0)."""
-        for version in reversed(self._adapter_cache.files.versions(adapter)):
-            if version < before and version not in withdrawn:
+    def _read_earlier(
+        self, adapter: str, before: int, withdrawn: frozenset[int], first: int
+    ) -> tuple[AdapterState, int]:
+        """The version `first`, or the newest on disk, `before` one that was not withdrawn and is finite, else the
+        untrained one (0)."""
+        for version in (first, *reversed(self._adapter_cache.files.versions(adapter))):
+            if 0 < version < before and version not in withdrawn:
                 with contextlib.suppress(AdapterError):
                     found = self._adapter_cache.files.load(adapter, version)
                     if all(bool(tensor.isfinite().all()) for tensor in found.weights.values()):

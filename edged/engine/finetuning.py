@@ -88,6 +88,7 @@ class FinetuneJobs:
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
             self._trainer.pair_queues.recall(adapter, past)
+            self._trainer.adapter_cache.files.spare(adapter, past.floor)
 
     # -- opening steps -----------------------------------------------------------------------------------------------
 

@@ -63,18 +63,25 @@ def last_test(db: Database, adapter: str) -> tuple[int, float]:
     return first_value(db, passed, [adapter]), 1.0 if share is None else share
 
 
-def left_by_job(db: Database, adapter: str) -> tuple[int, float | None]:
-    """Return (the version that the latest job left, 0 for none; change of neutral text's NLL there, not under 0).
+def left_by_job(db: Database, adapter: str) -> tuple[int, float | None, float | None]:
+    """Return (the version that the latest job left, 0 for none; change of neutral text's NLL there, not under 0;
+    highest KL to the base at a test of it or of its weights restored).
 
     There is none after an import, a rebuilding, or a rollback to before it.
     """
-    sql = """SELECT version, max(0.0, neutral_nll / neutral_base_nll - 1.0) FROM adapter_versions AS job
+    sql = """SELECT version, max(0.0, neutral_nll / neutral_base_nll - 1.0), (
+            SELECT avg(kl_nats) FROM alignment_metrics
+            WHERE adapter = job.adapter AND split = 'held_out' AND version IN (
+                SELECT version FROM adapter_versions
+                WHERE adapter = job.adapter AND job.version IN (version, restored))
+            GROUP BY version ORDER BY 1 DESC LIMIT 1)
+        FROM adapter_versions AS job
         WHERE adapter = ? AND reason = 'job' AND NOT EXISTS (
             SELECT 1 FROM adapter_versions WHERE adapter = job.adapter AND version > job.version
             AND (reason = 'job' OR reason IN ('imported', 'rebuilt')
                  OR (reason LIKE 'rollback%' AND coalesce(restored, 0) < job.version)))"""
-    version, change = next(iter(db.execute(sql, [adapter])), (0, None))
-    return version, change
+    version, change, kl_nats = next(iter(db.execute(sql, [adapter])), (0, None, None))
+    return version, change, kl_nats
 
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:

@@ -342,3 +342,18 @@ def test_what_a_job_left_is_known_after_a_restart_until_something_else_takes_its
     append(store, published(6, reason="rollback to 1", restored=1))
     queue_pairs(store, 1)
     assert floor() == (0, None)
+
+
+def test_a_restart_knows_the_highest_kl_of_what_a_job_left(store):
+    pairs = queue_pairs(store, 2)
+
+    def tested(version, *kl_nats):
+        scores = zip(pairs, kl_nats, strict=False)
+        append(store, *(scored(pair, version=version, split="held_out", kl_nats=kl) for pair, kl in scores))
+        return store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].floor_kl_nats
+
+    append(store, published(1, reason="job"), published(2, reason="job"), published(3))
+    append(store, published(4, reason="guard: x", restored=2))
+    assert tested(3, 9.0) is None, "another version's"
+    assert tested(2, 0.25) == 0.25
+    assert tested(4, 0.5, 1.0) == 0.75, "its weights, restored"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from edged.align.adapters.adapter import AdapterError
-from edged.align.feedback.pair import JobStepped, PairRetired, TokenPair, VersionPublished, VersionTested
+from edged.align.feedback.outliers import OutlierHistory
+from edged.align.feedback.pair import JobStepped, PairRetired, TokenPair, VersionPublished, VersionSaved, VersionTested
 from edged.align.jobs import JobPlan, job_settings
 from edged.scheduler.task import Kind
 from edged.settings.load import AlignSettings
@@ -178,5 +179,80 @@ def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(
         engine.examine("made")
         client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)), 15.0)
         client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
-    assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
+        assert engine.trainer.pair_queues["made"].guard.step_scale == 0.5, "no held-out pair is needed for that"
+    (back,) = [each for each in client.of(VersionPublished) if each.taken_back]
+    assert back.restored == left
+    assert back.reason.endswith("beyond version 4, which a job left")
     assert not client.of(VersionTested)[-1].problem, "what the job left is no worse than it was"
+
+
+UNTESTED: dict[str, Any] = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+SAVED: dict[str, Any] = {"store__save_every_s": 0.001, "store__keep_versions": 2}
+
+
+def learn(engine: BuiltEngine, client: Client, pair: TokenPair) -> None:
+    """A version of one pair, tested and on disk."""
+    version = engine.adapters()["made"] + 1
+    engine.submit_pairs([pair])
+    client.wait(lambda: version in {each.version for each in client.of(VersionTested)})
+    client.wait(lambda: version in {each.version for each in client.of(VersionSaved)})
+    assert engine.adapters()["made"] == version, "it passed"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_the_first_test_with_pairs_goes_straight_back_to_what_a_job_left(tmp_path: Path, restarted: bool) -> None:
+    settings: dict[str, Any] = {**UNTESTED, **SAVED, "align__learning_rate": 1e-5}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.test_with(NEUTRAL)
+        left, pairs = left_by_a_job(engine, client)
+        for pair in pairs[:2]:
+            learn(engine, client, pair)
+        change = engine.trainer.pair_queues["made"].guard.floor_nll_change
+        if not restarted:
+            goes_back_to(left, pairs, engine, client)
+    if restarted:
+        with running_engine(tmp_path, **settings) as (engine, client):
+            engine.recall({"made": OutlierHistory(tested_version=left + 2, floor=left, floor_nll_change=change)})
+            engine.test_with(NEUTRAL)
+            goes_back_to(left, pairs, engine, client)
+
+
+def goes_back_to(left: int, pairs: list[TokenPair], engine: BuiltEngine, client: Client) -> None:
+    """One more version is learned, and the first held-out pairs come."""
+    learn(engine, client, pairs[2])
+    engine.submit_pairs([replace(pair, state="held_out") for pair in pairs[3:]])
+    engine.examine("made")
+    client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)))
+    client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
+    assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
+    assert not client.of(VersionTested)[-1].problem
+    assert engine.trainer.pair_queues["made"].guard.step_scale == 1.0
+
+
+def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_left(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **UNTESTED, **SAVED) as (engine, client):
+        engine.test_with(NEUTRAL)
+        left, pairs = left_by_a_job(engine, client)
+        learn(engine, client, pairs[0])
+        engine.commands.ask(lambda: engine.trainer.versions.take_back("made", "guard: a test")).result(20)
+        client.wait(lambda: client.of(VersionTested)[-1].version == left + 2)
+        guard = engine.trainer.pair_queues["made"].guard
+        change = guard.floor_nll_change
+        assert engine.rollback("made", left + 1).result(20) == left + 3
+        engine.examine("made")
+        client.wait(lambda: client.of(VersionTested)[-1].version == left + 3)
+        assert guard.floor == left
+        assert guard.floor_nll_change == change
+
+
+def test_a_job_that_ends_before_its_first_step_leaves_no_floor(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        feed(engine, begun(engine), range(1))
+        client.wait(lambda: client.of(JobStepped))
+        assert engine.end_job("made").result(30) == 1
+        weights = engine.trainer.adapter_cache.get("made").tensors()
+        assert engine.import_adapter("other", weights, "imported").result(30) == 1
+        assert engine.start_job(JobPlan("job", "other", AlignSettings(), 64, 16, 1, 0)).result(30) == 0
+        assert engine.end_job("other").result(30) == 1
+        floors = [engine.trainer.pair_queues[name].guard.floor for name in ("made", "other")]
+    assert floors == [1, 0]

@@ -62,6 +62,7 @@ class OutlierHistory:
     step_scale: float = 1.0
     floor: int = 0
     floor_nll_change: float | None = None
+    floor_kl_nats: float | None = None
     contrary: Sequence[bool] = ()
 
 
