@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from edged.align.feedback.pair import PairState, TokenPair
+from edged.align.feedback.pair import JobStepped, PairState, TokenPair
 from edged.align.pair_queues import AdapterQueue, StepBatch
 from edged.settings.load import AlignSettings, GuardSettings
 
@@ -19,6 +19,8 @@ MOST_STEPS = 100_000
 """Steps of a job: each is a row of its report."""
 _WARM_UP = 0.03
 """Share of a job's steps in which the learning rate rises."""
+_LEAST_KTO_BATCH = 8
+"""Ratings of a step of KTO, which compares them with each other: of one alone it computes APO-zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,13 @@ class JobPlan:
         return self.epochs * self.epoch_steps
 
     def batch(self, step: int) -> Sequence[int]:
-        """Return the numbers of the examples of a step, from 0: each epoch has an order of its own."""
+        """Return the numbers of the examples of a step, from 0: each epoch has an order of its own.
+
+        An epoch's steps are of one size, or differ by one: none has an example alone that KTO compares with nothing.
+        """
         epoch, place = divmod(step, self.epoch_steps)
-        begin = place * self.batch_size
-        places = range(begin, min(begin + self.batch_size, self.examples))
+        begin, end = (each * self.examples // self.epoch_steps for each in (place, place + 1))
+        places = range(begin, end)
         return [_shuffled(f"{self.seed} {epoch}", self.examples, place) for place in places]
 
     def settings(self, step: int) -> AlignSettings:
@@ -88,12 +93,32 @@ def job_settings(align: AlignSettings, method: str, hyperparameters: dict[str, A
     return align.model_copy(update=own)
 
 
-def auto(examples: int, hyperparameters: dict[str, Any]) -> dict[str, Any]:
+def auto(examples: int, method: str, hyperparameters: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with a number for each "auto"."""
+    least = min(_LEAST_KTO_BATCH, examples) if method == "kto" else 1
     epochs = 3 if examples <= 500 else 2 if examples <= 5_000 else 1
-    batch_size = min(32, max(1, round(0.002 * examples)))
+    batch_size = min(32, max(least, round(0.002 * examples)))
     chosen = {"n_epochs": epochs, "batch_size": batch_size, "learning_rate_multiplier": 1.0, "beta": 0.1}
     return {name: chosen[name] if value == "auto" else value for name, value in hyperparameters.items()}
+
+
+@dataclass(slots=True)
+class JobPace:
+    """The time that a job's steps took since it began or went on, without that in which none was open."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    steps_left: int = 0
+
+    def take(self, step: JobStepped) -> None:
+        """Take in a step."""
+        self.seconds += step.seconds
+        self.steps += 1
+        self.steps_left = step.total_steps - step.step
+
+    def finish_s(self, now_s: float) -> int | None:
+        """Return when the job is likely to end, in seconds since 1970; None before its first step."""
+        return round(now_s + self.seconds / self.steps * self.steps_left) if self.steps else None
 
 
 @dataclass(slots=True)

@@ -54,6 +54,26 @@ def test_a_step_of_a_job_stands_still_while_a_persons_pairs_have_work(tmp_path: 
     assert {record.pair_id for record in client.of(PairRetired)} == set(range(1, 9))
 
 
+def test_the_ratings_of_a_jobs_step_are_compared_with_each_other(tmp_path: Path) -> None:
+    align = job_settings(AlignSettings(), "kto", HYPERPARAMETERS)
+    assert align.unpaired == "kto"
+    with running_engine(tmp_path) as (engine, client):
+        compared: set[int] = set()
+        plan_of = engine.scheduler.plan
+
+        def watched(*arguments: Any) -> Any:
+            if step := engine.trainer.jobs["made"].step:
+                compared.add(len(step.members["made"].mismatched))
+            return plan_of(*arguments)
+
+        assert engine.start_job(JobPlan("job", "made", align, 2, 2, 1, 0)).result(30) == 0
+        engine.scheduler.plan = watched  # type: ignore[method-assign]
+        ratings = [replace(pair, pair_id=-pair.pair_id, rejected=(), trusted=True) for pair in random_pairs(2, "made")]
+        engine.feed_job("made", 0, ratings)
+        client.wait(lambda: client.of(JobStepped))
+    assert compared == {2}
+
+
 def feed(engine: BuiltEngine, job: JobPlan, steps: range) -> None:
     examples = [replace(pair, pair_id=-pair.pair_id, trusted=True) for pair in random_pairs(job.examples, job.adapter)]
     for step in steps:

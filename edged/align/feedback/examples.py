@@ -85,6 +85,8 @@ class ExampleFile:
     def _check_shape(self, number: int, line: bytes, method: str) -> None:
         shape, _ = parse_example(line)
         first, wanted = self._shape
+        if (method, shape) == ("kto", "completion"):
+            raise FormatError('it has no "label": true or false')
         if wanted and shape != wanted:
             raise FormatError(f'it is of another format ("{shape}") than line {first} ("{wanted}"): use one per file')
         kind, learned_by = _KINDS[shape]

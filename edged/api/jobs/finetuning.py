@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -219,13 +220,13 @@ def _shown(services: Services, row: jobs.JobRow) -> Job:
     error = None
     if row.error is not None:
         error = JobError(code=row.error_code or "", message=row.error, param=row.error_param)
-    done = row.status == "succeeded"
+    done, pace = row.status == "succeeded", services.job_runner.paces.get(row.id)
     return Job(
         id=row.id,
         object="fine_tuning.job",
         created_at=unix_s(row.created_at),
         finished_at=unix_s(row.finished_at) if row.finished_at else None,
-        estimated_finish=services.job_runner.estimated_finish_s.get(row.id),
+        estimated_finish=pace.finish_s(time.time()) if pace is not None else None,
         model=row.model,
         fine_tuned_model=f"{services.model}:{row.adapter}" if done else None,
         organization_id="",

@@ -22,7 +22,7 @@ from edged.align.feedback.pair import JobStepped, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_formats import Pair
 from edged.align.feedback.pair_tokens import tokenize_pair
-from edged.align.jobs import MOST_STEPS, JobPlan, auto, job_settings
+from edged.align.jobs import MOST_STEPS, JobPace, JobPlan, auto, job_settings
 from edged.engine.engine import Engine
 from edged.engine.request import EngineStopping
 from edged.runtime import logs
@@ -93,8 +93,8 @@ class JobRunner:
         self._steps: deque[JobStepped] = deque()
         self._tokens = 0
         """Tokens that jobs have trained on since the start."""
-        self.estimated_finish_s: dict[str, int] = {}
-        """When the job under way is likely to end, in seconds since 1970, by its steps since it began or went on."""
+        self.paces: dict[str, JobPace] = {}
+        """The pace of the job that is trained."""
         self.adapters_by_owner: dict[str, frozenset[str]] = {}
         """Adapters that jobs make, or made a version of, by the jobs' owners."""
         self._threads = [
@@ -275,7 +275,7 @@ class JobRunner:
         if self._must_stop(job.id):
             examples.close()
             return
-        settled = auto(len(examples), job.hyperparameters)
+        settled = auto(len(examples), job.method, job.hyperparameters)
         settled.setdefault("learning_rate", self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"])
         steps = self._plan(replace(job, examples=len(examples), hyperparameters=settled)).steps
         if steps > MOST_STEPS:
@@ -301,7 +301,7 @@ class JobRunner:
         try:
             self._take_steps(job, plan, self._go_on(job, plan))
         finally:
-            self.estimated_finish_s.pop(job.id, None)
+            self.paces.pop(job.id, None)
             if not self._stopping:
                 with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile
                     self._result(self.engine.end_job(job.adapter))
@@ -354,8 +354,9 @@ class JobRunner:
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
-        fed, begun, began_s = done, done, time.monotonic()
-        turn_ends_s = began_s + self.settings.now.jobs.turn_s
+        fed, pace = done, JobPace()
+        self.paces[job.id] = pace
+        turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         while done < plan.steps:
             while fed < min(plan.steps, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
@@ -370,8 +371,7 @@ class JobRunner:
                 raise JobFailed(step.error)
             if step is not None:
                 done = step.step
-                step_s = (time.monotonic() - began_s) / max(1, done - begun)
-                self.estimated_finish_s[job.id] = round(time.time() + step_s * (plan.steps - done))
+                pace.take(step)
             idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
             if time.monotonic() >= turn_ends_s and done < plan.steps and idle:
                 if any(other.owner != job.owner for other in self._waiting(True)):

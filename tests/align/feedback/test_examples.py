@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.examples import BadFile, ExampleFile
-from edged.align.jobs import JobPlan
+from edged.align.feedback.pair import JobStepped
+from edged.align.jobs import JobPace, JobPlan, auto
 from edged.settings.load import AlignSettings
 
 
@@ -95,3 +96,33 @@ def test_every_epoch_has_each_example_once_in_an_order_of_its_own() -> None:
     assert [sorted(epoch) for epoch in epochs] == [list(range(103))] * 2
     assert epochs[0] != epochs[1]
     assert epochs[0] != sorted(epochs[0])
+
+
+@pytest.mark.parametrize("examples", [1, 2, 4, 7, 9, 17, 100, 749, 751])
+@pytest.mark.parametrize("batch_size", ["auto", 3, 4])
+def test_no_step_of_kto_has_a_rating_alone(examples: int, batch_size: int | str) -> None:
+    settled = auto(examples, "kto", {"batch_size": batch_size})["batch_size"]
+    plan = JobPlan("job", "made", AlignSettings(), examples, settled, 1, 0)
+    sizes = [len(plan.batch(step)) for step in range(plan.steps)]
+    assert min(sizes) >= min(2, examples)
+    assert max(sizes) <= settled
+    assert sum(sizes) == examples
+    if batch_size == "auto":
+        assert settled == min(8, examples)
+        assert auto(examples, "dpo", {"batch_size": "auto"})["batch_size"] == max(1, round(examples / 500))
+
+
+def test_a_job_ends_by_the_mean_of_its_steps_from_now() -> None:
+    pace = JobPace()
+    assert pace.finish_s(1000.0) is None
+    for step, seconds in ((6, 2.0), (7, 4.0)):
+        pace.take(JobStepped("job", "made", step, step, 12, seconds=seconds))
+    assert pace.finish_s(1000.0) == 1000 + 3 * 5
+    assert pace.finish_s(9000.0) == 9000 + 3 * 5, "also where nothing was trained for long"
+
+
+def test_a_rating_without_its_label_is_told_what_it_has_not(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b"}
+    for rows in ([row], [{**row, "label": True}, row]):
+        with pytest.raises(BadFile, match=f'^line {len(rows)}: it has no "label": true or false$'):
+            ExampleFile(written(tmp_path, rows), tmp_path, "kto")

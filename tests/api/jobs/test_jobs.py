@@ -132,12 +132,13 @@ def test_single_ratings_are_learned(client: openai.OpenAI) -> None:
     rows = [
         {"prompt": f"word {n}?", "completion": "yes " if n % 2 else f"no {n}", "label": n % 2 == 1} for n in range(8)
     ]
-    method: Any = {"type": "kto", "kto": {"hyperparameters": {"batch_size": 4, "n_epochs": 6}}}
+    method: Any = {"type": "kto", "kto": {"hyperparameters": {"n_epochs": 12}}}
     made = client.fine_tuning.jobs.create(
         model="tiny", training_file=upload(client, lines(rows)), suffix="rated", method=method
     )
     job = ended(client, made.id)
     assert (job.status, job.fine_tuned_model) == ("succeeded", "tiny:rated"), job.error
+    assert job.method.kto["hyperparameters"]["batch_size"] == 8
     events = client.fine_tuning.jobs.list_events(job.id, limit=100).data
     losses = [event.data["train_loss"] for event in reversed(events) if event.type == "metrics"]
     assert losses[0] == pytest.approx(0.5, abs=0.01)
@@ -162,8 +163,9 @@ def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
     while not (steps := [e for e in client.fine_tuning.jobs.list_events(made.id).data if e.type == "metrics"]):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    estimated = client.fine_tuning.jobs.retrieve(made.id).estimated_finish
-    assert estimated is not None
+    while (estimated := client.fine_tuning.jobs.retrieve(made.id).estimated_finish) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert estimated >= made.created_at
     assert client.fine_tuning.jobs.cancel(waiting.id).status == "cancelled"
     job = client.fine_tuning.jobs.cancel(made.id)
@@ -180,7 +182,9 @@ def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
 
 def test_files_are_listed_read_and_refused(client: openai.OpenAI, tiny: LiveDaemon) -> None:
     content = preferences(2)
-    made = client.files.create(file=("a.jsonl", content), purpose="fine-tune")
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    made = client.files.create(file=("a.jsonl", content), purpose="fine-tune", expires_after=expires)
+    assert made.expires_at is None
     assert (made.bytes, made.filename, made.purpose, made.status) == (len(content), "a.jsonl", "fine-tune", "processed")
     assert client.files.content(made.id).read() == content
     assert client.files.retrieve(made.id) == made
