@@ -29,7 +29,6 @@ class ModelSizes:
     path: str
     architecture: str
     shape: BaseShape
-    heads: int
     form: WeightForm
     dtype: torch.dtype
     quantization: str
@@ -59,7 +58,6 @@ class ModelSizes:
             path=str(path),
             architecture=str((config.architectures or [config.model_type])[0]),
             shape=shape,
-            heads=int(config.get_text_config().num_attention_heads),
             form=form,
             dtype=dtype,
             quantization=method,
@@ -111,7 +109,7 @@ def plan_memory(
     kv_per_token = parts.pop("kv_per_token")
     adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
     room, wanted = device_bytes - system - found.total, context * kv_per_token
-    for kind in (*kept_kinds(settings.align.keep_graph, cuda)[1:], "inputs"):
+    for kind in (*kept_kinds(sizes.shape, settings.align.keep_graph, cuda)[1:], "inputs"):
         if room < wanted:
             # Without room for the kept graph, steps compute more of their layers twice.
             less = kept_bytes(sizes.shape, settings, sizes.dtype, kind)

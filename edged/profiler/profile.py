@@ -109,7 +109,7 @@ def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
         window, longest = settings.align.window_tokens, settings.align.max_pair_tokens
         pairs = 2 if 2 * window > longest else 1
         steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep="inputs")}
-        for kind in kept_kinds(settings.align.keep_graph, parts.model.device.type == "cuda"):
+        for kind in kept_kinds(shape, settings.align.keep_graph, parts.model.device.type == "cuda"):
             steps["kept graph" if kind == "graph" else "lean"] = StepShape(min(window, longest), 1, kind)
         for name, step in steps.items():
             modelled = lone_step_bytes(shape, settings, dtype, step.keep)

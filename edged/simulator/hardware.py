@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
-from edged.engine.model.memory_model import CACHE_SHARES, Needs, graph_bytes, needs, refuse_longer_context
+from edged.engine.model.memory_model import CACHE_SHARES, Needs, kept_that_fits, needs, refuse_longer_context
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.cost.profile import DeviceMemory, Profile, ProfileError
 from edged.settings.load import Settings
@@ -32,7 +32,7 @@ class SimulatedHardware:
     model: ModelSizes
     pages: int
     keeps_graph: bool
-    """Whether a fine-tune step may keep its graph."""
+    """Whether a fine-tune step may keep its graph, or its costly results."""
     parts: Needs
 
     @classmethod
@@ -68,7 +68,8 @@ def room_for(device: Device, model: ModelSizes, settings: Settings) -> Simulated
         )
     refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
     left = free - pages * page_bytes
-    return SimulatedHardware(device, model, pages, 4 * graph_bytes(shape.linears, settings, model.dtype) <= left, parts)
+    keeps = kept_that_fits(shape, settings, model.dtype, device.cuda, left / 4) != "inputs"
+    return SimulatedHardware(device, model, pages, keeps, parts)
 
 
 def _profiled(path: Path, shape: Path, settings: Settings) -> tuple[Device, ModelSizes]:

@@ -170,7 +170,7 @@ class SimulatedFinetuning:
             self._layers,
             self._vocab_size,
             self._most_tokens,
-            self._align.keep_graph != "inputs" and self._may_keep_graph(),
+            self._may_keep_graph(),
         )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
         self.jobs[task.task_id] = job = SimulatedJob(step, task, [])

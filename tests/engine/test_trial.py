@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.model.served_model import ServedModel
@@ -48,6 +49,15 @@ class FailsWithGradient(Wrapped):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and x.shape[1] not in (8, 9):
             raise TypeError("no gradient for you")
+        return self.inner(x)
+
+
+class RefusesModes(Wrapped):
+    """Fails where its operators are watched, as the forward of a lean step alone does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if _len_torch_dispatch_stack():
+            raise TypeError("not under a mode")
         return self.inner(x)
 
 
@@ -98,6 +108,14 @@ def test_a_step_that_would_fail_or_be_wrong_is_the_reason_not_to_train(kind: typ
     model = tried(kind)
     assert re.search(reason, model.trainable_error)
     assert model.lora.linears
+
+
+def test_a_model_that_cannot_keep_lean_results_alone_is_trained_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    model = tried(RefusesModes)
+    assert model.trainable_error == ""
+    assert not model.shape.keeps_lean
+    assert "a trial ended with TypeError: not under a mode" in caplog.text
+    assert tried(None).shape.keeps_lean
 
 
 def test_where_requests_with_an_adapter_would_fail_the_base_alone_is_served() -> None:

@@ -136,6 +136,24 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
         room_for(roofline_device(small, model, settings), model, settings)
 
 
+@pytest.mark.parametrize(
+    ("keep_graph", "gib", "keeps"),
+    [
+        ("inputs", 40.0, False),
+        ("auto", 40.0, True),
+        ("auto", 26.0, False),
+        ("graph", 26.0, False),
+        ("lean", 26.0, True),
+    ],
+)
+def test_a_step_keeps_what_the_engine_would_keep(keep_graph: str, gib: float, keeps: bool) -> None:
+    cache = {"cache": {"memory_mb": 512}, "model": {"max_context_tokens": 2048}}
+    settings = Settings.model_validate({**cache, "align": {"keep_graph": keep_graph}})
+    file = read_device(find_device("rtx-6000-ada")).model_copy(update={"available_gib": gib})
+    model = ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True)
+    assert room_for(roofline_device(file, model, settings), model, settings).keeps_graph == keeps
+
+
 def test_a_lone_decode_takes_the_time_to_read_the_weights_and_a_long_prompt_that_of_its_products(
     tmp_path: Path,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 _ATTENTION = "_scaled_dot_product"
@@ -35,8 +36,8 @@ class KeptResults:
     def __init__(self, rank: int) -> None:
         """`rank` is the highest of the LoRA matrices."""
         self.rank = rank
-        self.results: list[tuple[Any, Any]] = []
-        """Operators and what they returned."""
+        self.results: list[tuple[str, Any]] = []
+        """Operators, with the shapes and dtypes that they were called with, and what they returned."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -58,11 +59,14 @@ class Keep(TorchDispatchMode):
         self, func: Any, _types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Compute an operator, and keep what it returns if it is to be kept."""
+        if func._schema.is_mutable:
+            self._copy({tensor.untyped_storage()._cdata for tensor in _tensors([*args[:1], *(kwargs or {}).values()])})
         out, found = func(*args, **(kwargs or {})), frozenset[int]()
         if _is_kept(func, args, self._kept.rank):
             self._read.update(*map(self.origins, _tensors(args)))
             found = frozenset((len(self._kept.results),))
-            self._kept.results.append((func, out))
+            # Autograd gives what is returned here a graph, which must not be kept.
+            self._kept.results.append((_called(func, args), tree_map_only(torch.Tensor, torch.Tensor.detach, out)))
         elif func in _REARRANGING:
             moved, read = (args[:1], args[1:]) if func is aten.addmm.default else (args, ())
             found = found.union(*map(self.origins, _tensors(moved)))
@@ -74,6 +78,15 @@ class Keep(TorchDispatchMode):
             self.only_moved[tensor.untyped_storage()._cdata] = found
         return out
 
+    def _copy(self, written: set[int]) -> None:
+        """Copy kept results in storages that are about to be `written`, since the backward writes into them again."""
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata in written else tensor
+
+        results = self._kept.results
+        results[:] = [(called, tree_map_only(torch.Tensor, apart, out)) for called, out in results]
+
     def origins(self, tensor: torch.Tensor) -> frozenset[int]:
         """Return the numbers of the results that `tensor` has copies or sums of."""
         return self.only_moved.get(tensor.untyped_storage()._cdata, frozenset())
@@ -81,11 +94,13 @@ class Keep(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         """Drop what no operator has read."""
         super().__exit__(*error)
+        if error[0] is not None:
+            return
         results = self._kept.results
         for index in set(range(len(results))) - self._read:
-            func, out = results[index]
+            called, out = results[index]
             if isinstance(out, torch.Tensor):
-                results[index] = func, out.detach().to("meta")
+                results[index] = called, out.to("meta")
 
 
 class Recall(TorchDispatchMode):
@@ -101,12 +116,23 @@ class Recall(TorchDispatchMode):
         """Return an operator's kept result, or compute it. Raises RuntimeError where the passes differ."""
         if not _is_kept(func, args, self._rank):
             return func(*args, **(kwargs or {}))
-        kept, out = next(self._results, (None, None))
-        if kept is not func:
-            raise RuntimeError(f"a layer ran {func} in its backward where its forward had run {kept}")
+        called, (kept, out) = _called(func, args), next(self._results, (None, None))
+        if kept != called:
+            raise RuntimeError(f"a layer ran {called} in its backward where its forward had run {kept}")
         if isinstance(out, torch.Tensor) and out.device.type == "meta":
             return torch.empty_like(out, device=args[0].device)
         return out
+
+    def __exit__(self, *error: Any) -> None:
+        """Raises RuntimeError where the forward had run more."""
+        super().__exit__(*error)
+        if error[0] is None and (left := next(self._results, None)):
+            raise RuntimeError(f"a layer did not run {left[0]} in its backward, as its forward had")
+
+
+def _called(func: Any, args: Sequence[Any]) -> str:
+    """Return an operator's name with the shapes and dtypes of its arguments."""
+    return f"{func} of {', '.join(f'{[*tensor.shape]} {tensor.dtype}' for tensor in _tensors(args))}"
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -55,6 +55,7 @@ class BaseShape:
     layers: int
     hidden_size: int
     vocab_size: int
+    heads: int
     kv_heads: int
     head_dim: int
     max_positions: int
@@ -66,6 +67,8 @@ class BaseShape:
     """Number of other weights: embeddings, norms, biases, and the head if it is not tied."""
     in_16_bits: bool = False
     """Whether the checkpoint's numbers have 16 bits, by its configuration."""
+    keeps_lean: bool = True
+    """Whether steps may keep Algorithm 1's results: the trial at start finds where they would fail."""
 
     @property
     def parameters(self) -> int:
@@ -89,6 +92,7 @@ class BaseShape:
             layers=int(text.num_hidden_layers),
             hidden_size=int(text.hidden_size),
             vocab_size=int(text.vocab_size),
+            heads=heads,
             kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
             max_positions=int(text.max_position_embeddings),
@@ -153,7 +157,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
         lora_slots=slots,
         kept_graph=max(
-            (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(align.keep_graph, cuda)), default=0
+            (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(shape, align.keep_graph, cuda)), default=0
         ),
         **work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda),
         kv_per_token=shape.kv_per_token(dtype),
@@ -199,25 +203,28 @@ def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left
     return min(align.max_loaded_adapters, fitting), min(align.max_active_adapters, fitting)
 
 
-def kept_kinds(setting: str, cuda: bool) -> tuple[Kept, ...]:
+def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Kept, ...]:
     """Return what `align.keep_graph` lets a step keep beside its inputs, the most first."""
-    if setting == "auto":
-        return ("graph",) if cuda else ("graph", "lean")
-    return tuple(kind for kind in get_args(Kept)[1:] if kind == setting)
+    lean = shape.keeps_lean and not (cuda and setting == "auto")
+    kinds: tuple[Kept, ...] = ("graph", "lean") if lean else ("graph",)
+    return tuple(kind for kind in kinds if setting in ("auto", kind))
 
 
 def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept) -> int:
     """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results."""
     if kind == "graph":
         return graph_bytes(shape.linears, settings, dtype)
-    # Of each layer the linears' outputs, the last one's aside, attention's, and the input.
-    width = sum(fan_out for _, fan_out in shape.linears) + shape.layers * shape.hidden_size
-    return width * settings.align.window_tokens * dtype.itemsize if kind == "lean" else 0
+    # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
+    # the input.
+    width = sum(fan_out for _, fan_out in shape.linears)
+    width += shape.layers * (shape.heads * shape.head_dim + shape.hidden_size)
+    each = width * dtype.itemsize + 4 * shape.layers * shape.heads
+    return each * settings.align.window_tokens if kind == "lean" else 0
 
 
 def kept_that_fits(shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float) -> Kept:
     """Return the most that a step may keep in `most` bytes."""
-    kinds = kept_kinds(settings.align.keep_graph, cuda)
+    kinds = kept_kinds(shape, settings.align.keep_graph, cuda)
     return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind) <= most), "inputs")
 
 

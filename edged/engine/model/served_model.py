@@ -42,7 +42,6 @@ class ModelShape(BaseShape):
     architecture: str
     weight_bytes: int
     """Bytes of all weights as they are stored."""
-    heads: int
     window: int | None
     """The shortest sliding window of a layer; None if all layers see the whole context."""
     layer_weights: int

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+from torch.nn import functional
 
 from edged.align.dpo.decoder import Branches, LoraParameters, LoraRows
 from edged.align.dpo.layout import Piece
@@ -62,5 +65,63 @@ def test_what_is_kept_is_the_results_of_products_and_attention() -> None:
     widths = sorted(tensor.shape[-1] for tensor in kept.tensors if tensor.dim() == 2)
     assert widths == sorted(shapes[:6])
     layer.run(found)
-    with pytest.raises(RuntimeError, match=r"ran aten\.mm\.default in its backward where its forward had run None"):
+    with pytest.raises(
+        RuntimeError, match=r"ran aten\.mm\.default of .* in its backward where its forward had run None"
+    ):
         layer.run(found)
+
+
+def test_a_kept_result_has_no_graph_that_would_keep_the_rest() -> None:
+    layer, kept, activations = Layer("llama"), KeptResults(RANK), []
+    act = layer.decoder._model.layers[0].mlp.act_fn
+    act.register_forward_hook(lambda _act, _args, out: activations.append(weakref.ref(out)))
+    out = layer.run(Keep(kept)).detach()
+    assert out.isfinite().all()
+    assert all(tensor.grad_fn is None for tensor in kept.tensors)
+    assert [activation() for activation in activations] == [None]
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = functional.linear(x, torch.ones(16, 16))
+    y.add_(1.0)
+    return y * y
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (1, 8, 16)])
+def test_a_result_that_the_layer_changes_in_place_is_kept_as_it_was(shape: tuple[int, ...]) -> None:
+    # Of three dimensions the layer's tensor is an unsafe view of the product, which counts its own writes.
+    x, kept = torch.randn(shape, requires_grad=True), KeptResults(RANK)
+    with Keep(kept):
+        out = in_place(x)
+    with Recall(kept):
+        again = in_place(x)
+    assert torch.equal(again, out)
+    assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (again, in_place(x))))
+    with Keep(kept := KeptResults(RANK)):
+        # What nothing reads is left out, changed or not.
+        functional.linear(x, torch.ones(16, 16)).add_(1.0)
+    assert kept.tensors == []
+
+
+def test_an_error_of_a_layer_is_not_covered_by_one_of_what_was_kept() -> None:
+    x, kept = torch.randn(8, 16, requires_grad=True), KeptResults(RANK)
+    with pytest.raises(ZeroDivisionError), Keep(kept):
+        raise ZeroDivisionError(in_place(x))
+    with pytest.raises(ZeroDivisionError), Recall(kept):
+        raise ZeroDivisionError
+
+
+def test_a_backward_that_runs_less_or_on_other_shapes_is_an_error() -> None:
+    layer, kept = Layer("llama"), KeptResults(RANK)
+    layer.run(Keep(kept))
+    with pytest.raises(RuntimeError, match=r"did not run aten"), Recall(kept):
+        pass
+    x, weight = torch.randn(8, 16), torch.ones(16, 16)
+    with Keep(kept := KeptResults(RANK)):
+        functional.linear(x, weight).sin()
+    for other in (x[:4], x.double()):
+        with (
+            pytest.raises(RuntimeError, match=r"forward had run aten\.\w*mm\.default of .*\[8, 16\] torch\.float32"),
+            Recall(kept),
+        ):
+            functional.linear(other, weight.to(other.dtype))

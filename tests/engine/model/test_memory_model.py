@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -84,8 +84,10 @@ def test_a_step_keeps_the_most_that_fits() -> None:
 
     settings = load_settings(environ={})
     graph, lean = (kept_bytes(shape, settings, torch.bfloat16, kind) for kind in ("graph", "lean"))
-    # 92 KiB a token and layer, as `edged bench activations` counts them, but for the attention's sums.
-    assert lean == 256 * 32 * 2 * (4 * 4096 + 2 * 1024 + 2 * 14336)
+    # As `edged bench activations` counts them, and the last product's, which some models keep.
+    assert lean == 256 * 32 * (2 * (5 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32)
+    # Attention may be wider than the hidden states.
+    assert kept_bytes(replace(shape, head_dim=256), settings, torch.bfloat16, "lean") == lean + 256 * 32 * 2 * 4096
     assert [kept("auto", False, most) for most in (graph, graph - 1, lean, lean - 1)] == [
         *("graph", "lean", "lean", "inputs")
     ]
@@ -94,7 +96,12 @@ def test_a_step_keeps_the_most_that_fits() -> None:
     assert [kept("graph", False, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
     assert kept("inputs", False, graph) == "inputs"
     # The setting was a switch.
-    assert [kept(switch, False, lean) for switch in (True, False, "true", "false")] == ["lean", "inputs"] * 2
+    switches = (True, False, "true", "false", 1, 0, "1", "0", "on", "off", "YES", "NO", "TRUE", "FALSE")
+    assert [kept(switch, False, lean) for switch in switches] == ["lean", "inputs"] * 7
+    shape = replace(shape, keeps_lean=False)
+    assert [kept("auto", False, lean), kept("lean", False, graph), kept("auto", False, graph)] == [
+        *("inputs", "inputs", "graph")
+    ]
 
 
 def test_without_room_for_a_graph_the_lean_one_is_planned() -> None:
