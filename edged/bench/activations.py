@@ -22,9 +22,8 @@ from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, attent
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.probe import find_decoder
+from edged.runtime import logs
 
-PEFT: dict[str, str | list[str]] = {"lora:all": "all-linear", "lora:down_proj": ["down_proj"]}
-"""Names of the adapters that are accounted, and the linears that they change."""
 _DTYPE = torch.bfloat16
 _RANK = 16
 
@@ -56,8 +55,15 @@ class _Layer:
         self.tokens = tokens
         self.model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE, attn_implementation=IMPLEMENTATION).eval()
         layers, _ = find_decoder(self.model)
-        self.layer = layers[0]
-        self.lora = LoraSlots(self.model, target_linears(self.model, PEFT[peft]), 1, _RANK, _DTYPE)
+        self.layer, wanted = layers[0], peft.removeprefix("lora:")
+        if len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) > 1:
+            raise ModelRefused(f"the layers of {type(self.model).__name__} differ: the first one cannot stand for all")
+        names = [
+            name for name in target_linears(self.model, "all-linear") if wanted in ("all", name.rpartition(".")[2])
+        ]
+        if not names:
+            raise ModelRefused(f"--peft {peft}: the model has no linear named {wanted}: use lora:all")
+        self.lora = LoraSlots(self.model, names, 1, _RANK, _DTYPE)
         self.hidden, self.call = self._arguments()
         leaves = {
             name: (
@@ -141,12 +147,6 @@ class _Layer:
 
 def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str, Any]:
     """Return the bytes that a sequence of `tokens` keeps for its backward, by what is left out. Raises ModelRefused."""
-    try:
-        config = AutoConfig.from_pretrained(str(model), trust_remote_code=False)
-    except Exception as error:
-        raise ModelRefused(f'model "{model}" has no configuration that can be read: {error}') from error
-    text = config.get_text_config()
-    layers, text.num_hidden_layers = int(text.num_hidden_layers), 1
     rows: list[dict[str, Any]] = []
 
     def add(kept: str, every: int, once: int = 0) -> None:
@@ -155,7 +155,16 @@ def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str
         rows.append(row)
 
     with FakeTensorMode():
-        layer = _Layer(config, peft, tokens)
+        try:
+            layer = _Layer(AutoConfig.from_pretrained(str(model), trust_remote_code=False), peft, tokens)
+        except ModelRefused:
+            raise
+        except Exception as error:
+            raise ModelRefused(
+                f'model "{model}" has no configuration that can be read: {logs.first_line(error)}'
+            ) from error
+        text = layer.model.config.get_text_config()
+        layers = int(text.num_hidden_layers)
         whole = Branches(0, tokens, 0, (Piece(0, tokens, 0, None),), None)
         for attention in ("eager", "sdpa"):
             add(f"autograd, all weights trained, {attention}", layer.saved(attention, whole, trains_base=True))

@@ -219,8 +219,9 @@ class AlignSettings(Section):
     @field_validator("keep_graph", mode="before")
     @classmethod
     def _was_a_switch(cls, kept: Any) -> Any:
-        earlier = {"True": "auto", "False": "inputs", "true": "auto", "false": "inputs"}
-        return earlier.get(str(kept), kept)
+        earlier = dict.fromkeys(("true", "1", "yes", "on", "y", "t"), "auto")
+        earlier |= dict.fromkeys(("false", "0", "no", "off", "n", "f"), "inputs")
+        return earlier.get(str(kept).lower(), kept)
 
 
 class FeedbackSettings(Section):

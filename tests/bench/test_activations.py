@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoConfig
 
 from edged.cli.main import cli
 
@@ -48,6 +49,31 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     assert "has no configuration that can be read" in result.output
     result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path), "--peft", "ia3"])
     assert "lora:all" in result.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "peft", "refusal"),
+    [
+        ("vit", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
+        ("t5", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
+        ("gpt2", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),
+        ("qwen3_moe", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),
+    ],
+)
+def test_a_model_whose_first_layer_cannot_be_accounted_is_refused_in_a_sentence(
+    tmp_path: Path, kind: str, peft: str, refusal: str
+) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path), "--peft", peft])
+    assert result.exit_code == 1
+    assert refusal in " ".join(result.output.split())
+
+
+def test_a_model_of_unlike_layers_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3_moe", decoder_sparse_step=2, num_hidden_layers=2).save_pretrained(tmp_path)
+    result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "the layers of Qwen3MoeForCausalLM differ: the first one cannot stand for all" in result.output
 
 
 @pytest.mark.parametrize("window", ["64", "512", "4096"])
