@@ -177,6 +177,9 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         (changed(tensors, rank_pattern={"down_proj": 3}), "has the rank 4, and adapter_config.json says 3"),
         (changed(tensors, init_lora_weights="pissa"), "init_lora_weights = 'pissa' changes the base model"),
         (changed(tensors, alora_invocation_tokens=[1]), "alora_invocation_tokens = [1] is not supported"),
+        (changed(tensors, layer_replication=[[0, 1]]), "layer_replication = [[0, 1]] is not supported"),
+        (changed(tensors, use_rslora="false"), 'use_rslora = "false" is neither true nor false'),
+        (packed(("adapter_config.json", b"[" * 100_000), (WEIGHTS, b"x")), "adapter_config.json cannot be read"),
         (
             changed({key: 1e38 * value.sign() for key, value in tensors.items()}, lora_alpha=1e6),
             "or are too large with",

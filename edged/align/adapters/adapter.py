@@ -267,7 +267,7 @@ class AdapterFiles:
         return final, self._retire(snapshot.adapter)
 
     def _write(self, draft: Path, snapshot: Snapshot) -> None:
-        (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1, sort_keys=True))
+        (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1))
         save_file(snapshot.weights, draft / WEIGHTS, metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
         sums = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}

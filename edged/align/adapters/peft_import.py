@@ -125,7 +125,7 @@ def _config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ImportRefused(f"{path.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ImportRefused(f"{path.name} is not a JSON object")
@@ -140,7 +140,9 @@ def _check_config(config: dict[str, Any]) -> None:
         why = "its outputs are scaled by norms of the base's weights, which is not served"
         way_out = "train one without use_dora, or serve a base that it is merged into (peft's merge_and_unload)"
         raise ImportRefused(f"use_dora = {json.dumps(config['use_dora'])[:80]} is not supported: {why}; {way_out}")
-    for name in ("modules_to_save", "fan_in_fan_out", "alora_invocation_tokens"):
+    if not isinstance(config.get("use_rslora") or False, bool):
+        raise ImportRefused(f"use_rslora = {json.dumps(config['use_rslora'])[:80]} is neither true nor false")
+    for name in ("modules_to_save", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication"):
         if config.get(name):
             raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")
     if config.get("bias", "none") != "none":

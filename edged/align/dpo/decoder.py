@@ -31,11 +31,15 @@ class LoraParameters:
 def scaled(
     weights: LoraLeaves, scalings: Mapping[str, float], dtype: torch.dtype
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return each linear's weights, the last one times the scaling factor, in the dtype of computation."""
-    return {
-        name: (*(each.to(dtype) for each in own[:-1]), (own[-1] * scalings[name]).to(dtype))
-        for name, own in weights.items()
-    }
+    """Return each linear's weights, the last one times the scaling factor, in the dtype of computation.
+
+    Of an IA3 vector it is what it has over 1, as slots have it: near 1 the steps of 16 bits are coarse.
+    """
+    found = {}
+    for name, own in weights.items():
+        last = own[0] - 1.0 if len(own) == 1 else own[-1] * scalings[name]
+        found[name] = (*(each.to(dtype) for each in own[:-1]), last.to(dtype))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,14 +179,15 @@ class LoraLinear(LinearWrapper):
         inputs = x.flatten(0, -2).split(sizes)
         factors = [_vector(0, own) for own in adapters]
         if any(factor is not None for factor in factors):
-            scaled = [own if factor is None else own * factor for own, factor in zip(inputs, factors, strict=True)]
+            pairs = zip(inputs, factors, strict=True)
+            scaled = [own if factor is None else torch.addcmul(own, own, factor) for own, factor in pairs]
             x = torch.cat(scaled).view(x.shape)
         y = self.base(x)
         parts = []
         for own, out, weights in zip(inputs, y.flatten(0, -2).split(sizes), adapters, strict=True):
             out, factor = out.to(x.dtype), _vector(1, weights)
             if factor is not None:
-                out = out * factor
+                out = torch.addcmul(out, out, factor)
             elif len(weights) == 2:
                 out = torch.addmm(out, own @ weights[0].t(), weights[1].t())
             parts.append(out)
@@ -194,7 +195,7 @@ class LoraLinear(LinearWrapper):
 
 
 def _vector(side: int, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the IA3 vector by which a linear's weights scale its inputs (side 0) or its outputs (1), or None."""
+    """Return a linear's weights as the IA3 vector of its inputs (side 0) or of its outputs (1), or None."""
     return weights[0].flatten() if len(weights) == 1 and (weights[0].shape[0] != 1) == bool(side) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState
 from edged.align.adapters.form import LoraSpec
-from edged.align.adapters.peft_import import read_adapter
+from edged.align.adapters.peft_import import CONFIG, read_adapter
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from tests.models import tiny_model
@@ -76,6 +77,17 @@ def test_an_import_is_exported_as_it_is_and_answers_the_same_in_peft(other: dict
     again = files.load("ann", 1)
     assert again.form == state.form
     assert all(torch.equal(again.weights[name], value) for name, value in state.tensors().items())
+
+
+def test_of_patterns_the_first_that_fits_is_the_first_in_an_export_too(tmp_path: Path) -> None:
+    saved_by_peft(tmp_path / "theirs", {"r": 2})
+    config = json.loads((tmp_path / "theirs" / CONFIG).read_text())
+    config["alpha_pattern"] = {"layers.0.mlp.down_proj": 4, "down_proj": 8}
+    (tmp_path / "theirs" / CONFIG).write_text(json.dumps(config))
+    state = imported(tmp_path / "theirs", spec())
+    path, _ = AdapterFiles(tmp_path / "ours", spec(), keep=3).save(state.copied().snapshot())
+    assert state.form.scalings["model.layers.0.mlp.down_proj"] == 2.0
+    assert read_adapter(path, spec())[1].scalings == state.form.scalings
 
 
 def test_a_version_that_settings_no_longer_admit_is_not_served(tmp_path: Path) -> None:

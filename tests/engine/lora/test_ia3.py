@@ -13,9 +13,11 @@ from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from edged.align.adapters.adapter import AdapterFiles, AdapterState
 from edged.align.adapters.form import LoraSpec
 from edged.align.adapters.peft_import import ImportRefused, read_adapter
+from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends
+from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
 from edged.engine.model.served_model import ServedModel
@@ -62,7 +64,7 @@ def imported(folder: Path) -> AdapterState:
 
 
 def loaded(folder: Path) -> ServedModel:
-    """The model with each of `ADAPTERS` in a slot, in which a LoRA was before."""
+    """The model with each of `ADAPTERS` in a slot, in which a LoRA and an IA3 adapter were before."""
     base = tiny_model("qwen2").requires_grad_(False).to(DEVICE)
     base.set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
@@ -72,7 +74,8 @@ def loaded(folder: Path) -> ServedModel:
         with torch.no_grad():
             for _, b in earlier.weights.values():
                 b.fill_(0.1)
-        for state in (earlier, imported(folder / name)):
+        former = imported(folder / ("usual" if name == "other" else "other"))
+        for state in (earlier, former, imported(folder / name)):
             model.lora.load(slot, state.weights, state.form.scalings)
     return model
 
@@ -115,6 +118,25 @@ def test_ia3_and_lora_adapters_answer_as_peft_does_in_one_batch(
         wanted = peft_model(input_ids=torch.tensor([ids])).logits[0, -1]
         torch.testing.assert_close(got[name], wanted, atol=2e-4, rtol=1e-4)
     assert not shortened, "whole layers by the compiled kernels scale nothing"
+
+
+@pytest.mark.parametrize("side", [0, 1], ids=["inputs", "outputs"])
+def test_in_16_bits_a_vector_near_1_is_trained_as_it_is_served(side: int) -> None:
+    torch.manual_seed(0)
+    base = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16).requires_grad_(False)
+    model = torch.nn.Sequential(base)
+    slots = LoraSlots(model, ["0"], 1, 4, torch.bfloat16)
+    weights = {"0": (torch.full((64, 1) if side else (1, 64), 1.003),)}
+    slots.load(0, weights, {"0": 1.0})
+    x = torch.randn(1, 4096, 64).to(torch.bfloat16)
+    leaves = LoraParameters(scaled(weights, {"0": 1.0}, torch.bfloat16), {"0": 1.0}, {})
+    plain = base(x).float()
+    with torch.inference_mode(), slots.packed([(0, 4096, 0)]):
+        served = model(x).float()
+    with slots.training([LoraRows(0, 4096, leaves)]):
+        trained = model(x).float()
+    for got in (served, trained):
+        assert float((got * plain).sum() / plain.square().sum()) == pytest.approx(1.003, abs=5e-4)
 
 
 @pytest.mark.parametrize("name", ["usual", "other"])
