@@ -100,7 +100,9 @@ class Versions:
 
     def _restore(self, queue: AdapterQueue, state: AdapterState, reason: str, version: int | None = None) -> None:
         """Publish a built state, which `version` had, as a new version."""
-        parent = self._adapter_cache.version(queue.name)
+        parent, before = self._adapter_cache.version(queue.name), self._adapter_cache.peek(queue.name)
+        if before is None or before.form != state.form:
+            queue.detector.forget_norms()
         self._adapter_cache.replace(state)
         guard = queue.guard
         guard.tested_version, guard.restored_version, guard.restored_at_step = state.version, version or 0, queue.steps

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from edged.align.adapters.adapter import UnknownAdapter
+from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import PairRetired, VersionPublished, VersionSaved
 from edged.align.versions import UnknownVersion
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
@@ -257,3 +261,20 @@ def test_a_withdrawn_version_goes_on_where_nothing_can_be_read_and_is_tested_aga
         withdraw(engine)
         client.wait(lambda: engine.adapters()["ann"] == 3)
     assert "version 2 of ann stays" in caplog.text
+
+
+def test_gradients_of_another_form_are_not_compared_with_those_before(tmp_path: Path) -> None:
+    with running_engine(tmp_path, feedback__quarantine=True, **SAVED) as (engine, client):
+        learn(engine, client)
+        trainer = engine.built.trainer
+        detector, weights = trainer.pair_queues["ann"].detector, engine.weights("ann").result(20)[1]
+
+        def published(imported: bool) -> float:
+            detector.recall(OutlierHistory(norms=[1.0] * 40), 0.0)
+            assert detector.most_norm() < math.inf
+            form = replace(trainer.adapter_cache.get("ann").form, imported=imported)
+            trainer.versions.replace(trainer.adapter_cache.build("ann", weights, form=form), "imported")
+            return detector.most_norm()
+
+        same, other = (engine.commands.ask(partial(published, imported)).result(20) for imported in (False, True))
+        assert same < other == math.inf

@@ -170,6 +170,10 @@ class OutlierDetector:
         if grad_norm:
             self._norms.append(math.log(grad_norm))
 
+    def forget_norms(self) -> None:
+        """Forget the usual norms: gradients of an adapter of another form are not compared with them."""
+        self._norms.clear()
+
     def recall(self, past: OutlierHistory, now: float) -> None:
         """Restore the history that an earlier run left."""
         self._losses.extend(past.losses)
