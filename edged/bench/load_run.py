@@ -172,8 +172,8 @@ class LoadRun(ABC):
     def _look(self, start_s: float) -> None:
         """Record the engine's busy times so far, and from time to time print a line of progress."""
         now = self._clock()
-        totals = self.engine.status()["totals"]
-        self._looks.append((now, self.engine.busy() | {name: totals[name] for name in figures.COUNTED}))
+        status = self.engine.status()
+        self._looks.append((now, status["busy"] | {name: status["totals"][name] for name in figures.COUNTED}))
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
             learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -361,7 +360,3 @@ class Engine:
     def iterations(self, since: int = 0) -> list[Iteration]:
         """Return the kept records of iterations after number `since`, oldest first."""
         return self.stats.since(since)
-
-    def busy(self) -> dict[str, Any]:
-        """Return the sums of seconds by kind of work, as in `status`."""
-        return asdict(self.stats.busy)

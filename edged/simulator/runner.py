@@ -399,10 +399,6 @@ class SimulatedEngine:
         """Seconds of virtual time."""
         return self.clock.now
 
-    def busy(self) -> dict[str, Any]:
-        """Return the times and counts of iterations, as `Engine.busy` does."""
-        return asdict(self.stats.busy)
-
     def status(self) -> dict[str, Any]:
         """Return the part of `Engine.status` that a report is made of."""
         learning = self.learning
@@ -410,7 +406,7 @@ class SimulatedEngine:
         return {
             "model": self._hardware.model.report(self.device.name, self.max_context_tokens),
             "totals": asdict(self.stats.totals) | learned,
-            "busy": self.busy(),
+            "busy": asdict(self.stats.busy),
             "prefix": asdict(self.trie.stats),
             "scheduler": {
                 "decision_ms_p50": percentile(list(self.stats.decision_ms), 0.5),

@@ -156,11 +156,11 @@ def test_a_share_of_the_time_is_kept_where_nobody_is_served(tmp_path: Path) -> N
     ) as (engine, _):
         engine.limit(EngineLimits(finetune_share=0.25))
         engine.submit_pairs(random_pairs(8))
-        until(lambda: engine.busy()["finetune_s"] > 0.1, "nothing was learnt")
-        started, before = time.monotonic(), engine.busy()["finetune_s"]
-        until(lambda: engine.busy()["finetune_s"] - before > 0.5, "too little was learnt")
+        until(lambda: engine.status()["busy"]["finetune_s"] > 0.1, "nothing was learnt")
+        started, before = time.monotonic(), engine.status()["busy"]["finetune_s"]
+        until(lambda: engine.status()["busy"]["finetune_s"] - before > 0.5, "too little was learnt")
         # Never above the share, but for what one iteration takes at a time: a slow machine only lowers it.
-        assert (engine.busy()["finetune_s"] - before) / (time.monotonic() - started) < 0.5
+        assert (engine.status()["busy"]["finetune_s"] - before) / (time.monotonic() - started) < 0.5
 
 
 def test_pruning_is_forced_where_memory_is_plenty(tmp_path: Path) -> None:

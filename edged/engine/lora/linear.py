@@ -94,17 +94,13 @@ class LoraLinear(LinearWrapper):
         self._siblings = linears
         self._shared = linears[0]._shared if linears else SharedInput()
 
-    def forget_input(self) -> None:
-        """Drop the outputs that siblings have not taken."""
-        self._shared.clear()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute [1, tokens, in_features] -> [1, tokens, out_features], with the updates of the present runs."""
-        state, tiles = self._runs, self._runs.tiles
-        if tiles is not None and not state.training:
-            return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, tiles))
+        state = self._runs
         if state.training:
             return self._updated(x, state.training)
+        if (tiles := state.tiles) is not None:
+            return self._shared.take(x, self._siblings.index(self), lambda: self._tiled(x, tiles))
         y = self._based(x)
         if state.few or state.single or state.together is not None:
             # Rows may have a stride (one product for several linears), but a row's features must be contiguous.
@@ -312,7 +308,7 @@ class LoraSlots:
         except BaseException:
             # A layer that was interrupted keeps nothing, least of all where memory is short.
             for linear in self.linears.values():
-                linear.forget_input()
+                linear._shared.clear()
             raise
         finally:
             self.runs.set([], self.device)
