@@ -88,7 +88,7 @@ def assemble(
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
-    answers = VersionAnswers(store, tokenizer, engine, event_router)
+    answers = VersionAnswers(store, tokenizer, engine, event_router, feed.tell_answer)
     feedback_intake = FeedbackIntake(store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes)
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
     job_runner = JobRunner(*about, feedback_intake.release)

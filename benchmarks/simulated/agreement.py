@@ -1,7 +1,7 @@
 """Whether a simulation can be believed: this machine's own profile, simulated, beside a measured replay.
 
     python -m benchmarks.simulated.agreement TRACE PAIRS --model DIR [--rate 4] [--seconds 60] [--policies fcfs,mace]
-                                    [--rounds 3] [--profile FILE] [--quick] [--output FILE]
+                                    [--readers 6] [--rounds 3] [--profile FILE] [--quick] [--output FILE]
 
 Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace
 while learning the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the
@@ -24,6 +24,7 @@ from benchmarks.support.command import FORMAT, MODEL, PAIRS, SEED, existing_file
 from edged.bench.compare import RunFailed, Workload, call
 from edged.bench.replay import load_pairs
 from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings, load_settings
 from edged.simulator.simulation import SimulationPlan, simulate
 from edged.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def main() -> None:
         option("--policies", "by comma", ["fcfs", "mace"], type=names(ROWS)),
         option("--rate", "requests per second", 4.0),
         option("--retrain-rate", "pairs per request", 0.5, least=0),
+        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
         option("--seconds", "of the load", 60.0, 3.0),
         option("--rounds", "of a profile, replays and simulations", 3),
         SEED,
@@ -106,7 +108,9 @@ def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
         pair_format=options.format,
         config=str(config),
     )
-    return call(workload.command(policy, options.retrain_rate, options.rate, options.seed), options.seconds, say)
+    command = workload.command(policy, options.retrain_rate, options.rate, options.seed)
+    readers = f"{options.readers:g}" if options.readers else "off"
+    return call([*command, "--readers", readers], options.seconds, say)
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
@@ -122,6 +126,7 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
         seconds=options.seconds,
         seed=options.seed,
         pair_lengths=list(lengths(options, settings)),
+        pace=Pace(TOKENS_PER_WORD * options.readers) if options.readers else None,
     )
     report = simulate(plan)
     longest = measured["model"]["max_context_tokens"]

@@ -1,6 +1,6 @@
-"""The event feed and its readers: iterations, status, versions, scored pairs and outcomes as they happen.
+"""The event feed and its readers: iterations, status, versions, their answers, scored pairs and outcomes.
 
-Everything runs on the event loop's thread, except `Feed.tell` and `Feed.tell_outcomes`, which any thread may call.
+Everything runs on the event loop's thread, except the methods of `Feed` that tell something: any thread may call them.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from edged.engine.stats.iterations import Iteration
 
 log = logging.getLogger("edged.api")
 
-EventName = Literal["iterations", "status", "version", "pair", "outcomes"]
+EventName = Literal["iterations", "status", "version", "answer", "pair", "outcomes"]
 EVENTS: tuple[EventName, ...] = get_args(EventName)
 POLL_S = 0.2
 _STATUS_EVERY = 5
@@ -112,6 +112,10 @@ class Feed:
                 told = {"pair_id": record.pair_id, "state": record.state, "reason": record.reason}
                 pairs.setdefault(record.adapter, []).append(told)
         self._tell([_event("outcomes", adapter, pairs=found) for adapter, found in pairs.items()])
+
+    def tell_answer(self, adapter: str, version: int) -> None:
+        """Publish that the answer of an adapter's version, for people to compare, is on disk; returns at once."""
+        self._tell([_event("answer", adapter, version=version)])
 
     def _tell(self, events: Sequence[Event]) -> None:
         if events:

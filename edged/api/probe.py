@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from edged.align.feedback.pair import Record, VersionTested
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
@@ -24,10 +24,21 @@ _UNTRAINED_S = 10.0
 
 
 class VersionAnswers:
-    """Generates one version's answer at a time, in the batch class; versions that are tested meanwhile are skipped."""
+    """Generates one version's answer at a time, in the batch class; of an adapter's versions the latest one waits."""
 
-    def __init__(self, store: Store, tokenizer: Tokenizer, engine: Engine, event_router: EventRouter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        tokenizer: Tokenizer,
+        engine: Engine,
+        event_router: EventRouter,
+        answered: Callable[[str, int], None],
+    ) -> None:
+        """`answered(adapter, version)` is called when a version's answer is on disk."""
         self._store, self._tokenizer, self._engine, self._event_router = store, tokenizer, engine, event_router
+        self._answered = answered
+        self._waiting: dict[str, int] = {}
+        """Versions to be asked, by adapter, in the order in which the adapters' tests ended."""
         self._asking: asyncio.Task[None] | None = None
         self._untrained: dict[str, tuple[int, str]] = {}
         """(Id of the first pair, the base model's answer to its prompt) by adapter."""
@@ -41,8 +52,14 @@ class VersionAnswers:
                     self._event_router.loop.call_soon_threadsafe(self._start, record.adapter, record.version)
 
     def _start(self, adapter: str, version: int) -> None:
+        self._waiting[adapter] = version
         if self._asking is None or self._asking.done():
-            self._asking = self._event_router.loop.create_task(self._ask(adapter, version))
+            self._asking = self._event_router.loop.create_task(self._ask_all())
+
+    async def _ask_all(self) -> None:
+        while self._waiting:
+            adapter = next(iter(self._waiting))
+            await self._ask(adapter, self._waiting.pop(adapter))
 
     async def untrained(self, adapter: str, first: PairRow) -> str | None:
         """The base model's answer to the prompt of an adapter's first pair.
@@ -66,20 +83,20 @@ class VersionAnswers:
             return found
 
     def forget(self, adapter: str) -> None:
-        """Forget the base model's answer to an adapter's prompt."""
+        """Forget the base model's answer to an adapter's prompt, and the version that waits to be asked."""
         self._untrained.pop(adapter, None)
+        self._waiting.pop(adapter, None)
 
     async def _ask(self, adapter: str, version: int) -> None:
         try:
             first = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
+            answer = None if first is None else await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
+            if answer is not None:
+                written = self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
+                await asyncio.wrap_future(written)
+                self._answered(adapter, version)
         except StoreError as error:
-            return log.debug("version %d of %s is not asked for an answer: %s", version, adapter, error)
-        if first is None:
-            return None
-        answer = await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
-        if answer is not None:
-            self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
-        return None
+            log.debug("version %d of %s has no answer: %s", version, adapter, error)
 
     async def _answer(self, request_id: str, first: PairRow, adapter: str | None, version: int) -> str | None:
         """Generate a version's answer to a pair's prompt; None where it is refused or the version is replaced."""

@@ -85,8 +85,8 @@ export function addVersion(version) {
   refreshSoon();
 }
 
-/** Something became of an adapter's pairs: those that are held, or kept as a test, make no version. */
-export function addOutcomes({ adapter }) {
+/** Something is new of an adapter besides versions: what became of its pairs, or a version's answer. */
+export function refreshOf({ adapter }) {
   known.add(adapter);
   if (adapter === shown.adapter) refreshSoon();
 }

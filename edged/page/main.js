@@ -3,7 +3,7 @@
 import { ApiError, call, watch } from "./api.js";
 import { showStatus } from "./box.js";
 import { startChat } from "./chat.js";
-import { addOutcomes, addPair, addVersion, knowAdapters, showAdapter, showRights, startLearning } from "./learning.js";
+import { addPair, addVersion, knowAdapters, refreshOf, showAdapter, showRights, startLearning } from "./learning.js";
 import { outcomesCame } from "./outcomes.js";
 import { showAdapters, showCaller, speaker, startSpeaker } from "./speaker.js";
 import { byId, setText } from "./text.js";
@@ -51,9 +51,10 @@ watch(
       showStatus(status);
     },
     pair: addPair,
+    answer: refreshOf,
     outcomes: (data) => {
       outcomesCame(data.adapter);
-      addOutcomes(data);
+      refreshOf(data);
     },
     version: (data) => {
       versions = { ...versions, [data.adapter]: data.version };

@@ -83,7 +83,8 @@ def _for_measuring(settings: Settings) -> Settings:
     """Return settings under which steps learn from exactly the pairs that they are given, whatever they score."""
     align = settings.align.model_copy(update={"replay_share": 0.0, "loss_threshold": 0.0, "epochs": 1})
     guard = settings.guard.model_copy(update={"held_out_share": 0.0})
-    return settings.model_copy(update={"align": align, "guard": guard})
+    feedback = settings.feedback.model_copy(update={"quarantine": False})
+    return settings.model_copy(update={"align": align, "guard": guard, "feedback": feedback})
 
 
 def _device_memory(device: torch.device) -> DeviceMemory:

@@ -191,6 +191,17 @@ async def test_what_became_of_a_pair_is_told_when_it_can_be_asked_for(client: Cl
     assert row["version"] == 1
 
 
+async def test_every_adapters_answer_to_its_first_prompt_is_told_and_can_be_asked_for(client: Client) -> None:
+    users = {"fay", "gus", "hal"}
+    async with client.stream("?events=answer") as stream:
+        for user in sorted(users):
+            await client.teach(user)
+        told = [await stream.next() for _ in users]
+        stories = {user: await client.get(f"/v1/adapters/{user}/story") for user in users}
+    assert {(each["adapter"], each["version"]) for each in told} == {(user, 1) for user in users}
+    assert all(story["answers"][-1]["answer"] is not None for story in stories.values())
+
+
 async def test_a_rollback_is_told(client: Client) -> None:
     async with client.stream("?events=version") as stream:
         await client.teach("roll")

@@ -103,7 +103,7 @@ class Scene:
             maintenance=self.maintenance,
             runs=ApplicationRuns(FairnessSettings, self.store),
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
-            version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), cast(Any, None)),
+            version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), *[cast(Any, None)] * 2),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
 
