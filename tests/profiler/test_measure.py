@@ -15,6 +15,7 @@ from edged.bench.recorder import ReplayRecorder
 from edged.cli.main import cli
 from edged.engine.engine import Engine
 from edged.profiler.engine_time import engine_time
+from edged.profiler.profile import profile_device
 from edged.scheduler.cost.profile import Profile
 from edged.settings.load import load_settings
 from tests.models import save_tiny
@@ -55,6 +56,14 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert 0 < profile.device_memory.available_bytes < profile.device_memory.total_bytes
     assert profile.error_percent.keys() >= {"prefill", "decode"}
     assert 0.0 < profile.noise.jitter < 2.0
+
+
+def test_its_random_pairs_are_never_held_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    # Steps so large that such pairs soon look poisoned.
+    odd = {"align.learning_rate": 0.1, "feedback.suspicious_deviations": 1e-9, "feedback.burst_share": 0.01}
+    settings = load_settings(environ={}, overrides={**SETTINGS, **odd})
+    profile_device(settings, save_tiny(tmp_path / "tiny"), tmp_path, quick=True)
+    assert "quarantined" not in caplog.text
 
 
 def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
