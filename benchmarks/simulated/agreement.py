@@ -5,7 +5,9 @@
 
 Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace
 while learning the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the
-profile's times: a machine's own speed moves from minute to minute. Nothing is held out for tests, which a simulation
+profile's times. A machine's own speed moves from minute to minute: the simulated device is as much slower than the
+profile as the engine found the machine on average during the replay (the report's `scheduler.drift_mean`), and a
+request is in time by the replay's own measure of a prompt alone. Nothing is held out for tests, which a simulation
 leaves out. Printed: medians over the rounds with the smallest and the largest, and of simulated over measured in each.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,10 +25,13 @@ from typing import Any
 from benchmarks.support.command import FORMAT, MODEL, PAIRS, SEED, existing_file, finish, names, option, parse, say
 from edged.bench.compare import RunFailed, Workload, call
 from edged.bench.replay import load_pairs
+from edged.bench.traces import RequestTrace, read_trace
+from edged.scheduler.cost.profile import Profile
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings, load_settings
-from edged.simulator.simulation import SimulationPlan, simulate
+from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.simulation import Simulation, SimulationPlan
 from edged.text.tokenizer import Tokenizer
 
 _PROFILING_S = 600.0
@@ -41,6 +46,7 @@ FIGURES = (
     ("TBT p95 (ms)", ("tbt_ms", "p95")),
     ("iterations", ("scheduler", "iterations")),
     ("mean iteration (ms)", ("iterations", "mean_ms")),
+    ("slower than the profile", ("scheduler", "drift_mean")),
     ("a mean prompt alone (ms)", ("slo", "forward_ms_of_mean_prompt")),
     ("fine-tune tokens/s", ("finetune", "tokens_per_s")),
     ("pairs trained", ("finetune", "pairs_trained")),
@@ -113,14 +119,25 @@ def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
     return call([*command, "--readers", readers], options.seconds, say)
 
 
+class SameTargets(Simulation):
+    """A simulation whose latency targets are those of a replay, not those of the simulated device."""
+
+    measured_over_simulated = 1.0
+
+    def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
+        alone_s = super()._lone_ttft(trace)
+        return lambda tokens: self.measured_over_simulated * alone_s(tokens)
+
+
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """Simulate the load that was `measured`, with its longest context; return the report."""
+    """Simulate the load that was `measured`, with its longest context, speed and targets; return the report."""
     settings = load_settings(config, overrides={"scheduler.policy": policy})
+    model = settings.model.model_copy(update={"max_context_tokens": measured["model"]["max_context_tokens"]})
     plan = SimulationPlan(
         trace=options.trace,
-        device=str(profile),
+        device=str(slowed(profile, measured["scheduler"]["drift_mean"], config.with_name("slowed.json"))),
         model=str(options.model),
-        settings=settings,
+        settings=settings.model_copy(update={"model": model}),
         rate_per_s=options.rate,
         retrain_rate=options.retrain_rate,
         seconds=options.seconds,
@@ -128,12 +145,21 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
         pair_lengths=list(lengths(options, settings)),
         pace=Pace(TOKENS_PER_WORD * options.readers) if options.readers else None,
     )
-    report = simulate(plan)
-    longest = measured["model"]["max_context_tokens"]
-    if report["model"]["max_context_tokens"] != longest:
-        model = plan.settings.model.model_copy(update={"max_context_tokens": longest})
-        report = simulate(replace(plan, settings=plan.settings.model_copy(update={"model": model})))
-    return report
+    trace, tokens = read_trace(plan.trace, plan.seed), measured["load"]["mean_prompt_tokens"]
+    run = SameTargets(plan, SimulatedHardware.of(plan), say)
+    run.measured_over_simulated = measured["slo"]["forward_ms_of_mean_prompt"] / (1e3 * run._lone_ttft(trace)(tokens))
+    return run.play(trace)
+
+
+def slowed(profile: Path, times: float, path: Path) -> Path:
+    """Write the profile of a device on which everything takes so many times longer to `path`, and return that."""
+    known = Profile.read(profile)
+    forward = tuple(times * price for price in known.prices.forward)
+    units = {kind: (times * once, times * token) for kind, (once, token) in known.prices.units.items()}
+    prices = replace(known.prices, forward=forward, units=units)
+    update = {"prices": prices, "overhead_s": times * known.overhead_s, "rest_s": times * known.rest_s}
+    known.model_copy(update=update).write(path)
+    return path
 
 
 def lengths(options: Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
@@ -151,7 +177,8 @@ def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[d
         values = [value for value, _ in rounds if value is not None]
         guesses = [guess for _, guess in rounds if guess is not None]
         ratios = [guess / value for value, guess in rounds if value and guess is not None]
-        shown = [f"{median(numbers):.1f}" if numbers else "-" for numbers in (values, guesses)]
+        digits = 2 if path[-1] == "drift_mean" else 1
+        shown = [f"{median(numbers):.{digits}f}" if numbers else "-" for numbers in (values, guesses)]
         spread = f"({min(values):.1f}-{max(values):.1f})" if values else ""
         ratio = f"{median(ratios):8.2f}{f'({min(ratios):.2f}-{max(ratios):.2f})':>14}" if ratios else f"{'-':>8}"
         yield f"{name:<28}{shown[0]:>12}{spread:>18}{shown[1]:>12}{ratio}"

@@ -90,7 +90,9 @@ class VersionAnswers:
     async def _ask(self, adapter: str, version: int) -> None:
         try:
             first = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
-            answer = None if first is None else await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
+            answer = (
+                None if first is None else await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
+            )
             if answer is not None:
                 written = self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
                 await asyncio.wrap_future(written)
