@@ -184,6 +184,8 @@ def test_the_engine_is_folded_behind_its_verdict_and_stays_as_it_was_left(page: 
     expect(page.locator("#bins")).to_be_hidden()
     page.locator("#engine summary").click()
     expect(page.locator("#bins")).to_be_visible()
+    # It is remembered a moment after it is shown.
+    page.wait_for_function("localStorage.getItem('edged-engine') === 'open'")
     page.reload()
     expect(page.locator("#bins")).to_be_visible()
 
