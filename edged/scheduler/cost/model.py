@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edged.scheduler.cost.drift import Drift
@@ -127,7 +128,10 @@ class CostModel:
     is its price times the slowness of the last few; what is due later is priced alone.
     """
 
-    __slots__ = ("_drift", "_fit", "_knee", "_prices", "_unit_knee", "_units", "accuracy", "source", "token_s")
+    __slots__ = (
+        *("_drift", "_fit", "_high", "_knee", "_low", "_past", "_prices", "_unit_knee", "_units"),
+        *("accuracy", "source", "token_s"),
+    )
 
     def __init__(self, guess: Prices) -> None:
         """Start from the prices of `guess`, all above zero; a unit of another kind starts like "layer"."""
@@ -180,6 +184,8 @@ class CostModel:
 
     def _take_prices(self, prices: Sequence[float]) -> None:
         self._prices = tuple(prices)
+        _, self._low, self._high, *_, past = self._prices
+        self._past = past + self._low * self._knee
         self.token_s = max(self._prices[2], 1e-9)
         """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
 
@@ -226,9 +232,8 @@ class CostModel:
 
     def _packed_s(self, tokens: int) -> float:
         """Return what a forward's `tokens` cost, whatever they are: less up to the knee than beyond it."""
-        _, low, high, _, _, _, _, _, _, past = self._prices
         knee = self._knee
-        return low * tokens if tokens <= knee else past + low * knee + high * (tokens - knee)
+        return self._low * tokens if tokens <= knee else self._past + self._high * (tokens - knee)
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """Return the longest chunk, up to `most` tokens after `context` others, that keeps `load` within `limit_s`."""
@@ -239,14 +244,13 @@ class CostModel:
         left_s = limit_s / self._drift.slowness - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
-        def chunk_s(count: int) -> float:
-            return self._packed_s(base + count) + count * (slope + curve * count)
-
+        chunk_s = partial(self._chunk_s, base, slope, curve)
         if chunk_s(most) <= left_s:
             return most
-        if chunk_s(1) > left_s:
-            return 0
-        return bisect_right(range(1, most), left_s, key=chunk_s)
+        return bisect_right(range(1, most), left_s, key=chunk_s) if chunk_s(1) <= left_s else 0
+
+    def _chunk_s(self, base: int, slope: float, curve: float, count: int) -> float:
+        return self._packed_s(base + count) + count * (slope + curve * count)
 
     def free_tokens(self, load: Load) -> int:
         """Return the tokens up to the knee: they add little to a forward, which reads the weights anyway."""
@@ -296,8 +300,8 @@ class CostModel:
         tokens are predicted to have added.
         """
         parts: dict[str, tuple[float, float]] = {}
-        # Observations: (regression, features, priced seconds, measured seconds).
-        learned: list[tuple[OnlineRegression, tuple[float, ...], float, float]] = []
+        # Observations: (regression, features, priced seconds, usual seconds, measured seconds).
+        learned: list[tuple[OnlineRegression, tuple[float, ...], float, float, float]] = []
         finetune_s = units_s = units_measured_s = 0.0
         load = load_of(result)
         if result.forward_s > 0.0:
@@ -306,26 +310,31 @@ class CostModel:
                 without_s = self.forward_s(replace(load, finetune_tokens=0))
                 finetune_s = result.forward_s * (1.0 - without_s / forward_s)
             parts["prefill" if load.prefill_tokens or load.finetune_tokens else "decode"] = forward_s, result.forward_s
-            learned.append((self._fit, load.features(self._knee), self.priced_s(load), result.forward_s))
+            row = load.features(self._knee)
+            learned.append((self._fit, row, self.priced_s(load), self._fit.usual_s(row), result.forward_s))
+        known: dict[Unit, tuple[OnlineRegression, tuple[float, ...], float, float]] = {}
         for unit, seconds in result.units:
             if seconds > 0.0:
+                if unit not in known:
+                    fit, row = self._units[unit.kind], unit_features(unit.kind, unit.tokens, self._unit_knee)
+                    known[unit] = fit, row, self._unit_price_s(unit), fit.usual_s(row)
                 finetune_s += seconds
-                units_s, units_measured_s = units_s + self.unit_s(unit), units_measured_s + seconds
-                features = unit_features(unit.kind, unit.tokens, self._unit_knee)
-                learned.append((self._units[unit.kind], features, self._unit_price_s(unit), seconds))
+                units_s += known[unit][2] * self._drift.slowness
+                units_measured_s += seconds
+                learned.append((*known[unit], seconds))
         if units_measured_s:
             parts["units"] = units_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
         settled = [item for item in learned if item[0].settled]
-        priced_s = sum(price_s for _, _, price_s, _ in settled)
-        usual_s = sum(fit.usual_s(row) for fit, row, _, _ in settled)
+        priced_s = sum([price_s for _, _, price_s, _, _ in settled])
+        usual_s = sum([seconds for _, _, _, seconds, _ in settled])
         if priced_s and usual_s:
-            factor = self._drift.observe(priced_s, usual_s, sum(seconds for *_, seconds in settled))
+            factor = self._drift.observe(priced_s, usual_s, sum([seconds for *_, seconds in settled]))
             if factor != 1.0:
                 for fit in (self._fit, *self._units.values()):
                     fit.rescale(factor, self._drift.now)
-        for fit, row, _, seconds in learned:
+        for fit, row, _, _, seconds in learned:
             fit.observe(row, seconds, self._drift.now)
         self._take_prices(self._fit.prices)
         return finetune_s

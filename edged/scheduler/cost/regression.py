@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 
 FORGETTING = 0.99
 """Weight of an observation against the next one: about the last hundred iterations count."""
@@ -151,7 +152,7 @@ class OnlineRegression:
     def observe(self, features: Row, seconds: float, drift: float = 1.0) -> None:
         """Learn from one measurement of `seconds` above zero; `drift` tells how much slower than usual all is."""
         start, scale = self._start, self._scale
-        row = [price * feature for price, feature in zip(start, features, strict=True)]
+        row = list(map(mul, start, features))
         guessed_s = sum(row)
         if guessed_s <= 0.0:
             return
@@ -159,21 +160,21 @@ class OnlineRegression:
         self._lately = True
         if self._seen <= PATIENCE:
             self._log_level += (math.log(seconds / guessed_s) - self._log_level) / self._seen
-            centre = [math.exp(self._log_level)] * len(row)
+            pull = [RIDGE * math.exp(self._log_level)] * len(row)
             scale_s, weight, sweeps = seconds, 1.0, 8
         else:
-            centre = [drift * usual for usual in self._usual]
-            predicted_s = sum(map(float.__mul__, scale, row))
+            pull = [RIDGE * (drift * usual) for usual in self._usual]
+            predicted_s = sum(map(mul, scale, row))
             scale_s = min(_FURTHEST * seconds, max(seconds / _FURTHEST, predicted_s))
             weight, sweeps = _FAR / max(_FAR, abs(seconds - predicted_s) / scale_s), 2
         self._enter([value / scale_s for value in row], seconds / scale_s, weight, FORGETTING)
         gram, moment = self._gram, self._moment
         for _ in range(sweeps):
             for i, line in enumerate(gram):
-                own = scale[i]
-                rest = moment[i] + RIDGE * centre[i] + line[i] * own - sum(map(float.__mul__, line, scale))
-                scale[i] = rest / (line[i] + RIDGE) if rest > 0.0 else 0.0
-        self.prices = [price * factor for price, factor in zip(start, scale, strict=True)]
+                own = line[i]
+                rest = moment[i] + pull[i] + own * scale[i] - sum(map(mul, line, scale))
+                scale[i] = rest / (own + RIDGE) if rest > 0.0 else 0.0
+        self.prices = list(map(mul, start, scale))
         first = min(1.0, _FIRST_SHARE / self._seen) if self._seen <= _FIRST else 0.0
         share = max(first, min(1.0, seconds / USUAL_S))
         self._usual = [old + share * (new - old) for old, new in zip(self._usual, scale, strict=True)]

@@ -10,7 +10,7 @@ from typing import Any
 from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
-from edged.scheduler.fairness.virtual_time import VirtualTime, by_tag
+from edged.scheduler.fairness.virtual_time import Application, VirtualTime
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Order
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
@@ -38,8 +38,8 @@ class JustitiaOrder(FairOrder):
         super().__init__(fairness, row_order)
         self.clock = VirtualTime()
         self.training = TrainingTurns(VirtualCounters(self.weight))
-        self._calls: dict[str, int] = {}
-        """Live calls of open runs."""
+        self._runs: dict[int, Application] = {}
+        """The run of each live call, by the number of its task."""
         self._idle: OrderedDict[str, float] = OrderedDict()
         """When runs without a live call are closed, the next one first."""
         self.late_s: OrderedDict[str, float] = OrderedDict()
@@ -49,17 +49,20 @@ class JustitiaOrder(FairOrder):
         """Return the run."""
         return run_of(task)
 
-    def flow_key(self, flow: Hashable) -> float:
-        """Return the run's tag; one that was not heard of begins now."""
-        known = self.clock.applications.get(flow)
-        return known.tag if known is not None else self.clock.now
+    def place(self, task: Task) -> tuple[float, ...]:
+        """Return the tag of a call's run, and its place in the run; a run that was not heard of begins now."""
+        run = self._runs.get(task.task_id) or self.clock.applications.get(run_of(task))
+        at_s, number = self.key(task)
+        return self.clock.now if run is None else run.tag, at_s, number
 
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, run by run."""
-        known = self.clock.applications
         # A few are sorted sooner than they are found among all open ones.
-        few = len(flows) <= 2 * most
-        ranked = sorted([known[run] for run in flows if run in known], key=by_tag) if few else self.clock.ranked()
+        if len(flows) <= 2 * most:
+            known = self.clock.applications.get
+            places = sorted([(run.tag, run.number, tasks) for key, tasks in flows.items() if (run := known(key))])
+            return list(islice(chain.from_iterable([tasks for _, _, tasks in places]), most))
+        ranked = self.clock.ranked()
         return list(islice(chain.from_iterable(flows[run.key] for run in ranked if run.key in flows), most))
 
     def arrived(self, task: Task, now: float) -> None:
@@ -71,33 +74,34 @@ class JustitiaOrder(FairOrder):
             sharer = task.tenant if self.fairness.by == "user" else run
             self.clock.open(run, sharer, self.weight(task.tenant), task.run_cost or task.tokens)
         self._idle.pop(run, None)
-        self._calls[run] = self._calls.get(run, 0) + 1
+        self._runs[task.task_id] = self.clock.applications[run]
+        self._runs[task.task_id].calls += 1
 
     def left(self, task: Task, now: float) -> None:
         """Note the end of a run's last call, which may be followed by others; charge a step that is done."""
         if task.kind is Kind.FINETUNE:
             self.training.ended(task)
             return
-        run = run_of(task)
-        if run not in self._calls:
+        run = self._runs.pop(task.task_id, None)
+        if run is None:
             return
-        self._calls[run] -= 1
-        if self._calls[run]:
+        run.calls -= 1
+        if run.calls:
             return
-        self.late_s[run] = max(0.0, now - self.clock.applications[run].fair_end_s)
-        self.late_s.move_to_end(run)
+        self.late_s[run.key] = max(0.0, now - run.fair_end_s)
+        self.late_s.move_to_end(run.key)
         if len(self.late_s) > _MOST_ENDED:
             self.late_s.popitem(last=False)
         if task.run:
-            self._idle[run] = now + self.fairness.idle_s
+            self._idle[run.key] = now + self.fairness.idle_s
         else:
-            self._close(run)
+            self.clock.close(run.key)
 
     def before(self, queues: TaskQueues, now: float) -> None:
         """Close runs of which nothing came for long enough."""
         while self._idle and (first := next(iter(self._idle.items())))[1] <= now:
             del self._idle[first[0]]
-            self._close(first[0])
+            self.clock.close(first[0])
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Charge runs for the rows that they held as their tokens were made."""
@@ -105,26 +109,21 @@ class JustitiaOrder(FairOrder):
         for outcome in result.outcomes:
             task = outcome.task
             if task.kind is not Kind.FINETUNE and outcome.next_kind is not Kind.PREFILL:
-                run = run_of(task)
-                if run in self._calls:
-                    work[run] = work.get(run, 0.0) + task.context - task.pruned + outcome.tokens + 1
+                run = self._runs.get(task.task_id)
+                if run is not None:
+                    work[run.key] = work.get(run.key, 0.0) + task.context - task.pruned + outcome.tokens + 1
         self.clock.serve(work, now)
         self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
 
-    def _close(self, run: str) -> None:
-        del self._calls[run]
-        self.clock.close(run)
-
     def report(self) -> dict[str, Any]:
         """Return the virtual time, and the open runs in the order of their tags."""
-        known, calls = dict(list(self.clock.applications.items())), self._calls
-        ranked = sorted(known.values(), key=lambda run: run.tag)
+        known = list(self.clock.applications.values())
+        ranked = sorted(known, key=lambda run: run.tag)
         runs = [
             {
                 "run": run.key.partition("/")[2] or run.key,
                 "user": run.key.partition("/")[0] if "/" in run.key else run.sharer,
-                "calls": calls.get(run.key, 0),
-                **{name: getattr(run, name) for name in ("tag", "cost", "served")},
+                **{name: getattr(run, name) for name in ("calls", "tag", "cost", "served")},
             }
             for run in islice(ranked, MOST_SHOWN)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from itertools import islice
 from typing import Any
 
 from edged.scheduler.fairness.justitia import JustitiaOrder
@@ -56,20 +57,19 @@ class TurnOrder(FairOrder):
 
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, each as if those before it had been charged."""
-        counter, key, price = self.counters.counter, self.key, self.fairness.input
-        places = sorted([(counter(tasks[0].tenant), key(tasks[0]), user, 0) for user, tasks in flows.items()])
+        price, waiting = self.fairness.input, self._waiting
+        counters = self.counters.of([tasks[0].tenant for tasks in flows.values()])
+        firsts = zip(counters, flows.values(), strict=True)
+        places = sorted([(counter, tasks[0].place, tasks, 1) for counter, tasks in firsts])
         chosen: list[Task] = []
         # Those before are chosen; a user's next prompt is put among those after.
-        for counted, _, user, index in places:
-            if len(chosen) == most:
-                break
-            tasks = flows[user]
-            task = tasks[index]
+        for counted, _, tasks, count in islice(places, most):
+            task = tasks[count - 1]
             chosen.append(task)
-            if index + 1 < len(tasks):
-                if task.task_id in self._waiting:
+            if count < len(tasks):
+                if task.task_id in waiting:
                     counted += price * task.tokens / self.weight(task.tenant)
-                insort(places, (counted, key(tasks[index + 1]), user, index + 1), len(chosen))
+                insort(places, (counted, tasks[count].place, tasks, count + 1), len(chosen))
         return chosen
 
     def arrived(self, task: Task, now: float) -> None:

@@ -1,7 +1,7 @@
 """Virtual token counters (Sheng et al., OSDI 2024): the service that each user has had, over the user's weight."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 MOST_NAMES = 10_000
 """Names whose counters are kept. Beyond it the one that was idle longest is forgotten: it starts where the least of
@@ -29,6 +29,11 @@ class VirtualCounters:
     def counter(self, name: str) -> float:
         """Return a name's counter; that of an unknown one is 0 until it arrives."""
         return self._counters.get(name, 0.0)
+
+    def of(self, names: Iterable[str]) -> list[float]:
+        """Return the counters of names."""
+        known = self._counters.get
+        return [known(name, 0.0) for name in names]
 
     @property
     def queued(self) -> dict[str, float]:

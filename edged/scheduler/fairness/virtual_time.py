@@ -37,6 +37,8 @@ class Application:
     """Virtual time of its arrival."""
     number: int
     """Its place among all that were opened."""
+    calls: int = 0
+    """Number of its live calls."""
     served: float = 0.0
     tag: float = 0.0
     """Virtual time at which it would end under fair sharing."""
@@ -49,7 +51,6 @@ class Application:
         return self.begun + self.cost / self.weight
 
 
-by_tag = attrgetter("tag", "number")
 _tag = attrgetter("tag")
 _alone = attrgetter("alone")
 

@@ -1,6 +1,7 @@
 """The builder of a plan: what every policy may do to it, within the iteration's resources."""
 
 import math
+from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -44,10 +45,8 @@ class BinBuilder:
         """The next waiting prompts in the order of the policy: see `upcoming`."""
         if serves:
             self._add_decodes(now)
-        self.promised_pages = 0
-        for task in (*queues.started, *queues.finetunes):
-            if task.context and task not in self.preempted:
-                self.promised_pages += self.pages(task, task.tokens)
+        size, begun = self._page_size, [task for task in (*queues.started, *queues.finetunes) if task.context]
+        self.promised_pages = sum([task.pages_for(task.tokens, size) for task in begun if task not in self.preempted])
 
     def upcoming(self, most: int) -> Iterator[Task]:
         """Yield the next waiting prompts in the order of the policy, about as many as an admission looks at."""
@@ -146,13 +145,14 @@ class BinBuilder:
 
     def _add_decodes(self, now: float) -> None:
         """Grant the decodes that pages and tokens suffice for, those that are due first before the others."""
-        decodes = self._queues.decodes
-        oldest, reserved = min(self._queues.started, key=by_arrival, default=None), 0
-        if oldest and not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
-            # A prefill is older than every other sequence in memory: its next page comes before the others'.
-            reserved = min(1, self.pages(oldest, oldest.tokens))
+        decodes, started, reserved = self._queues.decodes, self._queues.started, 0
+        if started and len(decodes) >= self.free_pages:
+            oldest = min(started, key=by_arrival)
+            if not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
+                # A prefill is older than every other sequence in memory: its next page comes before the others'.
+                reserved = min(1, self.pages(oldest, oldest.tokens))
         if reserved + len(decodes) > self.free_pages:
-            growing = {grant.task for grant in decodes if grant.task.context >= grant.task.capacity}
+            growing = {task for grant in decodes if (task := grant.task).context >= task.capacity}
             need = reserved + sum([self.pages(task, 1) for task in growing])
             if need > self.free_pages:
                 # The oldest sequence keeps its pages whatever happens, so it ends, and then the next one is the oldest.
@@ -179,7 +179,8 @@ class BinBuilder:
                     continue
                 free_pages -= pages
             context += held - task.pruned
-            adapters.add(task.adapter)
+            if task.adapter not in adapters:
+                adapters.add(task.adapter)
             if task.deadline_s < earliest_s:
                 earliest_s = task.deadline_s
         grants = [grant for grant in chosen if grant.task not in lacking] if lacking else list(chosen)
@@ -198,9 +199,11 @@ class BinBuilder:
     def _holders(self) -> list[Task]:
         """Return the sequences that hold pages, in the order of their arrival."""
         queues = self._queues
-        decodes = [grant.task for grant in queues.decodes if grant.task.held_pages]
-        others = [task for task in chain(queues.started, queues.any_order) if task.held_pages]
-        return sorted(decodes + others, key=by_arrival)
+        holders = [task for grant in queues.decodes if (task := grant.task).held_pages]
+        for task in chain(queues.started, queues.any_order):
+            if task.held_pages:
+                insort(holders, task, key=by_arrival)
+        return holders
 
     def _preempt(self, need: int, victims: Iterable[Task], growing: Collection[Task] = ()) -> None:
         """Preempt until `need` pages are free; those for the next tokens of `growing` are part of it, and fall away

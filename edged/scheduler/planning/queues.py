@@ -11,6 +11,7 @@ from edged.scheduler.task import Grant, Kind, Task
 TaskKey = Callable[[Task], tuple[float, int]]
 by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
 by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
+_place = attrgetter("place")
 _grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 
 
@@ -71,19 +72,27 @@ class TaskQueues:
             insort(self.decodes, Grant(task, 1), key=_grant_arrival)
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
-        elif started:
-            insort(self.started, task, key=self.order.key)
         else:
-            self.filings += 1
-            insort(self.flows.setdefault(self.order.flow(task), []), task, key=self.order.key)
+            task.place = self.order.key(task)
+            if started:
+                queue = self.started
+            else:
+                self.filings += 1
+                queue = self.flows.setdefault(self.order.flow(task), [])
+            insort(queue, task, key=_place)
         self.tasks[task.task_id] = task
 
     def refile(self, order: TaskOrder) -> None:
         """File all prompts anew, in another order."""
         flows: dict[Hashable, list[Task]] = {}
-        for task in self.any_order:
-            insort(flows.setdefault(order.flow(task), []), task, key=order.key)
-        self.order, self.started, self.flows = order, sorted(self.started, key=order.key), flows
+        # All are asked before anything changes: an order that fails leaves the queues as they were.
+        waiting = [(order.flow(task), task) for task in self.any_order]
+        places = {task: order.key(task) for task in (*self.started, *self.any_order)}
+        for task, place in places.items():
+            task.place = place
+        for flow, task in waiting:
+            insort(flows.setdefault(flow, []), task, key=_place)
+        self.order, self.started, self.flows = order, sorted(self.started, key=_place), flows
         self.filings += 1
 
     def active(self) -> Iterator[Task]:

@@ -1,5 +1,7 @@
 """Hybrid iterations: serving and fine-tuning share each within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
+from itertools import filterfalse
+
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
@@ -29,8 +31,7 @@ class Hybrid(Fill):
         waiting = queues.first(LOOK_AHEAD if strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
         draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
         if not strict:
-            started = set(queues.started)
-            waiting = [task for task in draft.prompts if task not in started] + waiting[LOOK_AHEAD:]
+            waiting = [*filterfalse(set(queues.started).__contains__, draft.prompts), *waiting[LOOK_AHEAD:]]
         draft.waiting = waiting
         entry = policy.admission.choose(draft, queues, spare, now)
         if entry.paused:
@@ -40,15 +41,17 @@ class Hybrid(Fill):
             owed_s = spare.owed_s(draft, entry, now)
             plan.prepaid = entry.in_the_way
         self._add_chunks(policy, draft, entry, owed_s, now)
+        plan.predicted_forward_s = cost.forward_s(draft.load)
         plan.budget_s = spare.limit_s(draft, now)
         if step is not None:
             served = draft.load.decodes or draft.load.prefill_tokens
             at_least = SMALLEST_CHUNK if entry.due or entry.in_the_way or not served else 0
-            limit_s = max(plan.budget_s, cost.forward_s(draft.load) + owed_s)
+            limit_s = max(plan.budget_s, plan.predicted_forward_s + owed_s)
             grant_finetune(draft, step, cost, limit_s, at_least)
         if not plan.grants:
             draft.rescue()
-        plan.predicted_forward_s = cost.forward_s(draft.load)
+        if draft.load.finetune_tokens or not plan.predicted_forward_s:
+            plan.predicted_forward_s = cost.forward_s(draft.load)
         return plan
 
     def _add_chunks(self, policy: Policy, draft: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
@@ -56,6 +59,8 @@ class Hybrid(Fill):
 
         Fine-tuning that is due is left the tokens that it is owed.
         """
+        if not entry.runnable:
+            return
         cost, load, step, kept = policy.cost, draft.load, entry.step, 0
         if owed_s and step is not None and step.tokens:
             most = max(0, draft.room(step))
@@ -67,7 +72,7 @@ class Hybrid(Fill):
         # A pace for many iterations: at prices, not at the slowness of the moment.
         priced_s, all_tokens, needed = cost.priced_s(load), draft.tokens_left, 0
         runnable = set(entry.runnable)
-        ranked = [task for task in draft.prompts if task in runnable]
+        ranked = list(filter(runnable.__contains__, draft.prompts))
         if len(ranked) < len(runnable):
             ranked += sorted(runnable.difference(ranked), key=policy.order)
         for task in ranked:

@@ -51,7 +51,7 @@ def test_every_row_ends_all_runs_and_keeps_nothing_of_them(row: str) -> None:
     world.scheduler.plan(world.now, world.room())
     order = order_of(world)
     assert not order.clock.applications
-    assert not order._calls
+    assert not order._runs
     assert len(order.late_s) == 8 + 14
 
 

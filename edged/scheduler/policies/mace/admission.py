@@ -43,7 +43,8 @@ class MaceAdmission(Admission):
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
         able = [task for task in able if not task.bulk] or able
         begun = [task for task in able if task.begun]
-        return sorted(begun or able, key=lambda task: -rank(now - task.arrival_s, task.loss))
+        able = begun or able
+        return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
     def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
         """Whether fine-tuning, by the wait of all of it and the loss of its `first`, stands at or above all serving."""
@@ -113,9 +114,12 @@ class MaceAdmission(Admission):
         missed its target anyway, and many that are in time would wait with it.
         """
         token_s, most, pages = self.cost.token_s, draft.tokens_left, draft.pages
-        steps = (Item(task, pages(task, task.tokens), min(task.tokens, most) * token_s) for task in tuning)
         # One that would never fit asks for nothing.
-        able = (item for item in steps if item.pages <= draft.total_pages)
+        able = (
+            Item(task, asks, min(task.tokens, most) * token_s)
+            for task in tuning
+            if (asks := pages(task, task.tokens)) <= draft.total_pages
+        )
         if due:
             yield from able
         for task in waiting:

@@ -55,10 +55,14 @@ def best_fit(
     lambda_memory, lambda_latency = settings.lambda_memory, settings.lambda_latency
     full = total_pages * (1.0 - settings.tau_memory)
 
-    for item in islice(items, settings.tau_tasks):
-        if first.free_s <= 0.0 or (first.occupied and first.free_pages <= full):
-            break
-        if first.free_pages < item.pages and not item.patient:
+    asking = islice(items, settings.tau_tasks)
+    # An item that nobody looks at is not made.
+    while first.free_s > 0.0 and not (first.occupied and first.free_pages <= full) and (item := next(asking, None)):
+        if first.free_pages >= item.pages:
+            if len(bins) == 1:
+                first.put(item)
+                continue
+        elif not item.patient:
             break
         best, least = None, math.inf
         for room in bins:
@@ -78,9 +82,8 @@ def in_order(settings: SchedulerSettings, items: Iterable[Item], first: Bin) -> 
 
     A step that does not fit is left out: no prompt waits for it.
     """
-    for item in islice(items, settings.tau_tasks):
-        if first.free_s <= 0.0:
-            break
+    asking = islice(items, settings.tau_tasks)
+    while first.free_s > 0.0 and (item := next(asking, None)):
         if item.pages <= first.free_pages:
             first.put(item)
         elif item.task.kind is Kind.PREFILL:

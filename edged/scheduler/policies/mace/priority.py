@@ -32,5 +32,5 @@ class Priorities:
 
     def finetune(self, wait_s: float, loss: float) -> float:
         """Return the priority of a fine-tune task that has not run for `wait_s` and whose DPO loss was `loss`."""
-        gain = self._gamma * loss if loss > 0.0 and math.isfinite(loss) else 0.0
+        gain = self._gamma * loss if 0.0 < loss < math.inf else 0.0
         return FINETUNE_BASE + FINETUNE_GROWTH * wait_s / self._max_wait_s + (gain if gain < MOST_LOSS else MOST_LOSS)

@@ -94,7 +94,7 @@ class MaceSpare(Spare):
 
     def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
         """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
-        forward_s = self.cost.forward_s(draft.load)
+        forward_s = draft.plan.predicted_forward_s
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         if free <= 0.0:
             return forward_s
