@@ -82,6 +82,12 @@ def compact(svg: str) -> str:
 
 
 def _lines(axes: Any, panel: Panel) -> None:
+    places = {x for curve in panel.curves.values() for x in curve.x}
+    if len(places) == 1:
+        # Around an only point matplotlib's own axes are as narrow as a tenth of its place.
+        (place,) = places
+        axes.set_xlim(0, 2 * float(place) or 1)
+        axes.set_xticks([place], [f"{place:g}"])
     for name, curve in panel.curves.items():
         known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
         (line,) = axes.plot(
@@ -100,7 +106,10 @@ def _lines(axes: Any, panel: Panel) -> None:
                 if low is not None and high is not None
             ]
             columns = list(zip(*ranged, strict=True)) or [(), (), ()]
-            axes.fill_between(*columns, color=line.get_color(), alpha=0.15, linewidth=0)
+            if len(places) == 1:
+                axes.vlines(*columns, colors=line.get_color(), linewidth=0.8)
+            else:
+                axes.fill_between(*columns, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def _bars(axes: Any, panel: Panel) -> None:

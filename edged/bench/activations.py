@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft.utils import constants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,14 @@ from edged.runtime import logs
 
 _DTYPE = torch.bfloat16
 _RANK = 16
+_IA3_LINEARS = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
+_IA3_INPUTS = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING
+"""Names of the linears that PEFT's IA3 scales, and of those whose inputs it scales, by the model's type."""
+
+
+def _ends(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the ends of the paths of modules of these names."""
+    return tuple(f".{name}" for name in names)
 
 
 class _Storages:
@@ -49,32 +58,36 @@ class _Storages:
 
 
 class _Layer:
-    """One decoder layer of a model with LoRA, and its arguments for `tokens` tokens."""
+    """One decoder layer of a model with LoRA or IA3, and its arguments for `tokens` tokens."""
 
     def __init__(self, config: Any, peft: str, tokens: int) -> None:
         self.tokens = tokens
         self.model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE, attn_implementation=IMPLEMENTATION).eval()
         layers, _ = find_decoder(self.model)
-        self.layer, wanted = layers[0], peft.removeprefix("lora:")
+        self.layer, kind = layers[0], self.model.config.get_text_config().model_type
+        wanted = _IA3_LINEARS.get(kind, []) if peft == "ia3" else [peft.removeprefix("lora:")]
         if len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) > 1:
             raise ModelRefused(f"the layers of {type(self.model).__name__} differ: the first one cannot stand for all")
         names = [
-            name for name in target_linears(self.model, "all-linear") if wanted in ("all", name.rpartition(".")[2])
+            name
+            for name in target_linears(self.model, "all-linear")
+            if wanted == ["all"] or f".{name}".endswith(_ends(wanted))
         ]
         if not names:
-            raise ModelRefused(f"--peft {peft}: the model has no linear named {wanted}: use lora:all")
+            named = " or ".join(wanted) or "by PEFT"
+            raise ModelRefused(f"--peft {peft}: the model has no linear named {named}: use lora:all")
         self.lora = LoraSlots(self.model, names, 1, _RANK, _DTYPE)
         self.hidden, self.call = self._arguments()
-        leaves = {
-            name: (
-                torch.empty(_RANK, linear.in_features, dtype=_DTYPE, requires_grad=True),
-                torch.empty(linear.out_features, _RANK, dtype=_DTYPE, requires_grad=True),
-            )
-            for name, linear in self.lora.linears.items()
-        }
+        leaves: dict[str, tuple[torch.Tensor, ...]] = {}
+        inputs = _ends(_IA3_INPUTS.get(kind, []))
+        for name, linear in self.lora.linears.items():
+            sides = [(_RANK, linear.in_features), (linear.out_features, _RANK)]
+            if peft == "ia3":
+                sides = [(1, linear.in_features) if f".{name}".endswith(inputs) else (linear.out_features, 1)]
+            leaves[name] = tuple(torch.empty(*size, dtype=_DTYPE, requires_grad=True) for size in sides)
         self.leaves = LoraParameters(leaves, dict.fromkeys(leaves, 1.0), leaves)
         self.outside = [*self.model.parameters(), *self.model.buffers()]
-        self.outside += [matrix for pair in leaves.values() for matrix in pair]
+        self.outside += [matrix for own in leaves.values() for matrix in own]
         self.outside += [part for part in tree_leaves(self.call) if isinstance(part, torch.Tensor)]
 
     def _arguments(self) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -123,15 +136,17 @@ class _Layer:
         """Return the bytes of Algorithm 1's tensors after its first step, after its second, and the layer's keys.
 
         The second step drops the inputs of linears with adapters, which are norms and products of what is left, and
-        the low-rank rows.
+        the low-rank rows; of IA3 the scaled inputs, and outputs beside what they were before.
         """
-        kept, low_rank = KeptResults(_RANK), 0
+        kept, small = KeptResults(_RANK), 0
         mode, inputs = Keep(kept), _Storages(self.outside)
 
-        def count(_linear: Any, args: tuple[torch.Tensor]) -> None:
-            nonlocal low_rank
-            low_rank += self.tokens * _RANK * _DTYPE.itemsize
-            if not mode.origins(args[0]):
+        def count(linear: Any, args: tuple[torch.Tensor]) -> None:
+            nonlocal small
+            *lora, last = self.leaves.weights[linear.name]
+            # LoRA's low-rank rows, or the outputs that IA3 scales.
+            small += self.tokens * _DTYPE.itemsize * (_RANK if lora else last.shape[0] if last.shape[1] == 1 else 0)
+            if (lora or last.shape[0] == 1) and not mode.origins(args[0]):
                 inputs.add(args[0])
 
         hooks = [linear.register_forward_pre_hook(count) for linear in self.lora.linears.values()]
@@ -142,7 +157,7 @@ class _Layer:
         found = _Storages(self.outside)
         for tensor in (hidden, *kept.tensors):
             found.add(tensor)
-        return found.bytes + inputs.bytes + low_rank, found.bytes, attending.keys
+        return found.bytes + inputs.bytes + small, found.bytes, attending.keys
 
 
 def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str, Any]:

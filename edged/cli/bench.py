@@ -199,7 +199,10 @@ def memory_screen(plan: dict[str, Any]) -> Renderable:
 @bench.command()
 @model_shape_option
 @click.option(
-    "--peft", type=click.Choice(["lora:all", "lora:down_proj"]), default="lora:all", help="Linears with LoRA."
+    "--peft",
+    type=click.Choice(["lora:all", "lora:down_proj", "ia3"]),
+    default="lora:all",
+    help="Linears with LoRA; or IA3, on those that PEFT names.",
 )
 @click.option("--tokens", type=click.IntRange(1), default=1024, help="Length of the sequence.")
 @click.option("--window", "window_tokens", type=click.IntRange(1), default=256, help="As align.window_tokens.")

@@ -37,8 +37,20 @@ def test_algorithm_1_keeps_what_the_shapes_say() -> None:
     assert every["+ token windows"] == 2 * (HIDDEN + 2 * KV)
 
 
-def test_each_step_leaves_something_out_and_windows_bound_what_is_there_once() -> None:
-    rows = list(kept().values())
+def test_what_ia3_adds_to_the_same_results_is_what_it_scales() -> None:
+    ia3, down = kept("--peft", "ia3"), kept("--peft", "lora:down_proj")
+    assert ia3["+ rematerialization"] == LEAN
+    # The inputs of the down projection, and keys and values beside what they were before.
+    assert ia3["Algorithm 1"] == LEAN + 2 * (MLP + 2 * KV)
+    # As `torch.addcmul` saves the unscaled keys and values; what a scaled key becomes is saved by both.
+    frozen = "autograd, frozen weights, sdpa"
+    assert ia3[frozen] == down[frozen] + 2 * 2 * KV - RANK_ROWS
+    assert ia3["+ token windows"] == down["+ token windows"]
+
+
+@pytest.mark.parametrize("peft", ["lora:all", "ia3"])
+def test_each_step_leaves_something_out_and_windows_bound_what_is_there_once(peft: str) -> None:
+    rows = list(kept("--peft", peft).values())
     assert rows == sorted(rows, reverse=True)
     assert len(set(rows)) == 6
 
@@ -47,7 +59,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path)])
     assert result.exit_code != 0
     assert "has no configuration that can be read" in result.output
-    result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path), "--peft", "ia3"])
+    result = CliRunner().invoke(cli, ["bench", "activations", "-m", str(tmp_path), "--peft", "dora"])
     assert "lora:all" in result.output
 
 
@@ -57,6 +69,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         ("vit", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
         ("t5", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
         ("gpt2", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),
+        ("olmo2", "ia3", "--peft ia3: the model has no linear named by PEFT: use lora:all"),
         ("qwen3_moe", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),
     ],
 )

@@ -74,6 +74,30 @@ def test_the_ratings_of_a_jobs_step_are_compared_with_each_other(tmp_path: Path)
     assert compared == {2}
 
 
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("dpo", True), ("ipo", True), ("simpo", False), ("orpo", False), ("supervised", False)]
+)
+def test_the_base_computes_the_examples_of_losses_that_have_a_reference(
+    method: str, wanted: bool, tmp_path: Path
+) -> None:
+    job = JobPlan("job", "made", job_settings(AlignSettings(), method, HYPERPARAMETERS), 4, 2, 1, 0)
+    with running_engine(tmp_path) as (engine, client):
+        references: dict[int, set[bool]] = {0: set(), 1: set()}
+        plan_of = engine.scheduler.plan
+
+        def watched(*arguments: Any) -> Any:
+            if step := engine.trainer.jobs["made"].step:
+                references[step.members["made"].version] |= {stream.reference for stream in step.streams}
+            return plan_of(*arguments)
+
+        assert engine.start_job(job).result(30) == 0
+        engine.scheduler.plan = watched  # type: ignore[method-assign]
+        feed(engine, job, range(2))
+        client.wait(lambda: len(client.of(JobStepped)) == 2)
+    # Version 0 answers as the base.
+    assert references == {0: {False}, 1: {False, True} if wanted else {False}}
+
+
 def feed(engine: BuiltEngine, job: JobPlan, steps: range) -> None:
     examples = [replace(pair, pair_id=-pair.pair_id, trusted=True) for pair in random_pairs(job.examples, job.adapter)]
     for step in steps:

@@ -147,6 +147,8 @@ _LOSSES: dict[str, Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]
     "sft": _sft_loss,
     "dft": _sft_loss,
 }
+REFERENCE_FREE = ("simpo", "orpo", "sft", "dft")
+"""Losses that the reference has no part in."""
 
 
 def rating_loss(answers: Sequence[AnswerLogps], good: bool, beta: float, origin: float = 0.0) -> ExampleLoss:

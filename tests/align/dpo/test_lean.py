@@ -6,7 +6,12 @@ import weakref
 
 import pytest
 import torch
+from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointPolicy
 
 from edged.align.dpo.decoder import Branches, LoraParameters, LoraRows
 from edged.align.dpo.layout import Piece
@@ -79,6 +84,45 @@ def test_a_kept_result_has_no_graph_that_would_keep_the_rest() -> None:
     assert out.isfinite().all()
     assert all(tensor.grad_fn is None for tensor in kept.tensors)
     assert [activation() for activation in activations] == [None]
+
+
+def saved_by_min_cut(layer: Layer) -> list[torch.Tensor]:
+    """What the min cut of torch's partitioner saves of the layer's graph, beside weights, if no product is computed
+    again; tensors without memory."""
+    (part,) = layer.rows
+    matrices = [matrix for own in part.leaves.weights.values() for matrix in own]
+
+    def run(hidden: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor]:
+        weights = dict(zip(part.leaves.weights, zip(leaves[::2], leaves[1::2], strict=True), strict=True))
+        rows = [LoraRows(0, TOKENS, LoraParameters(weights, {}, weights))]
+        branches = [Branches(0, TOKENS, 0, layer.branches[0].pieces, None)]
+        return (layer.decoder.run_branches(0, hidden, layer.calls[0], branches, rows)[0].clone(),)
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [mode.from_tensor(each) for each in (layer.hidden.clone().requires_grad_(), *matrices)]
+    joint = aot_export_joint_simple(run, tuple(inputs), trace_joint=True)
+    for node in joint.graph.nodes:
+        if "scaled_dot_product" in str(node.target):
+            # The partitioner knows the attention of GPUs alone as one that takes time.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    # Without the rules that spare time: no product is computed again, and all else may be.
+    rules = ("used_far_apart", "long_fusible_chains", "materialized_backward", "not_in_allowlist", "reductions")
+    with functorch.patch({f"ban_recompute_{rule}": False for rule in rules} | {"recompute_views": True}):
+        forward, _ = min_cut_rematerialization_partition(joint, None, num_fwd_outputs=1)
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = {node for node in output.args[0][1:] if node.op == "call_function" or node.name == "primals_1"}
+    return [node.meta["val"] for node in saved]
+
+
+# Gemma 2's attention, with a soft cap, is products that `lean` computes again.
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text", "phi3"])
+def test_it_is_what_the_least_cut_of_the_layers_graph_keeps_but_for_low_rank_rows(kind: str) -> None:
+    layer, kept = Layer(kind), KeptResults(RANK)
+    layer.run(Keep(kept))
+    storages = {tensor.untyped_storage() for tensor in (layer.hidden, *kept.tensors)}
+    lean, cut = sum(storage.nbytes() for storage in storages), sum(tensor.nbytes for tensor in saved_by_min_cut(layer))
+    # LoRA's rows of its rank are the only products that `lean` computes twice.
+    assert cut == lean + len(layer.rows[0].leaves.weights) * TOKENS * RANK * 4
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:

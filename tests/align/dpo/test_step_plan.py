@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from edged.align.dpo.step_plan import StepPlan
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
@@ -35,6 +37,17 @@ def test_a_kept_graph_goes_back_as_a_whole() -> None:
     assert made.units == [*[("graph", 60)] * 2, ("score", 10), ("head", 20), *[("grad", 60)] * 2]
     made.begin_backward([(30, 60)])
     assert made.units == [("grad", 60)] * 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "rejected", "scored"),
+    [("sft", (), 6), ("sigmoid", (3,) * 4, 6 + 4), ("simpo", (3,) * 4, 6 + 4), ("orpo", (3,) * 4, 6 + 4 + 19)],
+)
+def test_logits_are_computed_of_the_rows_that_a_loss_scores(loss: str, rejected: tuple[int, ...], scored: int) -> None:
+    pair = TokenPair(1, "ann", (1,) * 20, (2,) * 6, rejected)
+    align = AlignSettings(window_tokens=60, loss=loss)
+    made = StepPlan([pair], lambda pair: False, align, 2, 100, 1000, keep_graph=False)
+    assert made.units == [("head", scored), *[("layer", pair.tokens)] * 2, ("step", 1)]
 
 
 def test_planning_takes_no_torch() -> None:

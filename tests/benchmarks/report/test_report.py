@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from benchmarks.report import paper
 from benchmarks.report.__main__ import report as report_command
-from benchmarks.report.canvas import Canvas, _bars
+from benchmarks.report.canvas import Canvas, _bars, _lines
 from benchmarks.report.claims import Claim, claims, pruning_claim, scheduler_claims
 from benchmarks.report.learning import against_retrain_rate, over_time, smooth
 from benchmarks.report.overheads import (
@@ -207,6 +207,16 @@ def test_what_was_not_measured_has_no_bar(tmp_path: Path) -> None:
     _bars(axes, Panel("p", "", "y", curves, "bar"))
     assert [bar.get_height() for bar in axes.patches] == [1.0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["a", "b"]
+
+
+def test_an_only_point_has_wide_axes_and_its_range() -> None:
+    curves = {"mace": Curve([0.1], [5.0], [4.0], [7.0]), "ekya": Curve([0.1], [None], [None], [None])}
+    axes = matplotlib.figure.Figure().subplots()
+    _lines(axes, Panel("p", "retrain rate", "y", curves))
+    assert axes.get_xlim() == (0.0, 0.2)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.1"]
+    ranges = [segment for collection in axes.collections for segment in collection.get_segments()]
+    assert [segment.tolist() for segment in ranges] == [[[0.1, 4.0], [0.1, 7.0]]]
 
 
 def test_a_claim_is_met_where_all_loads_bear_it_out_and_else_where_it_is_met() -> None:
