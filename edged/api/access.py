@@ -145,6 +145,10 @@ class Caller:
         """Whether the caller may act as a user and read that user's data."""
         return user in self.job_adapters or any(matches_user(known, user) for known in self.users)
 
+    def sees(self, user: str) -> bool:
+        """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
+        return self.may("admin") or user == self.tenant or self.speaks_for(user)
+
     def turn(self, user: str | None, named: Collection[str] = ()) -> str:
         """Return the name under which a user's requests take turns with others.
 

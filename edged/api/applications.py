@@ -1,18 +1,11 @@
 """`GET /v1/applications`, `GET` and `DELETE /v1/applications/{type}`: runs of applications, their costs and times."""
 
-from collections.abc import Callable
-
 from aiohttp import web
 
-from edged.api.access import Caller, caller_of
+from edged.api.access import caller_of
 from edged.api.errors import ApiError
 from edged.api.responses import ApplicationList, ApplicationsForgotten, RunList
 from edged.api.services import services_of
-
-
-def _sees(caller: Caller) -> Callable[[str], bool]:
-    """Return whether a caller sees a user's runs: those of users that it speaks for, and its own."""
-    return lambda user: caller.may("admin") or user == caller.tenant or caller.speaks_for(user)
 
 
 async def list_applications(request: web.Request) -> ApplicationList:
@@ -20,7 +13,7 @@ async def list_applications(request: web.Request) -> ApplicationList:
 
     Runs that are open and that ended, with medians of their calls, cost and time. Admins see those of all.
     """
-    return ApplicationList(applications=services_of(request).runs.types(_sees(caller_of(request))))
+    return ApplicationList(applications=services_of(request).runs.types(caller_of(request).sees))
 
 
 async def get_application(request: web.Request) -> RunList:
@@ -29,7 +22,7 @@ async def get_application(request: web.Request) -> RunList:
     Calls, predicted and real cost, seconds, and how much later than under fair sharing each ended.
     """
     name = request.match_info["type"]
-    runs = services_of(request).runs.runs(name, _sees(caller_of(request)))
+    runs = services_of(request).runs.runs(name, caller_of(request).sees)
     if not runs:
         raise _unknown(name)
     return RunList(application=name, runs=runs)
@@ -41,7 +34,7 @@ async def forget(request: web.Request) -> ApplicationsForgotten:
     What was learned of its demand goes with them, once nobody's are left.
     """
     name = request.match_info["type"]
-    count = await services_of(request).runs.forget(name, _sees(caller_of(request)))
+    count = await services_of(request).runs.forget(name, caller_of(request).sees)
     if not count:
         raise _unknown(name)
     return ApplicationsForgotten(application=name, runs=count)

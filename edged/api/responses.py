@@ -432,6 +432,7 @@ class Status(Answer):
     prefix: dict[str, Any]
     finetune: dict[str, Any]
     fairness: dict[str, Any]
+    readers: dict[str, Any]
     device: dict[str, Any]
     governors: dict[str, Any]
     quarantine: dict[str, int | None]

@@ -17,7 +17,7 @@ from edged.store.quarantine import count_quarantined
 async def status(request: web.Request) -> Json:
     """What the daemon does.
 
-    Queues, bins, pages, fine-tuning, device. A caller sees the names of those adapters alone that it may speak for.
+    Queues, bins, pages, fine-tuning, device. A caller sees no names but those that it may speak for, and its own.
     """
     body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
     return visible(body, caller_of(request))
@@ -79,15 +79,23 @@ def refused(services: Services) -> int:
 
 def visible(body: Json, caller: Caller) -> Json:
     """Return a status with the caller, and without names of adapters that the caller may not speak for."""
-    learning, sees = body["finetune"], caller.speaks_for
-    named: Json = {key: [name for name in learning[key] if sees(name)] for key in ("active_adapters", "alarms")}
-    named["repeating"] = learning["repeating"] if sees(learning["repeating"]) else ""
-    forgetting = {name: stage for name, stage in body["forgetting"].items() if sees(name)}
-    fair = body["fairness"]
-    fairness = {**fair, "users": {name: turn for name, turn in fair["users"].items() if sees(name)}}
-    fairness["runs"] = [run for run in fair["runs"] if sees(run["user"])]
-    known = {"name": caller.name, "roles": sorted(caller.roles), "users": list(caller.users)}
-    return {**body, "caller": known, "forgetting": forgetting, "finetune": {**learning, **named}, "fairness": fairness}
+    learning, may, sees = body["finetune"], caller.speaks_for, caller.sees
+    named: Json = {key: [name for name in learning[key] if may(name)] for key in ("active_adapters", "alarms")}
+    named["repeating"] = learning["repeating"] if may(learning["repeating"]) else ""
+    forgetting = {name: stage for name, stage in body["forgetting"].items() if may(name)}
+    fairness, readers = (
+        {**body[part], "users": {name: told for name, told in body[part]["users"].items() if sees(name)}}
+        for part in ("fairness", "readers")
+    )
+    fairness["runs"] = [run for run in fairness["runs"] if sees(run["user"])]
+    return {
+        **body,
+        "caller": {"name": caller.name, "roles": sorted(caller.roles), "users": list(caller.users)},
+        "forgetting": forgetting,
+        "finetune": {**learning, **named},
+        "fairness": fairness,
+        "readers": readers,
+    }
 
 
 async def healthz(request: web.Request) -> Health:

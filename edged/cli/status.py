@@ -15,6 +15,8 @@ from edged.client.client import Client, DaemonError
 
 BINS = 32
 """Number of iterations that the daemon reports."""
+USERS = 8
+"""Number of users of whom the screen tells how well their readers are served, the worst first."""
 BIN_ROWS = (
     ("prefill", "prefill_tokens", "cyan", "tok"),
     ("decode", "decode_tokens", "green", "tok"),
@@ -112,11 +114,8 @@ def facts(data: dict[str, Any]) -> Renderable:
     table.add_row("TTFT", _quantiles(latency["ttft_ms"], 0), "TBT", _quantiles(latency["tbt_ms"], 1))
     met = f"TTFT {percent(slo['ttft_attainment'])}, TBT {percent(slo['tbt_attainment'])}"
     table.add_row("in time", met, "iteration", _quantiles(latency["iteration_ms"], 1))
-    readers, lent = data["readers"], f"{duration(data['scheduler']['lent_s'])} lent to fine-tuning"
-    if readers["qoe_mean"] is not None:
-        well = f"QoE {number(readers['qoe_mean'], 3)}, p5 {number(readers['qoe_p5'], 3)}"
-        well += f", {percent(readers['qoe_95_share'])} at least 0.95"
-        table.add_row("readers", well, "", lent)
+    if data["readers"]["qoe_mean"] is not None:
+        reader_rows(table, data["readers"], data["scheduler"]["lent_s"])
     active = f" (now: {', '.join(tuning['active_adapters'])})" if tuning["active_adapters"] else ""
     active = f" (now over the latest of {tuning['repeating']} again)" if tuning["repeating"] else active
     pairs = f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
@@ -136,6 +135,18 @@ def facts(data: dict[str, Any]) -> Renderable:
     stored = data["store"]
     table.add_row("database", describe(stored), "feedback", f"{number(stored['rows']['pairs'])} pairs")
     return table
+
+
+def reader_rows(table: Renderable, readers: dict[str, Any], lent_s: float) -> None:
+    """Add rows for how well the latest readers were served, and of the users among them those who were served worst."""
+    well = f"QoE {number(readers['qoe_mean'], 3)}, p5 {number(readers['qoe_p5'], 3)}"
+    well += f", {percent(readers['qoe_95_share'])} at least 0.95"
+    table.add_row("readers", well, "", f"{duration(lent_s)} lent to fine-tuning")
+    users = sorted(readers["users"].items(), key=lambda item: item[1]["qoe_mean"])
+    told = [f"{user} {number(read['qoe_mean'], 3)} ({number(read['answers'])})" for user, read in users[:USERS]]
+    told += [f"{len(users) - USERS} more"] if len(users) > USERS else []
+    if told:
+        table.add_row("QoE by user", ", ".join(told), "", "")
 
 
 def trouble_rows(table: Renderable, data: dict[str, Any]) -> None:

@@ -342,6 +342,7 @@ class SequenceTable:
         reader = sequence.task.reader
         if reader is not None and reader.tokens:
             self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
+            self.stats.read_by.append((sequence.task.tenant, reader.qoe))
             self.stats.totals.stall_s += reader.stall_s
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)
@@ -404,7 +405,8 @@ class SequenceTable:
         self._prefix_wait.renew(state.name)
 
     def forget(self, name: str) -> None:
-        """Stop sharing K/V of the open requests of a forgotten user or adapter."""
+        """Stop sharing K/V of the open requests of a forgotten user or adapter, and forget how it was served."""
+        self.stats.forget(name)
         for sequence in self._by_request.values():
             if sequence.request.is_of(name):
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED

@@ -95,6 +95,16 @@ def test_the_status_tells_how_readers_were_served(client: openai.OpenAI, daemon:
     assert 0.0 < readers["qoe_95_share"] <= 1.0
 
 
+def test_the_status_tells_whose_readers_were_served_how_until_they_are_forgotten(
+    client: openai.OpenAI, daemon: LiveDaemon, http: httpx2.Client
+) -> None:
+    told = [experienced(client, {"ttft_ms": ttft_ms}, user="quinn")[0]["qoe"] for ttft_ms in (600_000, 0)]
+    read = daemon.status()["readers"]["users"]["quinn"]
+    assert read == {"answers": 2, "qoe_mean": pytest.approx(sum(told) / 2, abs=1e-3)}
+    assert http.delete("/v1/adapters/quinn").status_code == 200
+    assert "quinn" not in daemon.status()["readers"]["users"]
+
+
 def test_what_readers_experienced_is_in_the_metrics(client: openai.OpenAI, http: httpx2.Client) -> None:
     def counted(name: str) -> float:
         lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]

@@ -68,6 +68,7 @@ def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
             "users": {"ann": {"counter": 1.0}, "bob": {"counter": 2.0}},
             "runs": [{"user": "ann"}, {"user": "bob"}],
         },
+        "readers": {"qoe_mean": 0.9, "users": {"ann": {"qoe_mean": 0.8}, "bob": {"qoe_mean": 1.0}}},
     }
     bob = Caller("peer of uid 7", "bob", "bob", frozenset({"use", "train"}), ("bob",), "")
     assert visible(body, bob) == {
@@ -75,6 +76,7 @@ def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
         "forgetting": {"bob": "vacuuming"},
         "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "repeating": "", "steps": 3},
         "fairness": {"users": {"bob": {"counter": 2.0}}, "runs": [{"user": "bob"}]},
+        "readers": {"qoe_mean": 0.9, "users": {"bob": {"qoe_mean": 1.0}}},
     }
     admin = Caller("peer of uid 0", "root", "root", frozenset({"admin"}), ("*",), "")
     assert visible(body, admin) == {**body, "caller": {"name": "root", "roles": ["admin"], "users": ["*"]}}

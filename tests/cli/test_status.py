@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from edged.cli.status import box_rows, governor_rows, trouble_rows
+from edged.cli.status import USERS, box_rows, governor_rows, reader_rows, trouble_rows
 from edged.telemetry.reading import Reading
 
 
@@ -43,6 +43,17 @@ def test_a_box_that_knows_little_shows_no_dashes_for_a_gpu() -> None:
     text = shown(box_rows, {"name": "cpu", **Reading(0.0).report()})
     assert "GPU" not in text
     assert "°C" not in text
+
+
+def test_the_users_who_were_served_worst_are_named_with_their_qoe() -> None:
+    users = {f"u{number:02}": {"answers": number + 1, "qoe_mean": 1.0 - 0.01 * number} for number in range(USERS + 3)}
+    readers = {"qoe_mean": 0.95, "qoe_p5": 0.91, "qoe_95_share": 0.5, "users": users}
+    text = shown(lambda table, data: reader_rows(table, data, 3.0), readers)
+    assert "QoE 0.950, p5 0.910, 50 % at least 0.95" in text
+    assert "u10 0.900 (11), u09 0.910 (10)" in text
+    assert "u02" not in text
+    assert "3 more" in text
+    assert "by user" not in shown(lambda table, data: reader_rows(table, data, 3.0), {**readers, "users": {}})
 
 
 def test_what_is_held_is_shown_with_the_reason() -> None:

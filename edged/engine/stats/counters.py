@@ -178,6 +178,8 @@ class Counters:
     tbt: LatencyRing = field(default_factory=LatencyRing)
     qoe: LatencyRing = field(default_factory=LatencyRing)
     """QoE of readers whose answers ended, instead of seconds."""
+    read_by: deque[tuple[str, float]] = field(default_factory=partial(deque, maxlen=_LATEST))
+    """Users whose turn the latest answers with a reader were, and the QoE of these."""
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     """Number of ended requests, by outcome."""
     task_ids: Iterator[int] = field(default_factory=partial(count, 1))
@@ -233,6 +235,10 @@ class Counters:
             self._marks.append((now, replace(self.totals)))
         return iteration
 
+    def forget(self, user: str) -> None:
+        """Forget what a user's readers experienced."""
+        self.read_by = deque([each for each in self.read_by if each[0] != user], maxlen=_LATEST)
+
     def since(self, number: int) -> list[Iteration]:
         """Return the kept records of iterations after `number`, oldest first."""
         kept = list(self.iterations.copy())
@@ -265,10 +271,19 @@ class Counters:
         def share(waits: list[Wait]) -> float | None:
             return sum(met for _, _, met, _ in waits) / len(waits) if waits else None
 
-        def readers(waits: list[Wait]) -> dict[str, float | None]:
-            qoe = [value for _, value, _, _ in waits]
-            mean = sum(qoe) / len(qoe) if qoe else None
-            return {"qoe_mean": mean, "qoe_p5": percentile(qoe, 0.05) if qoe else None, "qoe_95_share": share(waits)}
+        def readers(waits: list[Wait]) -> dict[str, Any]:
+            qoe, by_user = [value for _, value, _, _ in waits], dict[str, list[float]]()
+            for user, value in self.read_by.copy():
+                by_user.setdefault(user, []).append(value)
+            return {
+                "qoe_mean": sum(qoe) / len(qoe) if qoe else None,
+                "qoe_p5": percentile(qoe, 0.05) if qoe else None,
+                "qoe_95_share": share(waits),
+                "users": {
+                    user: {"answers": len(values), "qoe_mean": sum(values) / len(values)}
+                    for user, values in by_user.items()
+                },
+            }
 
         ttft, tbt = self.ttft.latest(_LATEST), self.tbt.latest(_LATEST)
         return {
