@@ -1,6 +1,9 @@
 """Learning speed of edged's DPO steps beside TRL's DPOTrainer, in turns, on the same pairs.
 
     python -m benchmarks.dpo hh-harmless.jsonl.gz [--steps 12] [--prompt-share 0.5] [--size 3b] [--output FILE]
+    python -m benchmarks.dpo hh-harmless.jsonl.gz --method supervised
+
+With `--method supervised` these are steps of a fine-tuning job over the pairs' chosen answers, beside SFTTrainer.
 
 A random-weight Llama, of SmolLM2-135M's shape unless --size says another (3b: Llama-3.2-3B's, on a GPU); LoRA of rank
 16 on all linear layers, reference log-probabilities computed beforehand on both sides. Prints ratios of pairs/s (median
@@ -16,9 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -63,6 +67,7 @@ class Job:
     device: str
     dtype: str
     pairs_per_step: int
+    method: str = "dpo"
     rank: int = 16
     alpha: int = 32
     beta: float = 0.1
@@ -102,12 +107,12 @@ class _Meter:
 def run_edged(job: Job, converse: Conversation) -> None:
     """Answer questions: each `{"step": N}` is one optimizer step on the N-th group of pairs."""
     pairs: list[_TokenizedPair] = json.loads(Path(job.pairs).read_text())
-    warm = _EdgedLearner(job, job.warm_model)
+    warm = _EdgedLearner(job, job.warm_model, job.pairs_per_step)
     warm.learn(0, pairs[: job.pairs_per_step])
     warm.close()
     del warm
     meter = _Meter(job.device)
-    learner = _EdgedLearner(job, job.model)
+    learner = _EdgedLearner(job, job.model, len(pairs))
     meter.weights(job.model)
     while True:
         first = converse.question()["step"] * job.pairs_per_step
@@ -117,10 +122,11 @@ def run_edged(job: Job, converse: Conversation) -> None:
 
 
 class _EdgedLearner:
-    """An engine with one adapter and nothing to serve."""
+    """An engine with one adapter, which a job of `count` examples trains or users' pairs, and nothing to serve."""
 
-    def __init__(self, job: Job, model: str) -> None:
+    def __init__(self, job: Job, model: str, count: int) -> None:
         from benchmarks.support.local_engine import LocalEngine
+        from edged.align.jobs import JobPlan, job_settings
 
         settings: dict[str, dict[str, Any]] = {
             # Nothing is served: no decode iterations need be captured.
@@ -141,31 +147,41 @@ class _EdgedLearner:
             "store": {"save_every_s": 3600.0},
         }
         self._local = LocalEngine(Path(model), settings)
+        self._job = job
+        if job.method != "dpo":
+            align = job_settings(self._local.engine.settings.align, job.method, {"learning_rate": job.learning_rate})
+            plan = JobPlan("job", "learner", align, count, job.pairs_per_step, epochs=1, seed=0)
+            self._local.engine.start_job(plan).result()
 
     def learn(self, first_id: int, pairs: Sequence[_TokenizedPair]) -> float:
         """Run one optimizer step; return the mean loss before it."""
         from edged.align.feedback.pair import TokenPair
 
         recorder = self._local.recorder
-        steps, scored = len(recorder.versions), len(recorder.scores)
-        self._local.submit_pairs(
-            [
-                TokenPair(
-                    pair_id=first_id + index,
-                    adapter="learner",
-                    prompt=tuple(pair["prompt_ids"]),
-                    chosen=tuple(pair["chosen_ids"]),
-                    rejected=tuple(pair["rejected_ids"]),
-                    ref_chosen_logp=pair["ref_chosen_logp"],
-                    ref_rejected_logp=pair["ref_rejected_logp"],
-                )
-                for index, pair in enumerate(pairs)
-            ]
-        )
+        steps = len(recorder.versions)
+        made = [
+            TokenPair(
+                pair_id=first_id + index,
+                adapter="learner",
+                prompt=tuple(pair["prompt_ids"]),
+                chosen=tuple(pair["chosen_ids"]),
+                rejected=tuple(pair["rejected_ids"]),
+                ref_chosen_logp=pair["ref_chosen_logp"],
+                ref_rejected_logp=pair["ref_rejected_logp"],
+                trusted=self._job.method != "dpo",
+            )
+            for index, pair in enumerate(pairs)
+        ]
+        if self._job.method == "dpo":
+            self._local.submit_pairs(made)
+        else:
+            self._local.engine.feed_job("learner", first_id // self._job.pairs_per_step, made)
         recorder.wait_for(lambda: len(recorder.versions) > steps or recorder.skipped_steps, "a step")
         if recorder.skipped_steps:
             raise RuntimeError(f"edged's engine: {recorder.skipped_steps[0].reason}")
-        return mean(score.loss for _, score in recorder.scores[scored:])
+        loss = recorder.versions[-1][1].loss
+        assert loss is not None
+        return loss
 
     def close(self) -> None:
         """Stop the engine."""
@@ -192,23 +208,25 @@ def run_trl(job: Job, converse: Conversation, checkpointing: bool, pairs_per_for
 def _make_trainer(
     job: Job, model_dir: str, texts: list[dict[str, str]], checkpointing: bool, pairs_per_forward: int
 ) -> Any:
-    """Make TRL's trainer as its documentation shows it, except for the precision, with the pairs in their given
-    order."""
+    """Make the method's trainer as TRL's documentation shows it, except for the precision, with the pairs in their
+    given order."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-    on_gpu = job.device.startswith("cuda")
-    config = DPOConfig(
+    on_gpu, trainer_class = job.device.startswith("cuda"), DPOTrainer
+    of_pairs = {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 1, "beta": job.beta}
+    config_class = partial(DPOConfig, **of_pairs)
+    if job.method == "supervised":
+        trainer_class, config_class = SFTTrainer, SFTConfig
+        texts = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in texts]
+    config = config_class(
         output_dir=str(Path(model_dir) / "trl"),
         per_device_train_batch_size=pairs_per_forward,
         gradient_accumulation_steps=job.pairs_per_step // pairs_per_forward,
-        precompute_ref_log_probs=True,
-        precompute_ref_batch_size=1,
         num_train_epochs=1,
         max_length=None,
-        beta=job.beta,
         learning_rate=job.learning_rate,
         lr_scheduler_type="constant",
         gradient_checkpointing=checkpointing,
@@ -221,7 +239,7 @@ def _make_trainer(
         disable_tqdm=True,
     )
     lora = LoraConfig(r=job.rank, lora_alpha=job.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    return DPOTrainer(
+    return trainer_class(
         model=load_llama(model_dir, job.dtype),
         args=config,
         train_dataset=Dataset.from_list(texts),
@@ -232,6 +250,10 @@ def _make_trainer(
 
 def _tokenized(row: dict[str, Any]) -> _TokenizedPair:
     """Convert a row of TRL's prepared data set to edged's tokenized pair."""
+    if "labels" in row:
+        scored = [label for label in row["labels"] if label >= 0]
+        asked = row["input_ids"][: -len(scored)]
+        return {"prompt_ids": asked, "chosen_ids": scored, "rejected_ids": [], **_UNSCORED}
     return {
         "prompt_ids": row["prompt_ids"],
         "chosen_ids": row["chosen_ids"],
@@ -239,6 +261,9 @@ def _tokenized(row: dict[str, Any]) -> _TokenizedPair:
         "ref_chosen_logp": row["ref_chosen_logps"],
         "ref_rejected_logp": row["ref_rejected_logps"],
     }
+
+
+_UNSCORED = {"ref_chosen_logp": None, "ref_rejected_logp": None}
 
 
 def _step_callback(converse: Conversation, meter: _Meter) -> Any:
@@ -289,6 +314,7 @@ def main() -> None:
         SIZE,
         option("--steps", "measured optimizer steps", 12, 2),
         option("--pairs-per-step", "pairs of one optimizer step", 4),
+        option("--method", "dpo, or supervised: the chosen answers alone", "dpo", choices=("dpo", "supervised")),
         option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
         DEVICE,
         option("--peer", "measure against this side alone", choices=SIDES[1:]),
@@ -309,10 +335,12 @@ def main() -> None:
             device=options.device,
             dtype=dtype,
             pairs_per_step=options.pairs_per_step,
+            method=options.method,
         )
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {
             "model": options.size,
+            "method": options.method,
             "pairs_file": options.pairs.name,
             "prompt_share_at_least": options.prompt_share,
         }
@@ -369,7 +397,7 @@ def measure(job: Job, steps: int, tokens: Path, peer_names: list[str], machine: 
         "steps": steps,
         "pairs_per_step": job.pairs_per_step,
         "mean_prompt_tokens": prompt_tokens / len(used),
-        "mean_answer_tokens": answer_tokens / len(used) / 2,
+        "mean_answer_tokens": answer_tokens / len(used) / (2 if job.method == "dpo" else 1),
         "pairs_per_s": rates,
         "losses": {name: [a["loss"] for a in found] for name, found in answers.items()},
         "peak_bytes_above_weights": peaks,
@@ -407,9 +435,9 @@ def table(report: dict[str, Any]) -> str:
     floors = [(name, Spread.read(times).text()) for name, times in report["times_floor"].items()]
     mib = ", ".join(f"{name} {peak / 2**20:.0f}" for name, peak in report["peak_bytes_above_weights"].items())
     lines = [
-        f"{report['model']} random-weight Llama, {report['steps']} steps of {report['pairs_per_step']} pairs from "
-        f"{report['pairs_file']} (mean prompt {report['mean_prompt_tokens']:.0f}, answer "
-        f"{report['mean_answer_tokens']:.0f} tokens), {report['dtype']}, {report['device']}",
+        f"{report['model']} random-weight Llama, {report['method']}, {report['steps']} steps of "
+        f"{report['pairs_per_step']} pairs from {report['pairs_file']} (mean prompt {report['mean_prompt_tokens']:.0f},"
+        f" answer {report['mean_answer_tokens']:.0f} tokens), {report['dtype']}, {report['device']}",
         "",
         *markdown(("edged over", "pairs/s (quartiles)", "peak memory above the weights"), ratios),
         "",

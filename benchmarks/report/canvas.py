@@ -87,7 +87,7 @@ def _lines(axes: Any, panel: Panel) -> None:
         # Around an only point matplotlib's own axes are as narrow as a tenth of its place.
         (place,) = places
         axes.set_xlim(0, 2 * float(place) or 1)
-        axes.set_xticks([place], [f"{place:g}"])
+        axes.set_xticks([place], [f"{place:.3g}"])
     for name, curve in panel.curves.items():
         known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
         (line,) = axes.plot(

@@ -181,9 +181,11 @@ def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str
         text = layer.model.config.get_text_config()
         layers = int(text.num_hidden_layers)
         whole = Branches(0, tokens, 0, (Piece(0, tokens, 0, None),), None)
-        for attention in ("eager", "sdpa"):
+        # Gemma 2 has no fused attention of transformers'.
+        attentions = ("eager", "sdpa") if layer.model._supports_sdpa else ("eager",)
+        for attention in attentions:
             add(f"autograd, all weights trained, {attention}", layer.saved(attention, whole, trains_base=True))
-        add("autograd, frozen weights, sdpa", layer.saved("sdpa", whole))
+        add(f"autograd, frozen weights, {attentions[-1]}", layer.saved(attentions[-1], whole))
         pruned, lean, keys = layer.pruned(whole)
         add("Algorithm 1", pruned)
         add("+ rematerialization", lean)

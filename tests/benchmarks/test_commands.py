@@ -173,10 +173,12 @@ def test_every_benchmark_tells_its_options(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_dpo_is_compared_on_equal_losses(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["dpo", "supervised"])
+def test_steps_are_compared_on_equal_losses(method: str, tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl.gz", 20)
-    report = report_of("dpo", str(pairs), "--size", "4m", "--steps", "1", report=tmp_path / "report.json")
-    assert report["model"] == "4m"
+    arguments = (str(pairs), "--size", "4m", "--steps", "1", "--method", method)
+    report = report_of("dpo", *arguments, report=tmp_path / "report.json")
+    assert (report["model"], report["method"]) == ("4m", method)
     ours, *theirs = (report["losses"][name] for name in SIDES)
     for losses in theirs:
         # Only the random start of LoRA's A differs, which one step of learning hardly shows.

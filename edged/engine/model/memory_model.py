@@ -44,6 +44,9 @@ _ADAPTER_SHARE = 0.25
 _FEWEST_ADAPTERS = 2
 _MASK_BYTES = 9
 """Bytes of a query and a key while a chunk's mask is made, beside the mask: distance, and whether it is hidden."""
+_BETWEEN_BYTES = 1.2
+"""Bytes of a graph beside each number of a linear's input or output: norms and rotary embeddings keep no more in
+the architectures that were counted, in 32 bits whatever the weights have."""
 _LOGIT_COPIES = 4
 """Tensors of the size of a head unit's or a sampler's fp32 logits, at the peak."""
 
@@ -67,6 +70,8 @@ class BaseShape:
     """Number of other weights: embeddings, norms, biases, and the head if it is not tied."""
     in_16_bits: bool = False
     """Whether the checkpoint's numbers have 16 bits, by its configuration."""
+    experts: Linears = ()
+    """Sizes of the experts' matrices that a token passes, which are no linears."""
     keeps_lean: bool = True
     """Whether steps may keep Algorithm 1's results: the trial at start finds where they would fail."""
 
@@ -100,6 +105,7 @@ class BaseShape:
             targets=linear_sizes(model, target_linears(model, target_modules)),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
+            experts=expert_sizes(model, text),
         )
 
 
@@ -107,6 +113,15 @@ def linear_sizes(model: Any, names: Sequence[str]) -> Linears:
     """Return the sizes of linears in a model without wrappers."""
     linears = [model.get_submodule(name) for name in names]
     return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
+
+
+def expert_sizes(model: Any, text: Any) -> Linears:
+    """Return the sizes of the matrices [experts, out, in] that a token passes, of a model with its text configuration.
+
+    Every one counts as often as a token has experts.
+    """
+    banks = [bank.shape for bank in model.parameters() if bank.dim() == 3]
+    return tuple((bank[2], bank[1]) for bank in banks) * int(getattr(text, "num_experts_per_tok", None) or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +228,10 @@ def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Kept, ...]:
 def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept) -> int:
     """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results."""
     if kind == "graph":
-        return graph_bytes(shape.linears, settings, dtype)
+        return graph_bytes(shape, settings, dtype)
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
     # the input.
-    width = sum(fan_out for _, fan_out in shape.linears)
+    width = sum(fan_out for _, fan_out in (*shape.linears, *shape.experts))
     width += shape.layers * (shape.heads * shape.head_dim + shape.hidden_size)
     each = width * dtype.itemsize + 4 * shape.layers * shape.heads
     return each * settings.align.window_tokens if kind == "lean" else 0
@@ -228,10 +243,11 @@ def kept_that_fits(shape: BaseShape, settings: Settings, dtype: torch.dtype, cud
     return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind) <= most), "inputs")
 
 
-def graph_bytes(linears: Sequence[tuple[int, int]], settings: Settings, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a window's graph: each linear's input and output, and as much again between them."""
-    width = 2 * sum(fan_in + fan_out for fan_in, fan_out in linears)
-    return settings.align.window_tokens * width * dtype.itemsize
+def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
+    """Estimate the bytes of a window's graph: each linear's and expert's input and output, and what is between them."""
+    linears, experts = (sum(map(sum, sizes)) for sizes in (shape.linears, shape.experts))
+    each = linears * (dtype.itemsize + _BETWEEN_BYTES) + experts * dtype.itemsize
+    return int(settings.align.window_tokens * each)
 
 
 def open_steps(loaded: int) -> int:
@@ -264,13 +280,13 @@ def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, ke
         return kept + _units_peak(shape, settings, dtype)
     graph = kept_bytes(shape, settings, dtype, keep) + _head_unit(shape, settings)
     if keep == "lean":
-        graph += graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+        graph += graph_bytes(shape, settings, dtype) // max(1, shape.layers)
     return kept + max(graph, _OPTIMIZER_BYTES * one)
 
 
 def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
     """Return the peak of a step's units: layers' inputs, a layer's graph and a head unit, or the optimizer alone."""
-    layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape.linears, settings, dtype) // max(1, shape.layers)
+    layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape, settings, dtype) // max(1, shape.layers)
     optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
     return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
 

@@ -19,7 +19,7 @@ from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import load_pretrained, target_linears
-from edged.engine.model.memory_model import BaseShape, linear_sizes
+from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.probe import Probed, find_decoder, max_positions, probe
 from edged.engine.model.quantization import (
@@ -189,6 +189,7 @@ class ServedModel:
             vocab_size=int(self.config.vocab_size),
             max_positions=max_positions(self.config),
             window=found.window,
+            experts=expert_sizes(self.model, self.config),
             layer_weights=weight_count(self.layers),
         )
 
