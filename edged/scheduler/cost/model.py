@@ -312,16 +312,17 @@ class CostModel:
             parts["prefill" if load.prefill_tokens or load.finetune_tokens else "decode"] = forward_s, result.forward_s
             row = load.features(self._knee)
             learned.append((self._fit, row, self.priced_s(load), self._fit.usual_s(row), result.forward_s))
+        slowness = self._drift.slowness
         known: dict[Unit, tuple[OnlineRegression, tuple[float, ...], float, float]] = {}
         for unit, seconds in result.units:
             if seconds > 0.0:
-                if unit not in known:
+                if (priced := known.get(unit)) is None:
                     fit, row = self._units[unit.kind], unit_features(unit.kind, unit.tokens, self._unit_knee)
-                    known[unit] = fit, row, self._unit_price_s(unit), fit.usual_s(row)
+                    priced = known[unit] = fit, row, self._unit_price_s(unit), fit.usual_s(row)
                 finetune_s += seconds
-                units_s += known[unit][2] * self._drift.slowness
+                units_s += priced[2] * slowness
                 units_measured_s += seconds
-                learned.append((*known[unit], seconds))
+                learned.append((*priced, seconds))
         if units_measured_s:
             parts["units"] = units_s, units_measured_s
         if parts:

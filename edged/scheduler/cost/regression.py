@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
+from operator import add, mul
 
 FORGETTING = 0.99
 """Weight of an observation against the next one: about the last hundred iterations count."""
@@ -74,6 +74,16 @@ def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float
         if moved < 1e-9:
             break
     return values
+
+
+def _relax_pair(gram: list[list[float]], targets: list[float], scale: list[float]) -> None:
+    """Do for the two prices of a unit what a sweep of `OnlineRegression.observe` does: one step may have 125 units."""
+    (one, both), (same, other) = gram
+    first, second = scale
+    rest = targets[0] + one * first - (one * first + both * second)
+    scale[0] = first = rest / (one + RIDGE) if rest > 0.0 else 0.0
+    rest = targets[1] + other * second - (same * first + other * second)
+    scale[1] = rest / (other + RIDGE) if rest > 0.0 else 0.0
 
 
 class OnlineRegression:
@@ -168,11 +178,14 @@ class OnlineRegression:
             scale_s = min(_FURTHEST * seconds, max(seconds / _FURTHEST, predicted_s))
             weight, sweeps = _FAR / max(_FAR, abs(seconds - predicted_s) / scale_s), 2
         self._enter([value / scale_s for value in row], seconds / scale_s, weight, FORGETTING)
-        gram, moment = self._gram, self._moment
+        targets = list(map(add, self._moment, pull))
         for _ in range(sweeps):
-            for i, line in enumerate(gram):
+            if len(scale) == 2:
+                _relax_pair(self._gram, targets, scale)
+                continue
+            for i, line in enumerate(self._gram):
                 own = line[i]
-                rest = moment[i] + pull[i] + own * scale[i] - sum(map(mul, line, scale))
+                rest = targets[i] + own * scale[i] - sum(map(mul, line, scale))
                 scale[i] = rest / (own + RIDGE) if rest > 0.0 else 0.0
         self.prices = list(map(mul, start, scale))
         first = min(1.0, _FIRST_SHARE / self._seen) if self._seen <= _FIRST else 0.0

@@ -25,7 +25,7 @@ class BinBuilder:
     ) -> None:
         """Grant the decodes their tokens, where it `serves`; preempt in the order of `victims` if one lacks a page."""
         self._queues, self._victim_order = queues, victims
-        self._page_size = resources.page_size
+        self.page_size = resources.page_size
         self.free_pages = resources.free_pages
         self.total_pages = resources.total_pages
         self.tokens_left = resources.max_tokens
@@ -45,7 +45,7 @@ class BinBuilder:
         """The next waiting prompts in the order of the policy: see `upcoming`."""
         if serves:
             self._add_decodes(now)
-        size, begun = self._page_size, [task for task in (*queues.started, *queues.finetunes) if task.context]
+        size, begun = self.page_size, [task for task in (*queues.started, *queues.finetunes) if task.context]
         self.promised_pages = sum([task.pages_for(task.tokens, size) for task in begun if task not in self.preempted])
 
     def upcoming(self, most: int) -> Iterator[Task]:
@@ -58,11 +58,11 @@ class BinBuilder:
 
     def pages(self, task: Task, tokens: int) -> int:
         """Return the pages that `task` must get to compute `tokens` more."""
-        return task.pages_for(tokens, self._page_size)
+        return task.pages_for(tokens, self.page_size)
 
     def most_pages(self, tasks: Collection[Task]) -> int:
         """Return a bound on the pages that all tokens of `tasks` ask for, if they hold room for what they computed."""
-        return sum([task.tokens for task in tasks]) // self._page_size + len(tasks)
+        return sum([task.tokens for task in tasks]) // self.page_size + len(tasks)
 
     @property
     def open_pages(self) -> int:
@@ -78,7 +78,7 @@ class BinBuilder:
 
     def room(self, task: Task) -> int:
         """Return the tokens that `task`, which has entered, could compute in this iteration."""
-        return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self._page_size)
+        return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self.page_size)
 
     def load_beside(self, task: Task) -> Load:
         """Return the bin's load with `task` beside it, before any token of it: its adapter may be one more."""
@@ -91,7 +91,7 @@ class BinBuilder:
 
     def take(self, task: Task, tokens: int) -> None:
         """Count `tokens` of `task`, which has entered, into the bin."""
-        pages = task.pages_for(tokens, self._page_size)
+        pages = task.pages_for(tokens, self.page_size)
         self.free_pages -= pages
         self.promised_pages -= pages
         self.plan.pages += pages

@@ -113,16 +113,16 @@ class MaceAdmission(Admission):
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
         missed its target anyway, and many that are in time would wait with it.
         """
-        token_s, most, pages = self.cost.token_s, draft.tokens_left, draft.pages
+        token_s, most, size = self.cost.token_s, draft.tokens_left, draft.page_size
         # One that would never fit asks for nothing.
         able = (
             Item(task, asks, min(task.tokens, most) * token_s)
             for task in tuning
-            if (asks := pages(task, task.tokens)) <= draft.total_pages
+            if (asks := task.pages_for(task.tokens, size)) <= draft.total_pages
         )
         if due:
             yield from able
         for task in waiting:
             patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
-            yield Item(task, pages(task, task.tokens), min(task.tokens, most) * token_s, patient)
+            yield Item(task, task.pages_for(task.tokens, size), min(task.tokens, most) * token_s, patient)
         yield from able
