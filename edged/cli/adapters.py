@@ -164,7 +164,8 @@ def export(client: Client, name: str, output: Path) -> Any:
 def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
     """Return a model card of an exported version: its base, its pairs, its tests."""
     config = json.loads((folder / _FILES[0]).read_text())
-    base, kind = config.get("base_model_name_or_path"), "An IA3" if config.get("peft_type") == "IA3" else "A LoRA"
+    base, kind = config.get("base_model_name_or_path"), "A DoRA" if config.get("use_dora") else "A LoRA"
+    kind = "An IA3" if config.get("peft_type") == "IA3" else kind
     test: dict[str, Any] = next((item for item in adapter["versions"] if item["version"] == version), {})
     share, pairs, change = (
         test.get(key) for key in ("held_out_reward_accuracy", "held_out_pairs", "neutral_nll_change")

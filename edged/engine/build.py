@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edged.align.adapters.form import LoraSpec
+from edged.align.adapters.form import LoraSpec, RowNorms
 from edged.cache.page_pool import PagePool
 from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_paths
 from edged.engine.kv.offload import pick_spill
@@ -116,7 +116,12 @@ def _graphs(
 
 
 def lora_spec(
-    shapes: dict[str, tuple[int, int]], base_model: str, base_source: str, fingerprint: str, align: AlignSettings
+    shapes: dict[str, tuple[int, int]],
+    base_model: str,
+    base_source: str,
+    fingerprint: str,
+    align: AlignSettings,
+    row_norms: RowNorms | None = None,
 ) -> LoraSpec:
     """Return the LoRA configuration of a base model's adapters; `shapes` are (in, out) of its target linears."""
     all_linear = align.target_modules == "all-linear"
@@ -128,6 +133,7 @@ def lora_spec(
         fingerprint=fingerprint,
         peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes} if all_linear else shapes)),
         base_source=base_source,
+        row_norms=row_norms,
     )
 
 

@@ -75,7 +75,8 @@ class Engine:
         base = base_fingerprint(model.fingerprint, hashed.result(), folder) if hashed else model.fingerprint
         # Hashing may have read them after they were dropped.
         drop_cached(Path(model_dir).glob("*.safetensors"))
-        spec = lora_spec(shapes, name, source_of(settings.model, Path(model_dir)), base, settings.align)
+        norms = None if model.quantized else model.lora.row_norms
+        spec = lora_spec(shapes, name, source_of(settings.model, Path(model_dir)), base, settings.align, norms)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""

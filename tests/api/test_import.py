@@ -99,28 +99,72 @@ def test_an_imported_adapter_answers_as_a_new_version_and_can_be_rolled_back(
         assert answer_of(http, "ann") != before
 
 
-def test_an_ia3_adapter_is_served_learns_and_is_exported_as_one(daemon: LiveDaemon, tmp_path: Path) -> None:
-    linears = ["k_proj", "v_proj", "down_proj"]
-    model = get_peft_model(tiny_model("llama"), IA3Config(target_modules=linears, feedforward_modules=["down_proj"]))
+def other_form(kind: str, folder: Path) -> Path:
+    """An IA3 or DoRA adapter by peft, of weights that change the answers."""
+    linears, generator = ["k_proj", "v_proj", "down_proj"], torch.Generator().manual_seed(2)
+    ia3 = IA3Config(target_modules=linears, feedforward_modules=["down_proj"])
+    config = ia3 if kind == "ia3" else LoraConfig(r=2, target_modules=linears, use_dora=True)
+    model = get_peft_model(tiny_model("llama"), config)
     for name, parameter in model.named_parameters():
-        if "ia3_l" in name:
-            parameter.data.uniform_(0.2, 1.8, generator=torch.Generator().manual_seed(2))
-    model.save_pretrained(tmp_path)
+        if "ia3_l" in name or "lora_magnitude" in name:
+            parameter.data *= torch.empty(parameter.shape).uniform_(0.2, 1.8, generator=generator)
+        elif "lora_B" in name:
+            parameter.data.normal_(0.0, 0.3, generator=generator)
+    model.save_pretrained(folder)
+    return folder
+
+
+def export_of(http: httpx2.Client, user: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights and configuration of a user's newest version."""
+    with tarfile.open(fileobj=io.BytesIO(http.get(f"/v1/adapters/{user}/export").content)) as tar:
+        weights = load(tar.extractfile(WEIGHTS).read())  # type: ignore[union-attr]
+        return weights, json.loads(tar.extractfile("adapter_config.json").read())  # type: ignore[union-attr]
+
+
+def learn(http: httpx2.Client, user: str, version: int) -> None:
+    """Teach a user's adapter a pair, of which this version is made, and wait until it is on disk."""
+    pair = {"prompt": "Once upon a time", "chosen": " there was a fox", "rejected": " nothing"}
+    assert http.post("/v1/feedback", json={"user": user, **pair}).status_code == 200
+    until(lambda: http.get(f"/v1/adapters/{user}").json()["version"] == version)
+    until(lambda: http.get(f"/v1/adapters/{user}/export").headers.get("X-Edged-Version") == str(version))
+
+
+@pytest.mark.parametrize("kind", ["ia3", "dora"])
+def test_an_adapter_of_another_form_is_served_learns_and_is_exported_as_one(
+    kind: str, daemon: LiveDaemon, tmp_path: Path
+) -> None:
+    mine = load_file(other_form(kind, tmp_path) / WEIGHTS)
     with daemon.http() as http:
-        before = answer_of(http, "ida")
-        assert send(http, archive(tmp_path), "ida").json()["version"] == 1
-        assert answer_of(http, "ida") != before
-        pair = {"prompt": "Once upon a time", "chosen": " there was a fox", "rejected": " nothing"}
-        assert http.post("/v1/feedback", json={"user": "ida", **pair}).status_code == 200
-        until(lambda: http.get("/v1/adapters/ida").json()["version"] == 2)
-        until(lambda: http.get("/v1/adapters/ida/export").headers.get("X-Edged-Version") == "2")
-        with tarfile.open(fileobj=io.BytesIO(http.get("/v1/adapters/ida/export").content)) as tar:
-            learned = load(tar.extractfile(WEIGHTS).read())  # type: ignore[union-attr]
-            config = json.loads(tar.extractfile("adapter_config.json").read())  # type: ignore[union-attr]
-    mine = load_file(tmp_path / WEIGHTS)
-    assert (config["peft_type"], config["target_modules"]) == ("IA3", sorted(linears))
+        before = answer_of(http, kind)
+        assert send(http, archive(tmp_path), kind).json()["version"] == 1
+        assert answer_of(http, kind) != before
+        learn(http, kind, 2)
+        learned, config = export_of(http, kind)
+    assert (config["peft_type"], bool(config.get("use_dora"))) == (("IA3", False) if kind == "ia3" else ("LORA", True))
+    assert config["target_modules"] == ["down_proj", "k_proj", "v_proj"]
     assert learned.keys() == mine.keys()
     assert not any(torch.equal(learned[name], tensor) for name, tensor in mine.items())
+
+
+def test_a_dora_adapter_survives_rollback_and_power_cut_as_one(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
+    mine = load_file(other_form("dora", tmp_path / "dora") / WEIGHTS)
+    how = {"align__rank": 4, "align__alpha": 8.0, "store__save_every_s": 0.1}
+    with running(tmp_path / "run", model, **how) as live, live.http() as http:
+        assert send(http, archive(tmp_path / "dora")).json()["version"] == 1
+        imported = answer_of(http, "ann")
+        learn(http, "ann", 2)
+        learned = answer_of(http, "ann")
+        live.process.kill()
+        live.process.join()
+    with running(tmp_path / "run", model, **how) as live, live.http() as http:
+        assert answer_of(http, "ann") == learned
+        http.post("/v1/adapters/ann/rollback", json={"version": 1})
+        assert answer_of(http, "ann") == imported
+        until(lambda: http.get("/v1/adapters/ann/export").headers.get("X-Edged-Version") == "3")
+        weights, config = export_of(http, "ann")
+    assert config["use_dora"] is True
+    assert all(torch.equal(weights[name], tensor) for name, tensor in mine.items())
 
 
 class Bomb:
@@ -160,6 +204,10 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))
         return archive(folder)
 
+    vector = name.replace("lora_A.weight", "lora_magnitude_vector")
+    ups = {key: value for key, value in tensors.items() if "lora_B" in key}
+    vectors = {key.replace("lora_B.weight", "lora_magnitude_vector"): up[:, 0].clone() for key, up in ups.items()}
+    dora = {**tensors, **vectors}
     nan = {**tensors, name: tensors[name].clone().fill_(float("nan"))}
     cases = [
         (
@@ -187,7 +235,10 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         (changed({}), "it has no tensors"),
         (changed(tensors, peft_type="IA3"), f"{min(tensors)} is no part of this model's adapters"),
         (changed(tensors, peft_type="PREFIX_TUNING"), "'PREFIX_TUNING': only LORA and IA3 are served, train one of"),
-        (changed(tensors, use_dora=True), "use_dora = true is not supported: its outputs are scaled by norms of"),
+        (changed(tensors, use_dora=True), "lora_magnitude_vector is missing: A, magnitude and B of a linear belong"),
+        (changed(tensors, use_dora="false"), 'use_dora = "false" is neither true nor false'),
+        (changed(dora, use_dora=False), "lora_magnitude_vector is no part of this model's adapters"),
+        (changed({**dora, vector: torch.ones(9)}, use_dora=True), "has the shape (9,), this model needs (64,)"),
         (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),
         (changed({**tensors, "more": torch.zeros(1)}), "more is no part of this model's adapters"),
         (changed({**tensors, name: torch.zeros(4, 9)}), "has the shape (4, 9), this model needs (4, 64)"),

@@ -231,15 +231,25 @@ def test_losses_that_trl_would_compute_otherwise_are_refused(settings: dict[str,
         check_loss(AlignSettings(**settings))
 
 
-def test_an_ia3_adapter_is_not_rebuilt_as_a_lora(stopped: tuple[Path, Path, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["IA3", "DoRA"])
+def test_an_adapter_of_another_form_is_not_rebuilt_as_a_lora(
+    kind: str, stopped: tuple[Path, Path, int], tmp_path: Path
+) -> None:
     model, before, version = stopped
     shutil.copytree(before, data := tmp_path / "data")
     settings = load_settings(environ={}, overrides=OVERRIDES)
     work = Rebuild(settings, model, "tiny", data, "ada")
-    linear, (_, fan_out) = next(iter(work.spec.shapes.items()))
-    weights = {peft_name(linear): torch.ones(fan_out, 1)}
-    form = form_of({"peft_type": "IA3"}, {name: tuple(value.shape) for name, value in weights.items()}, work.spec)
+    linear, (fan_in, fan_out) = next(iter(work.spec.shapes.items()))
+    weights: dict[str, torch.Tensor] = {peft_name(linear): torch.ones(fan_out, 1)}
+    config: dict[str, Any] = {"peft_type": "IA3"}
+    if kind == "DoRA":
+        shapes = {"A": (1, fan_in), "magnitude": (fan_out,), "B": (fan_out, 1)}
+        weights = {peft_name(linear, part): torch.ones(shape) for part, shape in shapes.items()}
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "use_dora": True}
+    form = form_of(config, {name: tuple(value.shape) for name, value in weights.items()}, work.spec)
     files = AdapterFiles(data / "adapters" / work.spec.fingerprint, work.spec, 5)
     files.save(Snapshot("ada", version + 1, weights, {}, form))
-    with pytest.raises(RebuildError, match=r'"ada" is an IA3 adapter, and only a LoRA can be rebuilt: go back to a'):
+    with pytest.raises(
+        RebuildError, match=f'"ada" is of the form {kind}, and only a LoRA can be rebuilt: go back to a'
+    ):
         Rebuild(settings, model, "tiny", data, "ada")

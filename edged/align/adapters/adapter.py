@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from edged.align.adapters.form import AdapterForm, LoraSpec
+from edged.align.adapters.form import AdapterForm, LoraLeaves, LoraSpec, RowNorms, master_gradients, served
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, form_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
@@ -50,11 +50,19 @@ class AdapterState:
     """
 
     def __init__(
-        self, name: str, form: AdapterForm, settings: Live[Settings], device: torch.device, begin: bool = True
+        self,
+        name: str,
+        form: AdapterForm,
+        settings: Live[Settings],
+        device: torch.device,
+        begin: bool = True,
+        row_norms: RowNorms | None = None,
     ) -> None:
         """Read `settings` anew at each step, so that changes apply to the next one. Not to `begin`, but to restore
-        weights next, leaves version 0 zero."""
+        weights next, leaves version 0 zero. Only a DoRA form needs `row_norms`."""
         self.name, self.form, self.settings, self.device = name, form, settings, device
+        self._row_norms = row_norms
+        self._norms: dict[str, torch.Tensor] | None = None
         self.version = self.newest_number = 0
         """`newest_number` is the highest version number ever assigned."""
         self._shapes = list(form.shapes.values())
@@ -83,6 +91,32 @@ class AdapterState:
     def finite(self) -> bool:
         """Whether all weights are finite."""
         return bool(self._flat.isfinite().all())
+
+    @property
+    def norms(self) -> Mapping[str, torch.Tensor]:
+        """Norms of the rows of W + sBA, of each linear with a magnitude; computed once for each version."""
+        if self._norms is None:
+            self._norms = self._measured()
+        return self._norms
+
+    def _measured(self) -> dict[str, torch.Tensor]:
+        find, scalings = self._row_norms, self.form.scalings
+        return {
+            name: find(name, own[0], own[2], scalings[name])
+            for name, own in self.weights.items()
+            if find is not None and len(own) == 3
+        }
+
+    @property
+    @torch.no_grad()
+    def served(self) -> LoraLeaves:
+        """The weights as slots and steps have them: see `form.served`."""
+        return served(self.weights, self.norms)
+
+    @torch.no_grad()
+    def master_gradients(self, gradients: LoraLeaves) -> LoraLeaves:
+        """Return the weights' gradients from those of what is served, as `form.master_gradients`."""
+        return master_gradients(gradients, self.weights, self.norms)
 
     def parameters(self) -> list[torch.Tensor]:
         """All weights, in the form's order."""
@@ -127,6 +161,7 @@ class AdapterState:
             self._whole_optimizer_step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)
+        self._norms = None
         self.version = self.newest_number = max(self.version, self.newest_number) + 1
         return norm
 
@@ -183,6 +218,8 @@ class AdapterState:
                     needed = f"{tuple(leaf.shape)} is needed (another rank or other target_modules?)"
                     raise AdapterError(f'adapter "{self.name}": {name} is {found}, {needed}')
                 leaf.copy_(value)
+        # Not when they are first asked for: a version is restored on another thread than the engine's.
+        self._norms = self._measured()
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
         if state is not None:

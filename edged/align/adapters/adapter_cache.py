@@ -102,7 +102,9 @@ class AdapterCache:
         Its form is by default that of the settings. Any thread may call it. Its version is 0, unless `replace` gives it
         a number. Raises AdapterError on a mismatch.
         """
-        state = AdapterState(adapter, form or self.spec.form, self._settings, self._device, begin=weights is None)
+        state = AdapterState(
+            adapter, form or self.spec.form, self._settings, self._device, weights is None, self.spec.row_norms
+        )
         # A damaged version on disk keeps its number: no new version overwrites it.
         state.newest_number = max(self.files.versions(adapter), default=0)
         if weights is not None:

@@ -1,10 +1,16 @@
 """Forms of adapters: which linears an adapter changes, with which weights, and what PEFT calls that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+LoraLeaves = Mapping[str, tuple[torch.Tensor, ...]]
+"""Name of a linear that is adapted -> (A [rank, in], B [out, rank]), with DoRA's magnitude or factors of outputs [out]
+between them, or its IA3 vector ([1, in] or [out, 1],)."""
+RowNorms = Callable[[str, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""A linear's name, A, B and s -> the norms [out] of the rows of W + sBA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +20,8 @@ class AdapterForm:
     scalings: Mapping[str, float]
     """LoRA's scaling factor of each linear that is adapted, in the order of the weights; 1 for IA3."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shapes of the weights by PEFT's names: A [rank, in] and B [out, rank] of each linear, or the vector of IA3 that
-    scales its inputs [1, in] or its outputs [out, 1]."""
+    """Shapes of the weights by PEFT's names: of each linear A [rank, in], DoRA's magnitude [out] and B [out, rank], or
+    the vector of IA3 that scales its inputs [1, in] or its outputs [out, 1]."""
     config: Mapping[str, Any]
     """The fields of PEFT's configuration that say so."""
     imported: bool = False
@@ -41,6 +47,8 @@ class LoraSpec:
     """`target_modules` as written to PEFT's config."""
     base_source: str = ""
     """The base model as PEFT finds it again, a directory or a hub name; "": its name here."""
+    row_norms: RowNorms | None = None
+    """The norms that DoRA needs; None where the base's weights cannot be read, as quantized ones."""
 
     @property
     def form(self) -> AdapterForm:
@@ -61,6 +69,35 @@ def lora_config(rank: float, alpha: float, targets: Sequence[str], **more: Any) 
     return {**always, "target_modules": list(targets), **{name: value for name, value in more.items() if value}}
 
 
+_PEFT_NAMES = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector", "": "ia3_l"}
+
+
 def peft_name(linear: str, part: str = "") -> str:
-    """PEFT's name of a linear's matrix A or B, or, without a part, of its IA3 vector."""
-    return f"base_model.model.{linear}." + (f"lora_{part}.weight" if part else "ia3_l")
+    """PEFT's name of a linear's matrix A or B, its magnitude, or, without a part, its IA3 vector."""
+    return f"base_model.model.{linear}.{_PEFT_NAMES[part]}"
+
+
+def served(weights: LoraLeaves, norms: Mapping[str, torch.Tensor]) -> LoraLeaves:
+    """Return each linear's weights as slots and steps have them, but for LoRA's scaling.
+
+    Of IA3 it is what the vector has over 1: near 1 the steps of 16 bits are coarse. Of DoRA, whose output but for the
+    bias is g (Wx + sBAx) with g = magnitude / norm, it is A, what g has over 1, and gB.
+    """
+    found = dict(weights)
+    for name, own in weights.items():
+        if len(own) == 1:
+            found[name] = (own[0] - 1.0,)
+        elif len(own) == 3:
+            factor = own[1] / norms[name]
+            found[name] = own[0], factor - 1.0, own[2] * factor[:, None]
+    return found
+
+
+def master_gradients(gradients: LoraLeaves, weights: LoraLeaves, norms: Mapping[str, torch.Tensor]) -> LoraLeaves:
+    """Return the gradients of an adapter's weights from those of `served`; the norms of DoRA are constants in it."""
+    found = dict(gradients)
+    for name, norm in norms.items():
+        (_, magnitude, up), (down, factor, scaled_up) = weights[name], gradients[name]
+        factor = factor + (scaled_up * up).sum(1)
+        found[name] = down, factor / norm, scaled_up * (magnitude / norm)[:, None]
+    return found

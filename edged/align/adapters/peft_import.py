@@ -43,6 +43,10 @@ def read_adapter(folder: Path, spec: LoraSpec) -> tuple[dict[str, torch.Tensor],
             raise ImportRefused(f"{pickle}: only {WEIGHTS} is read; {way_out}")
     config = _config(folder / CONFIG)
     _check_config(config)
+    if config.get("use_dora") and spec.row_norms is None:
+        why = "its outputs are scaled by norms of the base's weights, which are quantized"
+        way_out = 'train one without use_dora, or serve the plain checkpoint with model.quantize = ""'
+        raise ImportRefused(f"use_dora = true is not supported here: {why}; {way_out}")
     weights, form = _weights(folder / WEIGHTS, config, spec)
     factors = {peft_name(linear, "B"): scaling for linear, scaling in form.scalings.items()}
     for name, tensor in weights.items():
@@ -59,22 +63,25 @@ def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spe
     """
     if config["peft_type"] == "IA3":
         return _ia3_form(found, spec)
-    _check_names(set(found), set(spec.form.shapes))
-    parts = (".lora_A.", ".lora_B.")
-    if missing := sorted({name.replace(*way) for name in found for way in (parts, parts[::-1])} - set(found)):
-        raise ImportRefused(f"{missing[0]} is missing: A and B of a linear belong together")
+    parts = ("A", "magnitude", "B") if config.get("use_dora") else ("A", "B")
+    wanted = {linear: [peft_name(linear, part) for part in parts] for linear in spec.shapes}
+    _check_names(set(found), {name for names in wanted.values() for name in names})
+    begun = [names for names in wanted.values() if not found.keys().isdisjoint(names)]
+    if missing := sorted({name for names in begun for name in names} - set(found)):
+        raise ImportRefused(f"{missing[0]} is missing: {', '.join(parts[:-1])} and B of a linear belong together")
     ranks, alphas = _by_linear(config, "r", "rank_pattern"), _by_linear(config, "lora_alpha", "alpha_pattern")
     shapes: dict[str, tuple[int, ...]] = {}
     scalings = {}
     for linear, (fan_in, fan_out) in spec.shapes.items():
-        down, up = peft_name(linear, "A"), peft_name(linear, "B")
-        if down not in found:
+        names = wanted[linear]
+        if names[0] not in found:
             continue
-        rank = (*found[down], 0)[0]
+        rank = (*found[names[0]], 0)[0]
         if not 0 < rank <= spec.rank:
             way_out = f"raise align.rank, or train one of at most {spec.rank}"
             raise ImportRefused(f"its rank is {rank}, align.rank is {spec.rank}: {way_out}")
-        for name, needed in ((down, (rank, fan_in)), (up, (fan_out, rank))):
+        needs = ((rank, fan_in), *[(fan_out,)] * (len(names) - 2), (fan_out, rank))
+        for name, needed in zip(names, needs, strict=True):
             if found[name] != needed:
                 way_out = f"this model needs {needed}: it was trained for another model"
                 raise ImportRefused(f"{name} has the shape {found[name]}, {way_out}")
@@ -83,7 +90,7 @@ def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spe
             raise ImportRefused(f"{linear} has the rank {rank}, and {CONFIG} says {said:g}")
         # rsLoRA's factor: Kalajdzievski 2023.
         scalings[linear] = alphas(linear) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    more = {name: config.get(name) for name in ("use_rslora", "rank_pattern", "alpha_pattern")}
+    more = {name: config.get(name) for name in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")}
     own = lora_config(config["r"], config["lora_alpha"], _targets(spec, list(scalings))[0], **more)
     return AdapterForm(scalings, shapes, own, imported=own != spec.form.config)
 
@@ -114,7 +121,7 @@ def _targets(spec: LoraSpec, *groups: Sequence[str]) -> list[list[str]]:
 
 def most_bytes(spec: LoraSpec) -> int:
     """Size in bytes of the largest weights file that fits `spec`: all weights in fp32, and a header."""
-    values = sum(spec.rank * (fan_in + fan_out) for fan_in, fan_out in spec.shapes.values())
+    values = sum(spec.rank * (fan_in + fan_out) + fan_out for fan_in, fan_out in spec.shapes.values())
     return 4 * values + _HEADER_BYTES
 
 
@@ -136,12 +143,9 @@ def _check_config(config: dict[str, Any]) -> None:
     """Raise ImportRefused for an adapter of another kind than the served ones."""
     if (kind := config.get("peft_type")) not in ("LORA", "IA3"):
         raise ImportRefused(f"peft_type is {str(kind)[:40]!r}: only LORA and IA3 are served, train one of these")
-    if config.get("use_dora"):
-        why = "its outputs are scaled by norms of the base's weights, which is not served"
-        way_out = "train one without use_dora, or serve a base that it is merged into (peft's merge_and_unload)"
-        raise ImportRefused(f"use_dora = {json.dumps(config['use_dora'])[:80]} is not supported: {why}; {way_out}")
-    if not isinstance(config.get("use_rslora") or False, bool):
-        raise ImportRefused(f"use_rslora = {json.dumps(config['use_rslora'])[:80]} is neither true nor false")
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(config.get(name) or False, bool):
+            raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is neither true nor false")
     for name in ("modules_to_save", "fan_in_fan_out", "alora_invocation_tokens", "layer_replication"):
         if config.get(name):
             raise ImportRefused(f"{name} = {json.dumps(config[name])[:80]} is not supported: train one without it")

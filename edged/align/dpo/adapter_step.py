@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
-from edged.align.dpo.decoder import LoraLeaves, LoraParameters, scaled
+from edged.align.adapters.form import LoraLeaves
+from edged.align.dpo.decoder import LoraParameters, scaled
 from edged.align.dpo.loss import AnswerLogps, ExampleLoss, example_loss, pair_score
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
@@ -100,7 +101,7 @@ class AdapterStep:
 
     def parameters(self, dtype: torch.dtype) -> LoraParameters:
         """Return its weights for the backward passes of a step, in the dtype of computation."""
-        weights = {name: tuple(each.detach() for each in own) for name, own in self.state.weights.items()}
+        weights = {name: tuple(each.detach() for each in own) for name, own in self.state.served.items()}
         leaves = scaled(weights, self.state.form.scalings, dtype)
         for own in leaves.values():
             for each in own:
@@ -211,7 +212,7 @@ class AdapterStep:
             weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
                 rest = (count, weight, self._most_norm(), self._step_scale, self._align)
-                self.grad_norm = self.state.step(self.gradients, *rest)
+                self.grad_norm = self.state.step(self.state.master_gradients(self.gradients), *rest)
             except GradientTooLarge as error:
                 self.strange, self.doubted = str(error), self._untested
             except FloatingPointError as error:

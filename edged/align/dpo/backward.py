@@ -194,7 +194,7 @@ class FullGraphBackward:
             for branch in self._branches
             for piece in branch.pieces
         ]
-        ranks = (len(own[0]) for part in self._rows for own in part.leaves.weights.values() if len(own) == 2)
+        ranks = (len(own[0]) for part in self._rows for own in part.leaves.weights.values() if len(own) > 1)
         self._rank = max(ranks, default=0)
         tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
         self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from edged.align.adapters.form import LoraLeaves
 from edged.align.dpo.layout import Piece
 
-LoraLeaves = Mapping[str, tuple[torch.Tensor, ...]]
-"""Name of a linear that is adapted -> (A [rank, in], B [out, rank]), or its IA3 vector ([1, in] or [out, 1],)."""
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 Masks = dict[tuple[int, int, int | None], torch.Tensor]
 """Attention masks of the last queries of a text, by the numbers of queries and of keys, and the sliding window."""
@@ -31,15 +30,12 @@ class LoraParameters:
 def scaled(
     weights: LoraLeaves, scalings: Mapping[str, float], dtype: torch.dtype
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return each linear's weights, the last one times the scaling factor, in the dtype of computation.
-
-    Of an IA3 vector it is what it has over 1, as slots have it: near 1 the steps of 16 bits are coarse.
-    """
-    found = {}
-    for name, own in weights.items():
-        last = own[0] - 1.0 if len(own) == 1 else own[-1] * scalings[name]
-        found[name] = (*(each.to(dtype) for each in own[:-1]), last.to(dtype))
-    return found
+    """Return each linear's weights, as they are served, the last one times the scaling factor, in the dtype of
+    computation."""
+    return {
+        name: (*(each.to(dtype) for each in own[:-1]), (own[-1] * scalings[name]).to(dtype))
+        for name, own in weights.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)

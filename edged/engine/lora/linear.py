@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from edged.align.dpo.decoder import LoraLeaves, LoraRows
+from edged.align.adapters.form import LoraLeaves
+from edged.align.dpo.decoder import LoraRows
 from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
 from edged.tensors.device_copy import upload
 
@@ -51,6 +52,8 @@ class SharedInput:
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears of one parent that get the same input, in transformers' decoders."""
+_NORM_ROWS = 512
+"""Rows of a weight that are read at once in fp32, to make their norms."""
 _PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
 
 
@@ -67,7 +70,8 @@ def siblings(names: Iterable[str]) -> list[list[str]]:
 class LoraLinear(LinearWrapper):
     """A linear (of any kind, also quantized) plus one low-rank update per slot: y = base(x) + x A^T B^T alpha/rank.
 
-    A slot with an IA3 vector l has y = base(x) * l, or base(x * l).
+    A slot with factors scales the base's inputs or outputs first: an IA3 vector l gives base(x * l), or base(x) * l;
+    DoRA scales the output without the bias.
     """
 
     down: torch.Tensor
@@ -80,8 +84,9 @@ class LoraLinear(LinearWrapper):
         self._siblings: list[LoraLinear] = []
         self._shared = SharedInput()
         self.in_features, self.out_features = down.shape[1], up.shape[2]
-        self.scaled_slots: tuple[set[int], set[int]] = (set(), set())
-        """Slots whose adapter scales the inputs (IA3), and those whose adapter scales the outputs."""
+        self.factors: list[torch.Tensor | None] = [None, None]
+        """What each slot's factors of inputs [slots, in_features] and outputs [slots, out_features] have over 1; None
+        until an adapter has any."""
         self.register_buffer("down", down, False)
         self.register_buffer("up", up, False)
         reason = why_no_updates("native", down.device, down.dtype, down.shape[2])
@@ -108,6 +113,12 @@ class LoraLinear(LinearWrapper):
             self._add_updates(x.view(-1, self.in_features), y.view(-1, self.out_features))
         return y
 
+    def make_factors(self, side: int) -> None:
+        """Make room for each slot's factors of inputs (side 0) or outputs (1), unless it is there."""
+        if self.factors[side] is None:
+            like = self.up[:, 0] if side else self.down[:, :, 0]
+            self.factors[side] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+
     def _tiled(self, x: torch.Tensor, tiles: LoraTiles) -> list[torch.Tensor]:
         """Compute the outputs of all siblings with their updates."""
         from edged.engine.lora import triton as triton_lora
@@ -119,16 +130,25 @@ class LoraLinear(LinearWrapper):
         return outs
 
     def _based(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the base's output; rows whose adapter is IA3's have their inputs or outputs scaled."""
-        return self._scaled(1, self.base(self._scaled(0, x)))
+        """Compute the base's output; rows whose adapter has factors have their inputs or outputs scaled."""
+        scaled = self._runs.scaled
+        y: torch.Tensor = self.base(x if scaled is None else self._scaled(0, x, *scaled))
+        return y if scaled is None else self._scaled(1, y, *scaled)
 
-    def _scaled(self, side: int, x: torch.Tensor) -> torch.Tensor:
-        if self._runs.scaled is None or not self.scaled_slots[side]:
+    def _scaled(
+        self, side: int, x: torch.Tensor, at: torch.Tensor, slots: torch.Tensor, unbiased: torch.Tensor | None
+    ) -> torch.Tensor:
+        if (factors := self.factors[side]) is None:
             return x
-        at, slots = self._runs.scaled
-        rows = x.flatten(0, -2)
-        own, factors = rows.index_select(0, at), self.up[:, 0] if side else self.down[:, :, 0]
-        return rows.index_copy(0, at, own.addcmul(own, factors.index_select(0, slots))).view(x.shape)
+        rows, bias = x.flatten(0, -2), self._bias if side else None
+        own = rows.index_select(0, at)
+        part = own if bias is None or unbiased is None else own - unbiased * bias
+        return rows.index_copy(0, at, own.addcmul(part, factors.index_select(0, slots))).view(x.shape)
+
+    @property
+    def _bias(self) -> torch.Tensor | None:
+        bias: torch.Tensor | None = getattr(self.base, "bias", None)
+        return bias
 
     def _add_updates(self, rows_in: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of `rows_in` [tokens, in_features] to `out` [tokens, out_features], by the compiled kernels
@@ -183,15 +203,18 @@ class LoraLinear(LinearWrapper):
         for own, out, weights in zip(inputs, y.flatten(0, -2).split(sizes), adapters, strict=True):
             out, factor = out.to(x.dtype), _vector(1, weights)
             if factor is not None:
-                out = torch.addcmul(out, out, factor)
-            elif len(weights) == 2:
-                out = torch.addmm(out, own @ weights[0].t(), weights[1].t())
+                bias = self._bias if len(weights) > 1 else None
+                out = torch.addcmul(out, out if bias is None else out - bias, factor)
+            if len(weights) > 1:
+                out = torch.addmm(out, own @ weights[0].t(), weights[-1].t())
             parts.append(out)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
 
 
 def _vector(side: int, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a linear's weights as the IA3 vector of its inputs (side 0) or of its outputs (1), or None."""
+    """Return what factors of a linear's inputs (side 0) or outputs (1) have over 1 (IA3, DoRA), or None."""
+    if len(weights) == 3:
+        return weights[1] if side else None
     return weights[0].flatten() if len(weights) == 1 and (weights[0].shape[0] != 1) == bool(side) else None
 
 
@@ -203,7 +226,11 @@ class LoraSlots:
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.scaled_slots: set[int] = set()
-        """Slots whose adapter is IA3's in any linear."""
+        """Slots whose adapter has factors in any linear."""
+        self.unbiased: torch.Tensor | None = None
+        """[slots, 1]: 1 where the adapter does not scale biases (DoRA), else 0; None until there is one."""
+        self._squares: dict[str, torch.Tensor] = {}
+        """Squares of the norms of the weights' rows, by linear, once they were needed."""
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
         self._banks: list[tuple[int, list[str], torch.Tensor]] = []
@@ -259,10 +286,10 @@ class LoraSlots:
 
     @torch.no_grad()
     def load(self, slot: int, weights: LoraLeaves, scalings: Mapping[str, float]) -> None:
-        """Put an adapter's weights into `slot` wholly, transposed, the scalings folded into B, or change nothing.
+        """Put an adapter's weights, as they are served, into `slot` wholly, transposed, the scalings folded into B, or
+        change nothing.
 
-        Zeros fill lower ranks, and linears that it does not adapt. An IA3 vector lies, less 1, in A's first row or B's
-        first column: the other matrix is zero, and so is the update.
+        Zeros fill lower ranks, and linears that it does not adapt.
         """
         aside = []
         for side, names, slots in self._banks:
@@ -271,25 +298,44 @@ class LoraSlots:
                 factors = torch.tensor([scalings.get(name, 0.0) for name in names])
                 own.mul_(factors.to(own.device)[:, None, None])
             aside.append(torch.empty_like(slots[:, slot]).copy_(own.transpose(1, 2)))
+        found = {(name, side): _vector(side, own) for name, own in weights.items() for side in (0, 1)}
+        vectors = {place: vector for place, vector in found.items() if vector is not None}
+        for name, side in vectors:
+            self.linears[name].make_factors(side)
+        dora = any(len(own) == 3 for own in weights.values())
+        if dora and self.unbiased is None:
+            self.unbiased = torch.zeros(self.slots, 1, dtype=self.dtype, device=self.device)
         # Sequences may be running on the slot: nothing that can fail for want of memory comes between two banks.
         for (_, _, slots), own in zip(self._banks, aside, strict=True):
             slots[:, slot].copy_(own)
-        self.scaled_slots.discard(slot)
         for name, linear in self.linears.items():
-            for side, scaled in enumerate(linear.scaled_slots):
-                scaled.discard(slot)
-                if _vector(side, weights.get(name, ())) is not None:
-                    scaled.add(slot)
-                    self.scaled_slots.add(slot)
+            for side, bank in enumerate(linear.factors):
+                if bank is not None:
+                    bank[slot] = vectors.get((name, side), 0.0)
+        if self.unbiased is not None:
+            self.unbiased[slot] = float(dora)
+        self.scaled_slots.discard(slot)
+        if vectors:
+            self.scaled_slots.add(slot)
+
+    @torch.no_grad()
+    def row_norms(self, name: str, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return the norms of the rows of W + scaling * up @ down, by one read of a linear's plain W."""
+        weight = self.linears[name].weight
+        if name not in self._squares:
+            self._squares[name] = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
+        down, up = down.to(weight.device), up.to(weight.device)
+        both = torch.cat([rows.float() @ down.t() for rows in weight.split(_NORM_ROWS)])
+        both = torch.addmm(both, up, down @ down.t(), beta=2 * scaling, alpha=scaling**2)
+        squares = (up * both).sum(1) + self._squares[name]
+        # Any factor is right for a row of zeros, if only it is finite.
+        return squares.clamp_(min=torch.finfo(torch.float32).tiny).sqrt_().to(self.device)
 
     def _filled(self, side: int, own: tuple[torch.Tensor, ...], slots: torch.Tensor) -> torch.Tensor:
         """Return A or B of a linear in the size of its slot, on its adapter's device; zeros where it has none."""
-        if len(own) == 2:
-            matrix = own[side]
-        elif _vector(side, own) is not None:
-            matrix = own[0] - 1
-        else:
+        if len(own) < 2:
             return torch.zeros(slots.shape[:1:-1], device=self.device)
+        matrix = own[-1] if side else own[0]
         lower = self.rank - matrix.shape[side]
         return F.pad(matrix, (0, lower) if side else (0, 0, 0, lower)) if lower else matrix
 
@@ -302,7 +348,7 @@ class LoraSlots:
             rows = np.concatenate([np.arange(start, stop) for start, stop, _ in scaled])
             slots = np.repeat([slot for _, _, slot in scaled], [stop - start for start, stop, _ in scaled])
             at, of = upload([rows, slots], self.device)
-            self.runs.scaled = at, of
+            self.runs.scaled = at, of, None if self.unbiased is None else self.unbiased.index_select(0, of)
         try:
             yield
         except BaseException:

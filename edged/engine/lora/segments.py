@@ -69,8 +69,8 @@ class LoraSegments:
         self.tiles: LoraTiles | None = None
         self.training: Sequence[LoraRows] = ()
         """Adapters of all rows, with autograd, while a fine-tune unit runs; else empty."""
-        self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Rows whose adapter is IA3's, and their slots; None: there are none."""
+        self.scaled: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        """Rows whose adapter has factors, their slots, and `LoraSlots.unbiased` of each; None: there are none."""
         self._all: list[Run] = []
         self._slots: torch.Tensor | None = None
         """Slots by row, made from `_all` on first use."""

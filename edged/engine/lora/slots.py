@@ -74,7 +74,7 @@ class SlotTable:
         return slot
 
     def _put(self, slot: int, state: AdapterState) -> None:
-        self._lora.load(slot, state.weights, state.form.scalings)
+        self._lora.load(slot, state.served, state.form.scalings)
         self._where = {key: own for key, own in self._where.items() if own != slot}
         self._where[state.name, state.version] = slot
 

@@ -124,7 +124,7 @@ def take_step(
         next(iter(states[broken].weights.values()))[1].data[0] = float("nan")
     slots = {name: slot for slot, name in enumerate(pairs, 1)}
     for name, state in states.items():
-        model.lora.load(slots[name], state.weights, state.form.scalings)
+        model.lora.load(slots[name], state.served, state.form.scalings)
     free = list(range(1, 80))
     members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
     step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)
@@ -206,6 +206,8 @@ def load_weights(model: Any, weights: dict[str, torch.Tensor]) -> None:
 
 def _in_peft(key: str) -> str:
     """A saved weight's name in a PEFT model."""
+    if key.endswith("lora_magnitude_vector"):
+        return f"{key}.default.weight"
     return key.replace(".weight", ".default.weight") if ".lora_" in key else f"{key}.default"
 
 
@@ -213,7 +215,7 @@ def gradients_of(model: Any, weights: dict[str, torch.Tensor]) -> Gradients:
     """What `backward` left in a PEFT model, by edged's names."""
     named, found = dict(model.named_parameters()), {}
     for key in weights:
-        name = re.sub(r"\.(lora_[AB]\.weight|ia3_l)$", "", key).removeprefix("base_model.model.")
+        name = re.sub(r"\.(lora_[AB]\.weight|lora_magnitude_vector|ia3_l)$", "", key).removeprefix("base_model.model.")
         found[name] = (*found.get(name, ()), named[_in_peft(key)].grad)
     return found
 
@@ -398,9 +400,8 @@ def three_users() -> dict[str, list[TokenPair]]:
     }
 
 
-def scored_by_base(kind: str, pairs: list[TokenPair]) -> list[TokenPair]:
+def scored_by_base(base: PreTrainedModel, pairs: list[TokenPair]) -> list[TokenPair]:
     """The pairs with transformers' own reference log-probabilities."""
-    base = tiny_model(kind)
 
     @torch.no_grad()
     def logp(prompt: tuple[int, ...], answer: tuple[int, ...]) -> float:
@@ -429,7 +430,7 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
     for name, own in pairs.items():
         alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep=keep)
         wanted, value = trl_gradients(
-            tiny_model(kind), scored_by_base(kind, own), together.before[name], tmp_path, loss
+            tiny_model(kind), scored_by_base(tiny_model(kind), own), together.before[name], tmp_path, loss
         )
         assert worst_error(together.gradients[name], wanted) <= ROUNDING
         member, single = together.members[name], alone.members[name]

@@ -90,6 +90,7 @@ def check_greedy(tmp_path: Path, kind: str, quantize: str) -> None:
             engine.submit(request(f"r{i}", prompt, tokens=12, logprobs=0))
         client.wait(lambda: len(client.finished) == len(prompts))
         status = engine.status()["model"]
+        assert engine.adapter_files.spec.row_norms is None, "DoRA is refused"
     model = quantized(tmp_path, kind)
     for i, prompt in enumerate(prompts):
         ids, logps = generated(model, prompt, 12)
