@@ -76,14 +76,16 @@ def _descend(gram: list[list[float]], moment: list[float], start: Sequence[float
     return values
 
 
-def _relax_pair(gram: list[list[float]], targets: list[float], scale: list[float]) -> None:
-    """Do for the two prices of a unit what a sweep of `OnlineRegression.observe` does: one step may have 125 units."""
+def _relax_pair(gram: list[list[float]], targets: list[float], scale: list[float], sweeps: int) -> None:
+    """Do for the two prices of a unit what sweeps of `OnlineRegression.observe` do: one step may have 125 units."""
     (one, both), (same, other) = gram
     first, second = scale
-    rest = targets[0] + one * first - (one * first + both * second)
-    scale[0] = first = rest / (one + RIDGE) if rest > 0.0 else 0.0
-    rest = targets[1] + other * second - (same * first + other * second)
-    scale[1] = rest / (other + RIDGE) if rest > 0.0 else 0.0
+    for _ in range(sweeps):
+        rest = targets[0] + one * first - (one * first + both * second)
+        first = rest / (one + RIDGE) if rest > 0.0 else 0.0
+        rest = targets[1] + other * second - (same * first + other * second)
+        second = rest / (other + RIDGE) if rest > 0.0 else 0.0
+    scale[:] = first, second
 
 
 class OnlineRegression:
@@ -179,10 +181,10 @@ class OnlineRegression:
             weight, sweeps = _FAR / max(_FAR, abs(seconds - predicted_s) / scale_s), 2
         self._enter([value / scale_s for value in row], seconds / scale_s, weight, FORGETTING)
         targets = list(map(add, self._moment, pull))
+        if len(scale) == 2:
+            _relax_pair(self._gram, targets, scale, sweeps)
+            sweeps = 0
         for _ in range(sweeps):
-            if len(scale) == 2:
-                _relax_pair(self._gram, targets, scale)
-                continue
             for i, line in enumerate(self._gram):
                 own = line[i]
                 rest = targets[i] + own * scale[i] - sum(map(mul, line, scale))

@@ -90,9 +90,15 @@ class TurnOrder(FairOrder):
 
     def begun(self, plan: Plan, now: float) -> None:
         """Charge the prompts that enter."""
-        waiting = self._waiting
-        for task in [grant.task for grant in plan.grants if grant.task.task_id in waiting]:
-            waiting.remove(task.task_id)
+        entering: list[Task] = []
+        # Decodes, which wait no more, are granted first.
+        for grant in reversed(plan.grants):
+            if grant.task.kind is Kind.DECODE:
+                break
+            if grant.task.task_id in self._waiting:
+                entering.append(grant.task)
+        for task in reversed(entering):
+            self._waiting.remove(task.task_id)
             self._entered[task.task_id] = task.tokens
             self.counters.left(task.tenant)
             self.counters.charge(task.tenant, self.fairness.input * task.tokens)
