@@ -4,6 +4,8 @@ import { mayTeach } from "./speaker.js";
 import { byId, h, moment, setText } from "./text.js";
 
 const SIDES = ["before", "after"];
+/** How the step begins of what waits and needs none. */
+const NOTHING = "nothing: ";
 
 let told = null;
 /** The versions that somebody chose to compare, by side. */
@@ -24,7 +26,9 @@ export function startStory(goBack) {
 export function showStory(story) {
   if (story?.adapter !== told?.adapter) chosen = {};
   told = story;
-  const waits = (told?.waits ?? []).filter((wait) => wait.kind !== "held").map((wait) => h("li", {}, `${wait.text}. `, h("small", {}, `To settle it: ${wait.step}.`)));
+  const waits = (told?.waits ?? []).filter((wait) => wait.kind !== "held").map((wait) => (wait.step.startsWith(NOTHING)
+    ? h("li", { class: "calm" }, `${wait.text}; ${wait.step.slice(NOTHING.length)}.`)
+    : h("li", {}, `${wait.text}. `, h("small", {}, `To settle it: ${wait.step}.`))));
   byId("waits").replaceChildren(...waits);
   const events = told?.events ?? [];
   byId("story").replaceChildren(...events.map((event) => h("li", {}, h("time", { datetime: event.at }, moment(new Date(event.at))), ` ${event.text}`)));

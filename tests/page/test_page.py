@@ -169,6 +169,15 @@ def test_a_story_is_told_with_two_versions_side_by_side_and_one_way_back(page: P
     expect(page.locator("#go-back")).to_be_hidden()
 
 
+def test_what_waits_and_needs_no_step_is_no_problem(page: Page) -> None:
+    waits = [("2 pairs of ann wait", "nothing: it goes on by itself"), ("1 rating of ann", "rate another answer")]
+    told = {"waits": [{"kind": "queued", "text": text, "step": step} for text, step in waits]}
+    page.evaluate("async told => (await import('/page/story.js')).showStory(told)", told)
+    wanted = ["2 pairs of ann wait; it goes on by itself.", "1 rating of ann. To settle it: rate another answer."]
+    expect(page.locator("#waits li")).to_have_text(wanted)
+    expect(page.locator("#waits .calm")).to_have_text(wanted[:1])
+
+
 def test_a_chat_begins_with_questions_to_choose_from(page: Page) -> None:
     person = Person(page).is_called("beginner")
     page.get_by_role("button", name="How do I boil potatoes?").click()
