@@ -3,6 +3,7 @@
 Each of a job's steps takes AdamW's step once, and AdamW counts them: a version says by itself where its job goes on.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -146,6 +147,18 @@ class JobQueue(AdapterQueue):
         return 0
 
     @property
+    def validates(self) -> bool:
+        """Whether the next step's examples are of a validation file: their loss is computed, and nothing else."""
+        return bool(self.batches) and self.batches[0][0].state == "held_out"
+
+    @property
+    def step_settings(self) -> AlignSettings:
+        """The settings of the next step; no loss is high enough for validation examples to be trained on."""
+        if self.validates:
+            return self.plan.align.model_copy(update={"loss_threshold": math.inf})
+        return self.plan.settings(self.done)
+
+    @property
     def due(self) -> bool:
         """Whether its next step can be opened."""
         return bool(self.batches) and self.step is None and not (self.unreadable or self.failed)
@@ -167,6 +180,6 @@ class JobQueue(AdapterQueue):
         self.step, self.taken = None, []
 
     def advance(self) -> None:
-        """Note that the step was taken."""
+        """Note that the step was taken; one of validation examples is none of the plan's."""
+        self.done += not self.validates
         self.batches.popleft()
-        self.done += 1

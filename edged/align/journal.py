@@ -155,7 +155,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.set_version_saved(db, record.adapter, record.version, record.path, record.removed)
         case StepSkipped():
             insert_row(db, "skipped_steps", {"created_at": created_at, **asdict(record)})
-        case JobStepped():
+        case JobStepped() if not record.validated:
             jobs.record_step(db, created_at, asdict(record))
             if not record.error:
                 # No test judges a job's versions: one that it leaves counts as passed, also after a restart.

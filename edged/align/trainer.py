@@ -197,7 +197,7 @@ class Trainer:
         if isinstance(queue, JobQueue):
             # Alone: no other's pairs are trained on by the same settings.
             batches = {adapter: queue.draw(self.size.align)}
-            align = self.size.narrow(queue.plan.settings(queue.done))
+            align = self.size.narrow(queue.step_settings)
             queue.begin(batches[adapter])
         else:
             batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
@@ -332,10 +332,16 @@ class Trainer:
         if member.starved:
             self._starved([queue.name], True, member.error)
             self.size.shrink()
-        elif member.error or not member.trained:
+        elif member.error or not (member.trained or queue.validates):
             self._skipped(queue, (), member.error or "no example of a step could be trained on")
+        elif queue.validates:
+            queue.advance()
+            self.size.forgive(queue.plan.job_id)
+            count = sum(outcome.count for outcome in member.outcomes)
+            whose = (queue.plan.job_id, queue.name, queue.done, member.version)
+            self.records.append(JobStepped(*whose, loss=member.loss, validated=count))
         else:
-            learning_rate = queue.plan.settings(queue.done).learning_rate
+            learning_rate = queue.step_settings.learning_rate
             queue.advance()
             self.steps += 1
             tokens = sum(pair.tokens for pair in member.fresh)

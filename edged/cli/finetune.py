@@ -44,16 +44,17 @@ def finetune() -> None:
 @click.option("--beta", type=float, metavar="B", help="The loss's beta, where the method has one.")
 @click.option("--seed", type=click.IntRange(0), metavar="N", help="Seed of the examples' order; none: any.")
 @click.option("--from", "parent", metavar="USER", help="Begin with this user's adapter; none: from nothing.")
+@click.option("--valid", metavar="DATA", help="Tell the loss of these examples, too, on which nothing is trained.")
 @click.option("--watch", "watched", is_flag=True, help="Wait for the end, and tell how it goes.")
 @asks_daemon
 def create(client: Client, data: str, suffix: str | None, method: str, watched: bool, **more: Any) -> Any:
     """Make an adapter of DATA: a file of JSON lines, or the id of one that was uploaded."""
     base = client.get("/v1/models")["data"][0]["id"]
-    file_id = data if data.startswith("file-") and not Path(data).exists() else _upload(client, Path(data))["id"]
     chosen = {"n_epochs": more["epochs"], "batch_size": more["batch_size"], "beta": more["beta"]}
     chosen["learning_rate_multiplier"] = more["learning_rate_multiplier"]
     own = {"hyperparameters": {name: value for name, value in chosen.items() if value is not None}}
-    body = {"model": f"{base}:{more['parent']}" if more["parent"] else base, "training_file": file_id}
+    body = {"model": f"{base}:{more['parent']}" if more["parent"] else base, "training_file": _file_id(client, data)}
+    body |= {"validation_file": _file_id(client, more["valid"]) if more["valid"] else None}
     body |= {"suffix": suffix, "seed": more["seed"], "method": {"type": method, method: own}}
     job = client.post(JOBS, body)
     return _watch(client, job["id"]) if watched else (job, f"{job['id']}: `edged finetune watch {job['id']}`")
@@ -111,7 +112,7 @@ def _events_after(client: Client, job_id: str, seen: str) -> Iterator[dict[str, 
 
 def _line(event: dict[str, Any]) -> str:
     data = event["data"]
-    speed = f", {number(data['tokens_per_s'], 0)} tokens/s" if data else ""
+    speed = f", {number(data['tokens_per_s'], 0)} tokens/s" if "tokens_per_s" in data else ""
     return f"{_when(event['created_at'])} {event['message']}{speed}"
 
 
@@ -198,6 +199,11 @@ def _upload(client: Client, path: Path) -> dict[str, Any]:
     with explain_os_errors(f"{path} cannot be read"):
         path.open("rb").close()
     return client.call("POST", FILES, _Form(path), f"multipart/form-data; boundary={_BOUNDARY}")
+
+
+def _file_id(client: Client, data: str) -> str:
+    """Return the id of an uploaded file: of DATA's, or DATA itself."""
+    return data if data.startswith("file-") and not Path(data).exists() else _upload(client, Path(data))["id"]
 
 
 def _path(route: str, name: str) -> str:

@@ -27,6 +27,7 @@ from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
 from edged.store.feedback import REPLAY_PAIRS
+from edged.store.jobs.files import delete_expired_files
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_column, first_value
 from edged.store.timestamps import utc_now, utc_text
@@ -90,6 +91,7 @@ class Maintenance:
             for rule in RULES:
                 for count in self._apply(rule, values):
                     deleted[rule.table] += count
+            deleted += Counter(files=delete_expired_files(self._store))
             self.give_back(FREE_SHARE)
             self._deleted.update(deleted)
             self._look()

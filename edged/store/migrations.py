@@ -143,7 +143,16 @@ def m013_jobs(db: Database) -> None:
     db.execute("CREATE INDEX job_events_by_step ON job_events (job_id, step) WHERE step IS NOT NULL")
 
 
-MIGRATIONS: tuple[Migration, ...] = (m009_schema, m010_language, m011_application_runs, m012_counts, m013_jobs)
+def m014_validation(db: Database) -> None:
+    """Files that jobs are validated with, and when files are deleted."""
+    db.execute("ALTER TABLE jobs ADD COLUMN validation_file TEXT")
+    db.execute("ALTER TABLE files ADD COLUMN expires_at TEXT")
+
+
+MIGRATIONS: tuple[Migration, ...] = (
+    *(m009_schema, m010_language, m011_application_runs, m012_counts),
+    *(m013_jobs, m014_validation),
+)
 
 
 def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> list[str]:

@@ -12,6 +12,8 @@ from tests.cli.conftest import Daemon
 def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path: Path) -> None:
     path = tmp_path / "examples.jsonl"
     path.write_bytes(preferences(4))
+    valid = tmp_path / "valid.jsonl"
+    valid.write_bytes(preferences(2))
     arguments = (
         "--suffix",
         "made",
@@ -25,10 +27,13 @@ def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path
         "0.2",
         "--learning-rate-multiplier",
         "2",
+        "--valid",
+        str(valid),
         "--watch",
     )
     made = daemon.run("finetune", "create", str(path), *arguments)
     assert "step 2 of 2: training loss" in made.stderr
+    assert "step 2 of 2: validation loss" in made.stderr
     assert made.stdout.endswith("succeeded: tiny:made answers\n")
     assert daemon.run("ask", "Hello there", "--user", "made", "--max-tokens", "4").stdout
     job = made.stdout.split()[0]

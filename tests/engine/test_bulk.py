@@ -19,22 +19,28 @@ from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, 
 HYPERPARAMETERS = {"learning_rate": 1e-3, "beta": 0.1}
 
 
+def watched_plans(engine: BuiltEngine) -> list[tuple[bool, bool, bool]]:
+    """Whether people's own steps had work, a job's had, and the latter was granted any, by plan from now on."""
+    plans: list[tuple[bool, bool, bool]] = []
+    scheduler = engine.scheduler
+    plan_of = scheduler.plan
+
+    def watched(*arguments: Any) -> Any:
+        steps = [task for task in scheduler.queues.finetunes if task.has_work]
+        plan = plan_of(*arguments)
+        granted = [grant.task.bulk for grant in plan.grants if grant.task.kind is Kind.FINETUNE]
+        plans.append((any(not task.bulk for task in steps), any(task.bulk for task in steps), any(granted)))
+        return plan
+
+    scheduler.plan = watched  # type: ignore[method-assign]
+    return plans
+
+
 def test_a_step_of_a_job_stands_still_while_a_persons_pairs_have_work(tmp_path: Path) -> None:
     # Whatever is kept of a step makes its units longer: here it has many short ones.
     settings = {"align__keep_graph": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
     with running_engine(tmp_path, **settings) as (engine, client):
-        plans: list[tuple[bool, bool, bool]] = []
-        scheduler = engine.scheduler
-        plan_of = scheduler.plan
-
-        def watched(*arguments: Any) -> Any:
-            steps = [task for task in scheduler.queues.finetunes if task.has_work]
-            plan = plan_of(*arguments)
-            granted = [grant.task.bulk for grant in plan.grants if grant.task.kind is Kind.FINETUNE]
-            plans.append((any(not task.bulk for task in steps), any(task.bulk for task in steps), any(granted)))
-            return plan
-
-        scheduler.plan = watched  # type: ignore[method-assign]
+        plans = watched_plans(engine)
         align = job_settings(AlignSettings(window_tokens=16), "dpo", HYPERPARAMETERS)
         job = JobPlan("job", "made", align, 64, 16, 1, 0)
         assert engine.start_job(job).result(30) == 0
@@ -109,6 +115,30 @@ def begun(engine: BuiltEngine, examples: int = 64, batch_size: int = 16) -> JobP
     job = JobPlan("job", "made", align, examples, batch_size, 1, 0)
     assert engine.start_job(job).result(30) == 0
     return job
+
+
+def test_validation_examples_change_nothing_and_stand_still_while_a_persons_pairs_have_work(tmp_path: Path) -> None:
+    settings = {"align__keep_graph": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        job = begun(engine, 16, 16)
+        feed(engine, job, range(1))
+        client.wait(lambda: client.of(JobStepped))
+        before = engine.trainer.adapter_cache.get("made").tensors()
+        plans = watched_plans(engine)
+        examples = [replace(pair, pair_id=-pair.pair_id, state="held_out") for pair in random_pairs(64, "made")]
+        engine.feed_job("made", 1, examples[:60])
+        client.wait(lambda: any(bulk for _, bulk, _ in plans))
+        engine.submit_pairs(random_pairs(1, first_id=1))
+        client.wait(lambda: len(client.of(JobStepped)) == 2)
+        engine.feed_job("made", 1, examples[60:])
+        client.wait(lambda: len(client.of(JobStepped)) == 3)
+        assert engine.end_job("made").result(30) == 1
+        after = engine.trainer.adapter_cache.get("made").tensors()
+    assert all(before[name].equal(after[name]) for name in before)
+    assert [(record.step, record.validated) for record in client.of(JobStepped)] == [(1, 0), (1, 60), (1, 4)]
+    assert [record.version for record in client.of(VersionPublished) if record.adapter == "made"] == [1]
+    assert any(own and bulk for own, bulk, _ in plans), "both had work at once"
+    assert not any(own and granted for own, _, granted in plans)
 
 
 def test_a_job_holds_neither_the_place_nor_the_slot_that_a_persons_step_wants(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ class IterationSample:
 class JobStepped:
     """The record of a step of a fine-tuning job, or with an `error` of the reason why the job cannot go on.
 
-    `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`.
+    `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`. Where it is that of validation
+    examples after the step, they count `validated` times in it.
     """
 
     job_id: str
@@ -187,6 +188,7 @@ class JobStepped:
     seconds: float = 0.0
     learning_rate: float = 0.0
     error: str = ""
+    validated: int = 0
 
 
 Record = (

@@ -75,7 +75,7 @@ class FileObject(Answer):
     object: Literal["file"]
     bytes: int
     created_at: int
-    expires_at: None
+    expires_at: int | None
     filename: str
     purpose: Literal["fine-tune", "fine-tune-results"]
     status: Literal["processed"]
@@ -128,7 +128,7 @@ class Job(Answer):
     seed: int
     trained_tokens: int | None
     training_file: str
-    validation_file: None
+    validation_file: str | None
     result_files: list[str]
     integrations: list[Any]
     metadata: dict[str, str]

@@ -28,6 +28,8 @@ _RESERVE = 64 << 20
 _LOOK_EVERY = 4 << 20
 """Bytes of an upload after which the room on the disk is looked at again."""
 MOST_LISTED = 1000
+_EXPIRES_S = 3600, 2_592_000
+"""Least and most seconds after which a file may expire."""
 
 
 async def upload(request: web.Request) -> FileObject:
@@ -71,8 +73,22 @@ async def _store_upload(request: web.Request, services: Services, caller: Caller
     if digest in ("", _NOTHING):
         raise bad_request(f'"file" is {"empty" if digest else "missing"}', "file")
     # Shielded from the client's disconnect: a file without its row would stay.
-    about = (caller.tenant, name, "fine-tune", draft, digest)
+    about = (caller.tenant, name, "fine-tune", draft, digest, _expires_s(fields))
     return shown_file(await asyncio.shield(asyncio.to_thread(files.keep_file, services.store, *about)))
+
+
+def _expires_s(fields: dict[str, str]) -> int:
+    """Return the seconds after which a form wants its file deleted; 0: never. Raises ApiError."""
+    anchor, seconds = (fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
+    if anchor is None and seconds is None:
+        return 0
+    if anchor != "created_at":
+        told = f'expires_after[anchor] = "{(anchor or "")[:40]}": it may be "created_at"'
+        raise bad_request(told, "expires_after[anchor]")
+    if not (seconds or "").isdecimal() or not _EXPIRES_S[0] <= int(seconds or 0) <= _EXPIRES_S[1]:
+        told = f'expires_after[seconds] = "{(seconds or "")[:40]}": it may be {_EXPIRES_S[0]} to {_EXPIRES_S[1]}'
+        raise bad_request(told, "expires_after[seconds]")
+    return int(seconds or 0)
 
 
 async def _bytes_left(services: Services, caller: Caller) -> int:
@@ -211,7 +227,8 @@ def _unknown(file_id: str, param: str) -> ApiError:
 def shown_file(row: files.FileRow) -> FileObject:
     """Return a file as the API shows it."""
     about: dict[str, Any] = {"id": row.id, "bytes": row.bytes, "filename": row.filename, "purpose": row.purpose}
-    return FileObject(object="file", created_at=unix_s(row.created_at), expires_at=None, status="processed", **about)
+    about["expires_at"] = unix_s(row.expires_at) if row.expires_at else None
+    return FileObject(object="file", created_at=unix_s(row.created_at), status="processed", **about)
 
 
 def queried_id(request: web.Request) -> str:

@@ -36,15 +36,19 @@ async def create(request: web.Request) -> Job:
     method, hyperparameters = body.learned_by()
     if body.integrations:
         raise bad_request("integrations are not supported: leave them out", "integrations")
-    if body.validation_file:
-        raise bad_request("a validation file is not supported: leave it out", "validation_file")
     model, parent = split_model(services, body.model)
     caller.demand_user(parent)
     if parent is not None and not services.engine.version(parent):
         raise ApiError(404, f'model "{model}" has learned nothing: name "{services.model}"', "model", "model_not_found")
-    file = await asyncio.to_thread(found_file, request, body.training_file, "training_file")
-    if file.purpose != "fine-tune":
-        raise bad_request(f'file "{file.id}" is of purpose "{file.purpose}"', "training_file")
+    hashes = set[str]()
+    for param, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
+        if file_id:
+            file = await asyncio.to_thread(found_file, request, file_id, param)
+            if file.purpose != "fine-tune":
+                raise bad_request(f'file "{file.id}" is of purpose "{file.purpose}"', param)
+            if file.sha256 in hashes:
+                raise bad_request("both files have the same content: give one with other examples", param)
+            hashes.add(file.sha256)
     job_id = f"ftjob-{secrets.token_hex(12)}"
     adapter = body.suffix or f"{_name_prefix(caller)}{job_id.removeprefix('ftjob-')[:12]}"
     if not USER_NAME.fullmatch(adapter):
@@ -55,7 +59,8 @@ async def create(request: web.Request) -> Job:
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
     about = (services.feedback_intake.ref_model, model, parent or "", adapter, method, hyperparameters, seed)
     now = utc_text(utc_now())
-    row = jobs.JobRow(job_id, now, caller.tenant, *about, file.id, body.metadata or {})
+    more = (body.training_file, body.metadata or {})
+    row = jobs.JobRow(job_id, now, caller.tenant, *about, *more, validation_file=body.validation_file or None)
     # Shielded from the client's disconnect: the runner would not hear of the job.
     await asyncio.shield(asyncio.to_thread(_store_job, services, row))
     return _shown(services, row)
@@ -76,8 +81,9 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
         raise _suffix_taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
     if jobs.has_user_data(db, row.adapter):
         raise _is_user(row.adapter)
-    if files.find_file(db, row.training_file) is None:
-        raise ApiError(404, f'file "{row.training_file}" was deleted', "training_file", "unknown_file")
+    for param, file_id in (("training_file", row.training_file), ("validation_file", row.validation_file)):
+        if file_id and files.find_file(db, file_id) is None:
+            raise ApiError(404, f'file "{file_id}" was deleted', param, "unknown_file")
     waiting, made = jobs.count_jobs(db, row.owner)
     if waiting >= settings.max_waiting:
         told = f"{waiting} of your jobs wait or run, and jobs.max_waiting = {settings.max_waiting}: cancel one"
@@ -237,7 +243,7 @@ def _shown(services: Services, row: jobs.JobRow) -> Job:
         seed=row.seed,
         trained_tokens=row.trained_tokens,
         training_file=row.training_file,
-        validation_file=None,
+        validation_file=row.validation_file,
         result_files=[row.result_file] if row.result_file else [],
         integrations=[],
         metadata=row.metadata,

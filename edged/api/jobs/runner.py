@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from sqlite_utils import Database
 
 from edged.align.adapters.adapter import AdapterError, UnknownAdapter
 from edged.align.feedback.examples import BadFile, ExampleFile
-from edged.align.feedback.pair import JobStepped, Record, TokenPair
+from edged.align.feedback.pair import JobStepped, PairState, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_formats import Pair
 from edged.align.feedback.pair_tokens import tokenize_pair
@@ -41,10 +42,13 @@ _STEPS_AHEAD = 2
 """Steps whose examples the engine has beside the one under way: memory does not grow with the file."""
 _MOST_STEP_TOKENS = 1 << 21
 """Tokens of a step's examples."""
+_VALIDATED = 256
+"""Validation examples whose loss is computed at the end of an epoch, about; after the last step it is that of all."""
+_FILES = ("training_file", "validation_file")
 _RETRY_S = 5.0
 """Time after which the store is asked again when it failed."""
 _ROWS_AT_ONCE = 1000
-_METRICS = ("step", "train_loss", "learning_rate", "tokens", "tokens_per_s")
+_METRICS = ("step", "train_loss", "valid_loss", "full_valid_loss", "learning_rate", "tokens", "tokens_per_s")
 T = TypeVar("T")
 
 
@@ -82,8 +86,8 @@ class JobRunner:
         self._changes = 0
         """Number of changes after which there may be something to check or train."""
         self._stopping = False
-        self._checked: dict[str, ExampleFile] = {}
-        """The files of open jobs that were checked since the start, by job."""
+        self._checked: dict[str, list[ExampleFile]] = {}
+        """The files of open jobs that were checked since the start, by job: that of training, and of validation."""
         self._stop_requested: Counter[str] = Counter()
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
@@ -259,38 +263,41 @@ class JobRunner:
             raise EngineStopping("the daemon is stopping")
         return future.result()
 
-    # -- a job's file ------------------------------------------------------------------------------------------------
+    # -- a job's files -----------------------------------------------------------------------------------------------
 
     def _check(self, job: jobs.JobRow) -> None:
-        """Check a job's file, and settle its hyperparameters. Raises JobFailed."""
-        folder = self.store.path.parent
+        """Check a job's files, and settle its hyperparameters. Raises JobFailed."""
+        with contextlib.ExitStack() as unused:
+            checked = [unused.enter_context(closing(self._open(job, name))) for name in _FILES if getattr(job, name)]
+            if self._must_stop(job.id):
+                return
+            examples = len(checked[0])
+            settled = auto(examples, job.method, job.hyperparameters)
+            highest = self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"]
+            settled.setdefault("learning_rate", highest)
+            steps = self._plan(replace(job, examples=examples, hyperparameters=settled)).steps
+            if steps > MOST_STEPS:
+                told = f"{examples} examples, {settled['n_epochs']} times in batches of {settled['batch_size']}"
+                told += f", are {steps} steps, and a job has at most {MOST_STEPS}: raise batch_size, or lower n_epochs"
+                raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
+            columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled}
+            if job.status == "validating_files":
+                columns["status"] = "queued"
+            if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
+                unused.pop_all()
+                self._checked[job.id] = checked
+                self.run_soon()
+
+    def _open(self, job: jobs.JobRow, name: str) -> ExampleFile:
+        """Check one of a job's files. Raises JobFailed."""
+        folder, file_id = self.store.path.parent, getattr(job, name)
         if job.status == "validating_files":
-            self._tell(job.id, f"Validating training file: {job.training_file}")
+            self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
         try:
-            path = folder / FILES_FOLDER / job.training_file
-            examples = ExampleFile(path, folder, job.method, lambda: self._must_stop(job.id))
+            return ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
-            raise JobFailed(told, "invalid_training_file", "training_file") from None
-        if self._must_stop(job.id):
-            examples.close()
-            return
-        settled = auto(len(examples), job.method, job.hyperparameters)
-        settled.setdefault("learning_rate", self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"])
-        steps = self._plan(replace(job, examples=len(examples), hyperparameters=settled)).steps
-        if steps > MOST_STEPS:
-            examples.close()
-            told = f"{len(examples)} examples, {settled['n_epochs']} times in batches of {settled['batch_size']}"
-            way_out = f"a job has at most {MOST_STEPS}: raise batch_size, or lower n_epochs"
-            raise JobFailed(f"{told}, are {steps} steps, and {way_out}", "invalid_hyperparameters", "hyperparameters")
-        columns: dict[str, Any] = {"examples": len(examples), "hyperparameters": settled}
-        if job.status == "validating_files":
-            columns["status"] = "queued"
-        if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
-            self._checked[job.id] = examples
-            self.run_soon()
-        else:
-            examples.close()
+            raise JobFailed(told, f"invalid_{name}", name) from None
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -356,34 +363,69 @@ class JobRunner:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
         fed, pace = done, JobPace()
         self.paces[job.id] = pace
+        self._validate(job, plan, done)
         turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         while done < plan.steps:
-            while fed < min(plan.steps, done + 1 + _STEPS_AHEAD):
+            # No step is taken before the loss of the version that it changes is known.
+            ends = plan.epoch_steps * (done // plan.epoch_steps + 1) if job.validation_file else plan.steps
+            while fed < min(ends, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
                 fed += 1
-            with self._wake:
-                wait_s = max(0.0, turn_ends_s - time.monotonic()) or _RETRY_S
-                self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train, wait_s)
-                if self._must_stop(job.id) or not (self._steps or self._may_train):
-                    raise _JobStopped
-                step = self._steps.popleft() if self._steps else None
-            if step is not None and step.error:
-                raise JobFailed(step.error)
+            step = self._next_step(job, max(0.0, turn_ends_s - time.monotonic()) or _RETRY_S)
             if step is not None:
                 done = step.step
                 pace.take(step)
+                self._validate(job, plan, done)
             idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
             if time.monotonic() >= turn_ends_s and done < plan.steps and idle:
                 if any(other.owner != job.owner for other in self._waiting(True)):
                     raise _JobStopped
                 turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
 
-    def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int) -> list[TokenPair]:
-        """Return the tokenized examples of a step; no other pairs have their ids. Raises JobFailed."""
+    def _next_step(self, job: jobs.JobRow, wait_s: float = _RETRY_S) -> JobStepped | None:
+        """Return the next step that was taken; None after `wait_s` without one. Raises JobFailed, and _JobStopped."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train, wait_s)
+            if self._must_stop(job.id) or not (self._steps or self._may_train):
+                raise _JobStopped
+            step = self._steps.popleft() if self._steps else None
+        if step is not None and step.error:
+            raise JobFailed(step.error)
+        return step
+
+    def _validate(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
+        """Report the loss of validation examples after the last step of an epoch, unless it was reported.
+
+        Raises JobFailed, and _JobStopped.
+        """
+        ended = job.validation_file and done and not done % plan.epoch_steps
+        if not ended or self.store.read(lambda db: jobs.is_validated(db, job.id, done)):
+            return
+        valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
+        part = min(valid.steps, max(1, _VALIDATED // valid.batch_size))
+        figures: dict[str, Any] = {"step": done, "total_steps": plan.steps}
+        total, count = 0.0, 0
+        for number in range(valid.steps if done == plan.steps else part):
+            self.engine.feed_job(plan.adapter, done, self._examples(job, valid, number, 1))
+            while (batch := self._next_step(job)) is None:
+                pass
+            total, count = total + batch.loss * batch.validated, count + batch.validated
+            if number + 1 == part:
+                figures["valid_loss"] = total / count
+        if number + 1 == valid.steps:
+            figures["full_valid_loss"] = total / count
+        now = utc_text(utc_now())
+        self.store.write(lambda db: jobs.record_validation(db, now, job.id, figures)).result()
+
+    def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int, which: int = 0) -> list[TokenPair]:
+        """Return the tokenized examples of a step, of the training file or (`which` 1) that of validation.
+
+        No other pairs have their ids. Raises JobFailed.
+        """
         most, tokens, total = self.engine.most_pair_tokens, list[TokenPair](), 0
         if job.method == "kto":
             most //= 2  # each prompt is also computed with another one's answer
-        for line, example in self._checked[job.id].read(plan.batch(step)):
+        for line, example in self._checked[job.id][which].read(plan.batch(step)):
             for turn, pair in enumerate(example):
                 if self._must_stop(job.id):
                     raise _JobStopped
@@ -391,7 +433,7 @@ class JobRunner:
                 try:
                     made, note = tokenize_pair(self.tokenizer, row, most)
                 except TokenizerError as error:
-                    raise JobFailed(f"line {line}: {error}", "invalid_training_file", "training_file") from None
+                    raise JobFailed(f"line {line}: {error}", f"invalid_{_FILES[which]}", _FILES[which]) from None
                 if note and job.id not in self._cut_told:
                     self._cut_told.add(job.id)
                     self._tell(job.id, f"line {line}: {note}; further examples that are cut are not told", "warn")
@@ -399,7 +441,8 @@ class JobRunner:
                 if total > _MOST_STEP_TOKENS:
                     told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
-                tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True))
+                state: PairState = "held_out" if which else "queued"
+                tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
         return tokens
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -427,7 +470,7 @@ class JobRunner:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self.refresh()
         self._cut_told.discard(job.id)
-        if (examples := self._checked.pop(job.id, None)) is not None:
+        for examples in self._checked.pop(job.id, ()):
             examples.close()
         self.resubmit_pairs()
         self.run_soon()

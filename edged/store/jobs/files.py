@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from sqlite_utils import Database
@@ -18,7 +19,10 @@ from edged.store.timestamps import utc_now, utc_text
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
-    """A file that `owner` uploaded, or that a job of the owner's made; its content is `files/ID` in the data folder."""
+    """A file that `owner` uploaded, or that a job of the owner's made; its content is `files/ID` in the data folder.
+
+    It is deleted after `expires_at`, once no open job needs it.
+    """
 
     id: str
     created_at: str
@@ -27,10 +31,13 @@ class FileRow:
     purpose: str
     bytes: int
     sha256: str
+    expires_at: str | None = None
 
 
-def place_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
-    """Make a draft in the data folder a file's content, which is on disk then. Raises OSError.
+def place_file(
+    store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str, expires_s: int = 0
+) -> FileRow:
+    """Make a draft in the data folder a file's content, which is on disk then; 0: it does not expire. Raises OSError.
 
     Its row is to be inserted: `sweep_files` removes content without one.
     """
@@ -39,7 +46,9 @@ def place_file(store: Store, owner: str, filename: str, purpose: str, draft: Pat
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
         sync(folder.parent)
     size = draft.stat().st_size
-    row = FileRow(f"file-{secrets.token_hex(12)}", utc_text(utc_now()), owner, filename, purpose, size, sha256)
+    now = utc_now()
+    expires_at = utc_text(now + timedelta(seconds=expires_s)) if expires_s else None
+    row = FileRow(f"file-{secrets.token_hex(12)}", utc_text(now), owner, filename, purpose, size, sha256, expires_at)
     sync(draft)
     os.rename(draft, folder / row.id)
     sync(folder)
@@ -67,9 +76,11 @@ def insert_file(store: Store, row: FileRow, write: Callable[[Database], bool] = 
     return wanted
 
 
-def keep_file(store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str) -> FileRow:
+def keep_file(
+    store: Store, owner: str, filename: str, purpose: str, draft: Path, sha256: str, expires_s: int = 0
+) -> FileRow:
     """Make a file of a draft in the data folder: both are on disk then. Raises StoreError, and OSError."""
-    row = place_file(store, owner, filename, purpose, draft, sha256)
+    row = place_file(store, owner, filename, purpose, draft, sha256, expires_s)
     insert_file(store, row)
     return row
 
@@ -117,7 +128,8 @@ def delete_file(store: Store, file_id: str) -> str:
     """
 
     def delete(db: Database) -> str:
-        needed = first_value(db, f"SELECT id FROM jobs WHERE training_file = ? AND {IS_OPEN}", [file_id])
+        sql = f"SELECT id FROM jobs WHERE ? IN (training_file, validation_file) AND {IS_OPEN}"
+        needed = first_value(db, sql, [file_id])
         if not needed:
             db.execute("DELETE FROM files WHERE id = ?", [file_id])
             db.execute("UPDATE jobs SET result_file = NULL WHERE result_file = ?", [file_id])
@@ -128,6 +140,13 @@ def delete_file(store: Store, file_id: str) -> str:
         with suppress(OSError):
             (store.path.parent / FILES_FOLDER / file_id).unlink(missing_ok=True)
     return needed
+
+
+def delete_expired_files(store: Store) -> int:
+    """Delete the files that have expired and that no open job needs; returns how many. Raises StoreError."""
+    expired = "SELECT id FROM files WHERE expires_at <= ?"
+    file_ids = store.read(lambda db: first_column(db, expired, [utc_text(utc_now())]))
+    return sum(not delete_file(store, file_id) for file_id in file_ids)
 
 
 def sweep_files(store: Store) -> None:

@@ -46,6 +46,7 @@ class JobRow:
     error: str | None = None
     error_param: str | None = None
     result_file: str | None = None
+    validation_file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,20 @@ def record_step(db: Database, created_at: str, step: Mapping[str, Any]) -> None:
     add_event(db, created_at, step["job_id"], message, step=step["step"], data=figures)
 
 
+def record_validation(db: Database, created_at: str, job_id: str, figures: Mapping[str, Any]) -> None:
+    """Add the event of the loss of validation examples after a step."""
+    message = f"step {figures['step']} of {figures['total_steps']}: validation loss {figures['valid_loss']:.4f}"
+    if "full_valid_loss" in figures:
+        message += f", full validation loss {figures['full_valid_loss']:.4f}"
+    add_event(db, created_at, job_id, message, step=figures["step"], data=figures)
+
+
+def is_validated(db: Database, job_id: str, step: int) -> bool:
+    """Whether the loss of a job's validation examples after a step was reported."""
+    sql = "SELECT 1 FROM job_events WHERE job_id = ? AND step = ? AND json_extract(data, '$.valid_loss') IS NOT NULL"
+    return first_value(db, sql, [job_id, step]) is not None
+
+
 def list_events(db: Database, job_id: str, before: int, most: int) -> list[JobEvent]:
     """Return up to `most` of a job's events, newest first, from that `before` an event's id on."""
     sql = "SELECT id, created_at, level, message, step, data FROM job_events WHERE job_id = ? AND id < ?"
@@ -189,8 +204,9 @@ def list_events(db: Database, job_id: str, before: int, most: int) -> list[JobEv
 
 def metrics_after(db: Database, job_id: str, step: int, most: int) -> list[dict[str, Any]]:
     """Return the metrics of up to `most` steps after `step`, in their order."""
-    sql = "SELECT data FROM job_events WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?"
-    return [json.loads(data) for (data,) in db.execute(sql, [job_id, step, most])]
+    sql = "SELECT json_group_array(json(data)) FROM job_events WHERE job_id = ? AND step > ? GROUP BY step LIMIT ?"
+    steps = db.execute(sql, [job_id, step, most])
+    return [{name: value for part in json.loads(parts) for name, value in part.items()} for (parts,) in steps]
 
 
 def drop_later_steps(db: Database, job_id: str, step: int) -> None:
@@ -200,6 +216,6 @@ def drop_later_steps(db: Database, job_id: str, step: int) -> None:
 
 def trained_tokens(db: Database, job_id: str) -> int:
     """Return the number of tokens that a job's steps have trained on."""
-    last = "SELECT data FROM job_events WHERE job_id = ? AND step > 0 ORDER BY step DESC LIMIT 1"
-    data = first_value(db, last, [job_id])
-    return int(json.loads(data)["trained_tokens"]) if data else 0
+    tokens = "json_extract(data, '$.trained_tokens')"
+    last = f"SELECT {tokens} FROM job_events WHERE job_id = ? AND step > 0 AND {tokens} ORDER BY step DESC LIMIT 1"
+    return first_value(db, last, [job_id]) or 0

@@ -101,7 +101,7 @@ def test_preferences_become_an_adapter_that_answers(client: openai.OpenAI) -> No
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
     assert job.trained_tokens == sum(each["tokens"] for each in metrics)
     table = client.files.content(job.result_files[0]).text.splitlines()
-    assert table[0] == "step,train_loss,learning_rate,tokens,tokens_per_s"
+    assert table[0] == "step,train_loss,valid_loss,full_valid_loss,learning_rate,tokens,tokens_per_s"
     assert len(table) == 9
     assert "tiny:polite" in [model.id for model in client.models.list()]
     answers = {model: client.chat.completions.create(model=model, **GREEDY) for model in ("tiny", "tiny:polite")}
@@ -182,8 +182,7 @@ def test_a_cancelled_job_keeps_its_last_version(client: openai.OpenAI) -> None:
 
 def test_files_are_listed_read_and_refused(client: openai.OpenAI, tiny: LiveDaemon) -> None:
     content = preferences(2)
-    expires: Any = {"anchor": "created_at", "seconds": 3600}
-    made = client.files.create(file=("a.jsonl", content), purpose="fine-tune", expires_after=expires)
+    made = client.files.create(file=("a.jsonl", content), purpose="fine-tune")
     assert made.expires_at is None
     assert (made.bytes, made.filename, made.purpose, made.status) == (len(content), "a.jsonl", "fine-tune", "processed")
     assert client.files.content(made.id).read() == content
@@ -234,7 +233,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "tiny:nobody"}, "has learned nothing"),
     ({"suffix": "no/name"}, "cannot name an adapter"),
     ({"method": {"type": "reinforcement"}}, 'method "reinforcement" is not supported: use supervised, dpo'),
-    ({"validation_file": "file-a"}, "a validation file is not supported"),
+    ({"validation_file": "file-a"}, 'file "file-a" does not exist'),
     ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations are not supported"),
     ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
 ]
