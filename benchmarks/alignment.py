@@ -1,8 +1,8 @@
 """Alignment under full serving load: four tastes, policies side by side, beside a plain sequential DPO loop.
 
     python -m benchmarks.alignment hh-harmless.jsonl.gz --model hh-lm --trace azure-llm-2023-conv.csv [--quick]
-        [--tastes concise,elaborate] [--policies mace,ekya,adainf] [--seeds 1] [--rate R] [--thumbs SHARE]
-        [--output FILE]
+        [--tastes concise,elaborate] [--policies mace,ekya,adainf] [--seeds 1] [--rate R] [--readers 6]
+        [--thumbs SHARE] [--output FILE]
 
 The stream is the file's lines from 1401 on, which hh-lm was not trained on, each pair tested before it is trained on.
 The loop (transformers, peft, autograd) has the machine for itself. Then each policy gets the same requests and the same
@@ -64,6 +64,7 @@ from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings, load_settings
 from edged.text.tokenizer import Tokenizer
 
@@ -98,6 +99,8 @@ class Load:
     longest_drain_s: float = 300.0
     """Longest time to learn the pairs that are still queued when the load ends."""
     seed: int = 0
+    pace: Pace | None = None
+    """Speed of the readers of the answers; None: nobody reads them while they are made."""
 
 
 class Notes(LearningRecorder):
@@ -153,7 +156,9 @@ def _play(local: LocalEngine, notes: Notes, load: Load, pairs: Sequence[TokenPai
             name, adapter = f"request-{index}", adapters[index % len(adapters)]
             drawn = {"temperature": Sampling().temperature, "seed": index}
             try:
-                local.ask(name, item.prompt_ids, item.output_tokens, adapter, notes.started_s + at_s, **drawn)
+                local.ask(
+                    name, item.prompt_ids, item.output_tokens, adapter, notes.started_s + at_s, load.pace, **drawn
+                )
             except EngineBusy:
                 notes.refuse(name)
         elif item.single and engine.settings.align.unpaired == "off":
@@ -331,7 +336,8 @@ def main() -> None:
     except TraceError as error:
         sys.exit(str(error))
     rate = options.rate or FULL_LOAD * capacity(options)
-    load = Load(options.model, trace, rate, 0.0)
+    pace = Pace(TOKENS_PER_WORD * options.readers) if options.readers else None
+    load = Load(options.model, trace, rate, 0.0, pace=pace)
     recipe = recipe_of(str(options.model), settings_of(options, "mace").align, options.device)
     with open_sides([side_of(recipe)]) as (side,):
         bench = Bench(options, tokenizer, online, earlier, Reference(side), load)
@@ -340,6 +346,7 @@ def main() -> None:
             **header,
             "trace": load.trace.name,
             "requests_per_s": rate,
+            "readers_words_per_s": options.readers,
             "pairs_per_s": options.pairs_per_s,
             "thumbs": options.thumbs,
             "settings": options.config.read_text() if options.config else "",
@@ -367,6 +374,7 @@ def parsed() -> Namespace:
         option("--opposite", "two users at last", True, action=BooleanOptionalAction),
         SEEDS,
         option("--rate", "requests/s (default 90 %% of a burst's)", type=number(float)),
+        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
         option("--pairs-per-s", "of each user", 2.0, 5.0),
         THUMBS,
         option("--pairs-most", "of a taste, at most; all unless told", None, 40, type=number(int)),

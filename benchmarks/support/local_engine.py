@@ -14,6 +14,7 @@ from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
 from edged.engine.engine import Engine
 from edged.engine.request import Event, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
+from edged.scheduler.reader import Pace
 from edged.settings.load import Settings
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -88,13 +89,15 @@ class LocalEngine:
         tokens: int,
         adapter: str | None = None,
         due_s: float | None = None,
+        pace: Pace | None = None,
         **sampling: Any,
     ) -> float:
-        """Submit a request that is due at `due_s`, or now; return that time (monotonic clock)."""
+        """Submit a request that is due at `due_s`, or now, and read along at `pace`, if at all; return that time
+        (monotonic clock)."""
         chosen = Sampling(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
         due_s = time.monotonic() if due_s is None else due_s
         self.recorder.expect(name, due_s, len(prompt))
-        self.engine.submit(Request(name, tuple(prompt), chosen, adapter))
+        self.engine.submit(Request(name, tuple(prompt), chosen, adapter, pace=pace))
         return due_s
 
     def submit_pairs(self, pairs: Sequence[TokenPair]) -> None:
