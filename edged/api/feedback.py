@@ -26,6 +26,8 @@ from edged.store.user_quota import PairQueueFull
 _EXPORT_ROWS = 32
 """Pairs that an export reads and sends at a time."""
 _LONGEST_ID = 64
+BY_ITSELF = "nothing: it goes on by itself"
+"""The step that settles what waits only for its turn."""
 LEARN_RATINGS = 'set align.unpaired = "apo", then edged reload'
 """The step after which single ratings are learned."""
 
@@ -177,7 +179,7 @@ def obstacles_of(services: Services, single: bool, job: str) -> tuple[list[tuple
     `single` says that some are single ratings; `job` is the open one that trains their adapter, "" for none.
     """
     tuning, settings = services.engine.finetuning.report(), services.settings
-    by_itself, blocked, found = "nothing: it goes on by itself", True, []
+    blocked, found = True, []
     if not settings.align.enabled:
         found.append(
             ("learning is switched off (align.enabled = false)", "set align.enabled = true, then edged reload")
@@ -190,14 +192,14 @@ def obstacles_of(services: Services, single: bool, job: str) -> tuple[list[tuple
         if tuning["held"]:
             governors = services.governors.report
             why = "; ".join(filter(None, [governors["memory"]["reason"], *governors["power"]["reasons"]]))
-            found.append((f"governors hold fine-tuning back: {why}", by_itself))
+            found.append((f"governors hold fine-tuning back: {why}", BY_ITSELF))
         elif tuning["reason"]:
-            found.append((tuning["reason"], by_itself))
+            found.append((tuning["reason"], BY_ITSELF))
     if late := tuning["pairs_waiting"]:
         most = f"feedback.pairs_per_hour = {settings.feedback.pairs_per_hour}"
-        found.append((f"its hour: {most}, {late} wait", by_itself))
+        found.append((f"its hour: {most}, {late} wait", BY_ITSELF))
     if job:
-        found.append((f"fine-tuning job {job}", by_itself))
+        found.append((f"fine-tuning job {job}", BY_ITSELF))
     if single and settings.align.unpaired == "off":
         found.append(('single ratings are not learned (align.unpaired = "off")', LEARN_RATINGS))
     return found, blocked

@@ -5,6 +5,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
+from sqlite_utils import Database
+
 from edged.align.feedback.pair import Record, VersionTested
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.api.event_router import EventRouter
@@ -59,7 +61,13 @@ class VersionAnswers:
     async def _ask_all(self) -> None:
         while self._waiting:
             adapter = next(iter(self._waiting))
-            await self._ask(adapter, self._waiting.pop(adapter))
+            version = self._waiting.pop(adapter)
+            try:
+                await self._ask(adapter, version)
+            except StoreError as error:
+                log.debug("version %d of %s has no answer: %s", version, adapter, error)
+            except Exception:
+                log.exception("version %d of %s has no answer", version, adapter)
 
     async def untrained(self, adapter: str, first: PairRow) -> str | None:
         """The base model's answer to the prompt of an adapter's first pair.
@@ -83,22 +91,24 @@ class VersionAnswers:
             return found
 
     def forget(self, adapter: str) -> None:
-        """Forget the base model's answer to an adapter's prompt, and the version that waits to be asked."""
+        """Forget the base model's answer to an adapter's prompt."""
         self._untrained.pop(adapter, None)
-        self._waiting.pop(adapter, None)
 
     async def _ask(self, adapter: str, version: int) -> None:
-        try:
-            first = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
-            answer = (
-                None if first is None else await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
-            )
-            if answer is not None:
-                written = self._store.write(lambda db: update_version(db, adapter, version, answer=answer))
-                await asyncio.wrap_future(written)
-                self._answered(adapter, version)
-        except StoreError as error:
-            log.debug("version %d of %s has no answer: %s", version, adapter, error)
+        first = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
+        if first is None:
+            return
+        answer = await self._answer(f"probe-{adapter}-{version}", first, adapter, version)
+
+        def write(db: Database) -> bool:
+            # The adapter may have been forgotten meanwhile, and taught anew.
+            still = first_pair(db, adapter)
+            if same := still is not None and still.id == first.id:
+                update_version(db, adapter, version, answer=answer)
+            return same
+
+        if answer is not None and await asyncio.wrap_future(self._store.write(write)):
+            self._answered(adapter, version)
 
     async def _answer(self, request_id: str, first: PairRow, adapter: str | None, version: int) -> str | None:
         """Generate a version's answer to a pair's prompt; None where it is refused or the version is replaced."""

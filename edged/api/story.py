@@ -9,7 +9,7 @@ from sqlite_utils import Database
 from edged.align import metrics, story
 from edged.align.feedback.signals import UNPAIRED
 from edged.api.adapters import adapter_name, unknown_adapter
-from edged.api.feedback import LEARN_RATINGS, obstacles_of
+from edged.api.feedback import BY_ITSELF, LEARN_RATINGS, obstacles_of
 from edged.api.responses import Story
 from edged.api.services import Services, services_of
 from edged.store.completions import content_text
@@ -57,10 +57,11 @@ def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]
     name, queued, waits = summary["adapter"], summary["pairs_queued"], []
     if queued:
         found, _ = obstacles_of(services, summary["ratings_queued"] > 0, job)
-        found = found or [(f"the next step of {name}", "nothing: it goes on by itself")]
+        found = found or [(f"the next step of {name}", BY_ITSELF)]
         why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
         text = f"{story.count(queued, 'pair')} of {name} {why}"
-        waits.append({"kind": "queued", "pairs": queued, "text": text, "step": found[0][1]})
+        step = next((step for _, step in found if step != BY_ITSELF), BY_ITSELF)
+        waits.append({"kind": "queued", "pairs": queued, "text": text, "step": step})
     if summary["held"]:
         step = f"edged quarantine release --user {name} if this was you, else edged quarantine drop --user {name}"
         about = {"pairs": summary["pairs_quarantined"], "text": summary["held"], "step": step}

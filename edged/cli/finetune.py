@@ -53,8 +53,7 @@ def create(client: Client, data: str, suffix: str | None, method: str, watched: 
     chosen = {"n_epochs": more["epochs"], "batch_size": more["batch_size"], "beta": more["beta"]}
     chosen["learning_rate_multiplier"] = more["learning_rate_multiplier"]
     own = {"hyperparameters": {name: value for name, value in chosen.items() if value is not None}}
-    body = {"model": f"{base}:{more['parent']}" if more["parent"] else base, "training_file": _file_id(client, data)}
-    body |= {"validation_file": _file_id(client, more["valid"]) if more["valid"] else None}
+    body = {"model": f"{base}:{more['parent']}" if more["parent"] else base, **_file_ids(client, data, more["valid"])}
     body |= {"suffix": suffix, "seed": more["seed"], "method": {"type": method, method: own}}
     job = client.post(JOBS, body)
     return _watch(client, job["id"]) if watched else (job, f"{job['id']}: `edged finetune watch {job['id']}`")
@@ -195,15 +194,31 @@ class _Form:
         yield f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
-def _upload(client: Client, path: Path) -> dict[str, Any]:
+def _demand_readable(path: Path) -> None:
+    """Raise DaemonError where a file cannot be read."""
     with explain_os_errors(f"{path} cannot be read"):
         path.open("rb").close()
+
+
+def _upload(client: Client, path: Path) -> dict[str, Any]:
+    _demand_readable(path)
     return client.call("POST", FILES, _Form(path), f"multipart/form-data; boundary={_BOUNDARY}")
 
 
-def _file_id(client: Client, data: str) -> str:
-    """Return the id of an uploaded file: of DATA's, or DATA itself."""
-    return data if data.startswith("file-") and not Path(data).exists() else _upload(client, Path(data))["id"]
+def _file_ids(client: Client, data: str, valid: str | None) -> dict[str, str | None]:
+    """Return the ids of a job's files, DATA's and that of validation; those that are paths are uploaded.
+
+    Nothing is, where one of them cannot be read. Raises DaemonError.
+    """
+    given = {"training_file": data, "validation_file": valid}
+    paths = {name: Path(text) for name, text in given.items() if text and not _is_id(text)}
+    for path in paths.values():
+        _demand_readable(path)
+    return given | {name: _upload(client, path)["id"] for name, path in paths.items()}
+
+
+def _is_id(data: str) -> bool:
+    return data.startswith("file-") and not Path(data).exists()
 
 
 def _path(route: str, name: str) -> str:

@@ -378,7 +378,8 @@ class FinetuneJobs:
         try:
             if not admit(adapter):
                 return False
-            step = self._trainer.open(adapter, self._keep(), admit)
+            validates = adapter in self._trainer.jobs and self._trainer.jobs[adapter].validates
+            step = self._trainer.open(adapter, "inputs" if validates else self._keep(), admit)
         except Exception as error:
             if slots:
                 log.exception("a step of %s could not be opened", ", ".join(slots))

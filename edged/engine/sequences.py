@@ -342,7 +342,8 @@ class SequenceTable:
         reader = sequence.task.reader
         if reader is not None and reader.tokens:
             self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
-            self.stats.read_by.append((sequence.task.tenant, reader.qoe))
+            if not sequence.forgotten:
+                self.stats.qoe_by_user.append((sequence.task.tenant, reader.qoe))
             self.stats.totals.stall_s += reader.stall_s
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)

@@ -88,7 +88,7 @@ class Task:
     bulk: bool = False
     """Whether a fine-tune step is of a job or a pass in idle time: it has what people's own pairs leave, and is owed
     nothing."""
-    place: tuple[float, int] = (math.inf, 0)
+    queue_key: tuple[float, int] = (math.inf, 0)
     """Place of a prompt in its queue, by the order's key when it was filed."""
     reader: Reader | None = None
     """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""

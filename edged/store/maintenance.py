@@ -27,7 +27,7 @@ from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
 from edged.store.feedback import REPLAY_PAIRS
-from edged.store.jobs.files import delete_expired_files
+from edged.store.jobs.files import delete_expired_files, move_expiry
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_column, first_value
 from edged.store.timestamps import utc_now, utc_text
@@ -35,6 +35,8 @@ from edged.store.timestamps import utc_now, utc_text
 log = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 600.0
+CLOCK_IS_SET = timedelta(minutes=10)
+"""How far the clock moves at least, more than time passed, where it was set."""
 FIRST_SWEEP_S = 30.0
 """Seconds from the start to the first sweep."""
 CHECK_LOG_EVERY_S = 10.0
@@ -67,6 +69,8 @@ class Maintenance:
         self._sweeping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="edged-upkeep", daemon=True)
         self._deleted: Counter[str] = Counter()
+        self._clock = utc_now(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        """A moment by the clock, and by one that nobody sets."""
         # Counting takes long in a large table: there are no numbers yet.
         self._facts = {**self._store.read(_facts_of), "rows": dict.fromkeys(_TABLES)}
         self._full = False
@@ -91,7 +95,7 @@ class Maintenance:
             for rule in RULES:
                 for count in self._apply(rule, values):
                     deleted[rule.table] += count
-            deleted += Counter(files=delete_expired_files(self._store))
+            deleted += Counter(files=self._delete_expired())
             self.give_back(FREE_SHARE)
             self._deleted.update(deleted)
             self._look()
@@ -103,6 +107,16 @@ class Maintenance:
                     self._settings.now.store.max_database_mb,
                 )
             return dict(deleted)
+
+    def _delete_expired(self) -> int:
+        """Delete the files that have expired; a clock that was set, as after a start in 1970, takes them with it."""
+        (moment, boot_s), now, now_s = self._clock, utc_now(), time.clock_gettime(time.CLOCK_BOOTTIME)
+        passed = timedelta(seconds=now_s - boot_s)
+        set_by = now - moment - passed
+        if abs(set_by) > CLOCK_IS_SET:
+            move_expiry(self._store, moment, moment + passed, set_by)
+            self._clock = now, now_s
+        return delete_expired_files(self._store)
 
     def vacuum(self) -> tuple[int, int]:
         """Rewrite the file without free pages; its bytes before and after. Writes wait for it. Raises StoreError."""

@@ -105,6 +105,20 @@ def test_the_status_tells_whose_readers_were_served_how_until_they_are_forgotten
     assert "quinn" not in daemon.status()["readers"]["users"]
 
 
+def test_an_answer_that_is_read_while_its_user_is_forgotten_tells_nothing_of_them(
+    client: openai.OpenAI, daemon: LiveDaemon, http: httpx2.Client
+) -> None:
+    experienced(client, {"ttft_ms": 0}, user="rose")
+    extra = {"ignore_eos": True, "qoe": {"ttft_ms": 0}}
+    with client.chat.completions.create(
+        **HELLO | {"max_tokens": 400}, user="rose", stream=True, extra_body=extra
+    ) as chunks:
+        next(iter(chunks))
+        assert http.delete("/v1/adapters/rose").status_code == 200
+        assert list(chunks)[-1].choices[0].finish_reason
+    assert "rose" not in daemon.status()["readers"]["users"]
+
+
 def test_what_readers_experienced_is_in_the_metrics(client: openai.OpenAI, http: httpx2.Client) -> None:
     def counted(name: str) -> float:
         lines = [line for line in http.get("/metrics").text.splitlines() if line.startswith(name)]

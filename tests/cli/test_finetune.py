@@ -53,7 +53,11 @@ def test_a_file_is_added_listed_and_deleted(daemon: Daemon, tmp_path: Path) -> N
     added = json.loads(daemon.run("files", "add", str(path), "--json").stdout)
     assert (added["bytes"], added["filename"]) == (14, "a 'file'.jsonl")
     assert added["id"] in daemon.run("files", "list").stdout
+    held = len(json.loads(daemon.run("files", "list", "--json").stdout)["data"])
     assert daemon.run("files", "show", added["id"]).stdout == "a 'file'.jsonl: 14 bytes, fine-tune\n"
+    typed = daemon.run("finetune", "create", str(path), "--valid", str(tmp_path / "typo.jsonl"), code=1)
+    assert "typo.jsonl cannot be read" in typed.stderr
+    assert len(json.loads(daemon.run("files", "list", "--json").stdout)["data"]) == held
     failed = daemon.run("finetune", "create", added["id"], "--watch", code=1)
     assert "failed: line 1: it has none of the fields" in failed.stdout
     assert daemon.run("files", "delete", added["id"]).stdout == f"{added['id']} is deleted\n"

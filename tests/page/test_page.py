@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from edged.api.feedback import BY_ITSELF
 from edged.models import demo_model_dir
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import SETTINGS, attack, held
@@ -170,7 +171,7 @@ def test_a_story_is_told_with_two_versions_side_by_side_and_one_way_back(page: P
 
 
 def test_what_waits_and_needs_no_step_is_no_problem(page: Page) -> None:
-    waits = [("2 pairs of ann wait", "nothing: it goes on by itself"), ("1 rating of ann", "rate another answer")]
+    waits = [("2 pairs of ann wait", BY_ITSELF), ("1 rating of ann", "rate another answer")]
     told = {"waits": [{"kind": "queued", "text": text, "step": step} for text, step in waits]}
     page.evaluate("async told => (await import('/page/story.js')).showStory(told)", told)
     wanted = ["2 pairs of ann wait; it goes on by itself.", "1 rating of ann. To settle it: rate another answer."]

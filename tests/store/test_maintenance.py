@@ -19,6 +19,7 @@ from edged.store import Store, database, maintenance
 from edged.store.adapters import insert_version, set_version_saved
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, set_pair_state
+from edged.store.jobs.files import find_file, keep_file
 from edged.store.jobs.jobs import JobRow, add_event, insert_job
 from edged.store.maintenance import Maintenance
 from edged.store.rows import insert_row
@@ -65,6 +66,27 @@ def sweep(store, **settings):
 
 def numbered(count, letter="c"):
     return [f"{letter}{i}" for i in range(count)]
+
+
+def test_files_expire_by_the_time_that_passes_and_not_by_a_clock_that_is_set(store, tmp_path, monkeypatch):
+    ahead = 0.0
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + ahead)
+    upkeep, (earlier, later) = maintenance_of(store), (tmp_path / name for name in ("earlier", "later"))
+    earlier.write_text("1")
+    kept = keep_file(store, "ann", "a.jsonl", "fine-tune", earlier, "x", 3600)
+    ahead = 365 * 86400.0
+    later.write_text("2")
+    after = keep_file(store, "ann", "b.jsonl", "fine-tune", later, "y", 3600)
+    assert "files" not in upkeep.sweep()
+    known = store.read(lambda db: {row.id: row.expires_at for row in (find_file(db, kept.id), find_file(db, after.id))})
+    assert known[after.id] == after.expires_at
+    assert abs(datetime.fromisoformat(known[kept.id]) - datetime.fromisoformat(after.expires_at)) < timedelta(minutes=1)
+    ahead += 3601 - 599
+    monkeypatch.setattr(maintenance, "CLOCK_IS_SET", timedelta(days=1))
+    assert "files" not in upkeep.sweep()
+    ahead += 600
+    assert upkeep.sweep()["files"] == 2
 
 
 def test_only_the_newest_completions_stay_and_those_that_feedback_refers_to(store):

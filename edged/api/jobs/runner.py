@@ -64,6 +64,22 @@ class _JobStopped(Exception):
     """The daemon stops, the job was cancelled or paused, or another owner's job has its turn."""
 
 
+@dataclass(slots=True)
+class _Validation:
+    """How far the validation after a step is: batches, the sum of their examples' losses, and the mean of a part."""
+
+    step: int
+    batches: int = 0
+    loss: float = 0.0
+    examples: int = 0
+    part: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of the examples so far; 0 of none."""
+        return self.loss / self.examples if self.examples else 0.0
+
+
 @dataclass(eq=False)
 class JobRunner:
     """Checks one file and trains one job at a time, on two threads; owners take turns.
@@ -92,8 +108,12 @@ class JobRunner:
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
         """Jobs that are being checked or trained."""
-        self._cut_told: set[str] = set()
-        """Jobs in whose report it stands that an example was cut."""
+        self._told: set[tuple[str, str]] = set()
+        """(Job, what of it is told once): files with an example that was cut, or left out."""
+        self._validations: dict[str, _Validation] = {}
+        """Validations that are under way, by job: another owner's turn may come within one."""
+        self._turn_ends_s = 0.0
+        """When the job that is trained lets another owner's have its turn."""
         self._steps: deque[JobStepped] = deque()
         self._tokens = 0
         """Tokens that jobs have trained on since the start."""
@@ -363,24 +383,29 @@ class JobRunner:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
         fed, pace = done, JobPace()
         self.paces[job.id] = pace
+        self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         self._validate(job, plan, done)
-        turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         while done < plan.steps:
             # No step is taken before the loss of the version that it changes is known.
             ends = plan.epoch_steps * (done // plan.epoch_steps + 1) if job.validation_file else plan.steps
             while fed < min(ends, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
                 fed += 1
-            step = self._next_step(job, max(0.0, turn_ends_s - time.monotonic()) or _RETRY_S)
+            step = self._next_step(job, max(0.0, self._turn_ends_s - time.monotonic()) or _RETRY_S)
             if step is not None:
                 done = step.step
                 pace.take(step)
                 self._validate(job, plan, done)
             idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
-            if time.monotonic() >= turn_ends_s and done < plan.steps and idle:
-                if any(other.owner != job.owner for other in self._waiting(True)):
-                    raise _JobStopped
-                turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
+            if done < plan.steps and idle:
+                self._yield_turn(job)
+
+    def _yield_turn(self, job: jobs.JobRow) -> None:
+        """Raise _JobStopped where a job's turn has ended and another owner's job waits."""
+        if time.monotonic() >= self._turn_ends_s:
+            if any(other.owner != job.owner for other in self._waiting(True)):
+                raise _JobStopped
+            self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
 
     def _next_step(self, job: jobs.JobRow, wait_s: float = _RETRY_S) -> JobStepped | None:
         """Return the next step that was taken; None after `wait_s` without one. Raises JobFailed, and _JobStopped."""
@@ -396,26 +421,38 @@ class JobRunner:
     def _validate(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Report the loss of validation examples after the last step of an epoch, unless it was reported.
 
-        Raises JobFailed, and _JobStopped.
+        An example that cannot be computed is left out: what was trained is not lost for it. Raises JobFailed, and
+        _JobStopped.
         """
         ended = job.validation_file and done and not done % plan.epoch_steps
         if not ended or self.store.read(lambda db: jobs.is_validated(db, job.id, done)):
             return
         valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
-        part = min(valid.steps, max(1, _VALIDATED // valid.batch_size))
-        figures: dict[str, Any] = {"step": done, "total_steps": plan.steps}
-        total, count = 0.0, 0
-        for number in range(valid.steps if done == plan.steps else part):
-            self.engine.feed_job(plan.adapter, done, self._examples(job, valid, number, 1))
-            while (batch := self._next_step(job)) is None:
-                pass
-            total, count = total + batch.loss * batch.validated, count + batch.validated
-            if number + 1 == part:
-                figures["valid_loss"] = total / count
-        if number + 1 == valid.steps:
-            figures["full_valid_loss"] = total / count
-        now = utc_text(utc_now())
-        self.store.write(lambda db: jobs.record_validation(db, now, job.id, figures)).result()
+        part = min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
+        most = valid.steps if done == plan.steps else part
+        under_way = self._validations.get(job.id)
+        if under_way is None or under_way.step != done:
+            self._validations[job.id] = under_way = _Validation(done)
+        while under_way.batches < most:
+            examples = self._examples(job, valid, under_way.batches, 1)
+            if examples:
+                self.engine.feed_job(plan.adapter, done, examples)
+                while (batch := self._next_step(job)) is None:
+                    pass
+                under_way.loss += batch.loss * batch.validated
+                under_way.examples += batch.validated
+            under_way.batches += 1
+            if under_way.batches == part:
+                under_way.part = under_way.mean
+            if under_way.batches < most:
+                self._yield_turn(job)
+        del self._validations[job.id]
+        figures: dict[str, Any] = {"step": done, "total_steps": plan.steps, "valid_loss": under_way.part}
+        if most == valid.steps:
+            figures["full_valid_loss"] = under_way.mean
+        if under_way.examples:
+            now = utc_text(utc_now())
+            self.store.write(lambda db: jobs.record_validation(db, now, job.id, figures)).result()
 
     def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int, which: int = 0) -> list[TokenPair]:
         """Return the tokenized examples of a step, of the training file or (`which` 1) that of validation.
@@ -433,17 +470,29 @@ class JobRunner:
                 try:
                     made, note = tokenize_pair(self.tokenizer, row, most)
                 except TokenizerError as error:
+                    if which:
+                        self._tell_once(job, _FILES[which], f"line {line}: {error}", "left out")
+                        continue
                     raise JobFailed(f"line {line}: {error}", f"invalid_{_FILES[which]}", _FILES[which]) from None
-                if note and job.id not in self._cut_told:
-                    self._cut_told.add(job.id)
-                    self._tell(job.id, f"line {line}: {note}; further examples that are cut are not told", "warn")
+                if note:
+                    self._tell_once(job, _FILES[which], f"line {line}: {note}", "cut")
                 total += made.tokens
+                if total > _MOST_STEP_TOKENS and which:
+                    self._tell_once(job, _FILES[which], f"line {line}: too many tokens for a batch", "left out")
+                    return tokens
                 if total > _MOST_STEP_TOKENS:
                     told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
                 state: PairState = "held_out" if which else "queued"
                 tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
         return tokens
+
+    def _tell_once(self, job: jobs.JobRow, name: str, what: str, fate: str) -> None:
+        """Warn of the first example of a job's file that is cut, or left out."""
+        if (job.id, name + fate) not in self._told:
+            self._told.add((job.id, name + fate))
+            told = f"{name.replace('_', ' ')}, {what}; further examples that are {fate} are not told"
+            self._tell(job.id, told, "warn")
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -469,7 +518,8 @@ class JobRunner:
         if ended:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self.refresh()
-        self._cut_told.discard(job.id)
+        self._validations.pop(job.id, None)
+        self._told = {told for told in self._told if told[0] != job.id}
         for examples in self._checked.pop(job.id, ()):
             examples.close()
         self.resubmit_pairs()

@@ -178,8 +178,8 @@ class Counters:
     tbt: LatencyRing = field(default_factory=LatencyRing)
     qoe: LatencyRing = field(default_factory=LatencyRing)
     """QoE of readers whose answers ended, instead of seconds."""
-    read_by: deque[tuple[str, float]] = field(default_factory=partial(deque, maxlen=_LATEST))
-    """Users whose turn the latest answers with a reader were, and the QoE of these."""
+    qoe_by_user: deque[tuple[str, float]] = field(default_factory=partial(deque, maxlen=_LATEST))
+    """(User, QoE) of the latest answers that were read while they were made."""
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
     """Number of ended requests, by outcome."""
     task_ids: Iterator[int] = field(default_factory=partial(count, 1))
@@ -237,7 +237,7 @@ class Counters:
 
     def forget(self, user: str) -> None:
         """Forget what a user's readers experienced."""
-        self.read_by = deque([each for each in self.read_by if each[0] != user], maxlen=_LATEST)
+        self.qoe_by_user = deque([each for each in self.qoe_by_user if each[0] != user], maxlen=_LATEST)
 
     def since(self, number: int) -> list[Iteration]:
         """Return the kept records of iterations after `number`, oldest first."""
@@ -273,7 +273,7 @@ class Counters:
 
         def readers(waits: list[Wait]) -> dict[str, Any]:
             qoe, by_user = [value for _, value, _, _ in waits], dict[str, list[float]]()
-            for user, value in self.read_by.copy():
+            for user, value in self.qoe_by_user.copy():
                 by_user.setdefault(user, []).append(value)
             return {
                 "qoe_mean": sum(qoe) / len(qoe) if qoe else None,

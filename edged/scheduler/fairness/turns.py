@@ -60,7 +60,7 @@ class TurnOrder(FairOrder):
         price, waiting = self.fairness.input, self._waiting
         counters = self.counters.of([tasks[0].tenant for tasks in flows.values()])
         firsts = zip(counters, flows.values(), strict=True)
-        places = sorted([(counter, tasks[0].place, tasks, 1) for counter, tasks in firsts])
+        places = sorted([(counter, tasks[0].queue_key, tasks, 1) for counter, tasks in firsts])
         chosen: list[Task] = []
         # Those before are chosen; a user's next prompt is put among those after.
         for counted, _, tasks, count in islice(places, most):
@@ -69,7 +69,7 @@ class TurnOrder(FairOrder):
             if count < len(tasks):
                 if task.task_id in waiting:
                     counted += price * task.tokens / self.weight(task.tenant)
-                insort(places, (counted, tasks[count].place, tasks, count + 1), len(chosen))
+                insort(places, (counted, tasks[count].queue_key, tasks, count + 1), len(chosen))
         return chosen
 
     def arrived(self, task: Task, now: float) -> None:

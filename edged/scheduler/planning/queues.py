@@ -11,7 +11,7 @@ from edged.scheduler.task import Grant, Kind, Task
 TaskKey = Callable[[Task], tuple[float, int]]
 by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
 by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
-_place = attrgetter("place")
+_queue_key = attrgetter("queue_key")
 _grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 
 
@@ -73,13 +73,13 @@ class TaskQueues:
         elif task.kind is Kind.FINETUNE:
             self.finetunes.append(task)
         else:
-            task.place = self.order.key(task)
+            task.queue_key = self.order.key(task)
             if started:
                 queue = self.started
             else:
                 self.filings += 1
                 queue = self.flows.setdefault(self.order.flow(task), [])
-            insort(queue, task, key=_place)
+            insort(queue, task, key=_queue_key)
         self.tasks[task.task_id] = task
 
     def refile(self, order: TaskOrder) -> None:
@@ -89,10 +89,10 @@ class TaskQueues:
         waiting = [(order.flow(task), task) for task in self.any_order]
         places = {task: order.key(task) for task in (*self.started, *self.any_order)}
         for task, place in places.items():
-            task.place = place
+            task.queue_key = place
         for flow, task in waiting:
-            insort(flows.setdefault(flow, []), task, key=_place)
-        self.order, self.started, self.flows = order, sorted(self.started, key=_place), flows
+            insort(flows.setdefault(flow, []), task, key=_queue_key)
+        self.order, self.started, self.flows = order, sorted(self.started, key=_queue_key), flows
         self.filings += 1
 
     def active(self) -> Iterator[Task]:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from sqlite_utils import Database
@@ -147,6 +147,21 @@ def delete_expired_files(store: Store) -> int:
     expired = "SELECT id FROM files WHERE expires_at <= ?"
     file_ids = store.read(lambda db: first_column(db, expired, [utc_text(utc_now())]))
     return sum(not delete_file(store, file_id) for file_id in file_ids)
+
+
+def move_expiry(store: Store, begun: datetime, ended: datetime, by: timedelta) -> None:
+    """Move the expiry of files that were made from `begun` to `ended`, by a clock that was set then.
+
+    Raises StoreError.
+    """
+
+    def move(db: Database) -> None:
+        sql = "SELECT id, expires_at FROM files WHERE expires_at IS NOT NULL AND created_at BETWEEN ? AND ?"
+        for file_id, expires_at in db.execute(sql, [utc_text(begun), utc_text(ended)]).fetchall():
+            moved = utc_text(datetime.fromisoformat(expires_at) + by)
+            db.execute("UPDATE files SET expires_at = ? WHERE id = ?", [moved, file_id])
+
+    store.write(move).result()
 
 
 def sweep_files(store: Store) -> None:

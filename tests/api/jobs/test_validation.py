@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -113,6 +114,37 @@ def test_a_part_of_a_large_file_is_validated_at_an_epochs_end_and_all_of_it_at_t
     assert last["full_valid_loss"] == pytest.approx(last["valid_loss"], rel=0.1)
     told = [event.message for event in client.fine_tuning.jobs.list_events(made.id).data]
     assert f"step 2 of 2: validation loss {last['valid_loss']:.4f}, full validation loss" in told[1]
+
+
+def test_a_part_is_as_many_examples_as_it_says_whatever_the_batch(client: openai.OpenAI) -> None:
+    training, validation = upload(client, preferences(4)), upload(client, preferences(131))
+    how: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 130, "n_epochs": 1}}}
+    made = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training, validation_file=validation, suffix="whole", method=how
+    )
+    assert ended(client, made.id).status == "succeeded"
+    (known,) = (each for each in metrics(client, made.id) if "valid_loss" in each)
+    assert known["valid_loss"] == known["full_valid_loss"]
+
+
+def test_examples_that_cannot_be_rendered_are_left_out_and_what_was_trained_stays(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    for path in (model / "tokenizer_config.json", model / "chat_template.jinja"):
+        if path.suffix == ".json":
+            path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": None}))
+        else:
+            path.unlink(missing_ok=True)
+    with running(tmp_path / "run", model, **SETTINGS) as live, live.openai() as client:
+        training = upload(client, lines(examples("supervised", 0, 4)))
+        made = client.fine_tuning.jobs.create(
+            model="tiny", training_file=training, validation_file=upload(client, chats(3)), suffix="plain"
+        )
+        assert ended(client, made.id).status == "succeeded"
+        assert all("valid_loss" not in each for each in metrics(client, made.id))
+        warnings = [each for each in client.fine_tuning.jobs.list_events(made.id).data if each.level == "warn"]
+    (told,) = (each.message for each in warnings)
+    assert told.startswith("validation file, line ")
+    assert told.endswith("further examples that are left out are not told")
 
 
 def test_a_loss_is_told_once_though_the_jobs_end_is_stored_late(client: openai.OpenAI, tiny: LiveDaemon) -> None:
