@@ -141,7 +141,7 @@ def mend(client: Client, name: str) -> Any:
 def export(client: Client, name: str, output: Path) -> Any:
     """Write NAME's newest version as a PEFT folder.
 
-    peft, vLLM and TRL load it as it is, and so does `edged adapters import`.
+    PEFT and TRL load it as it is, vLLM where it is LoRA, and so does `edged adapters import`.
     """
     refuse_full(output)
     headers, chunks = client.download(f"{_path(name)}/export")

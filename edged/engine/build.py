@@ -122,6 +122,7 @@ def lora_spec(
     fingerprint: str,
     align: AlignSettings,
     row_norms: RowNorms | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> LoraSpec:
     """Return the LoRA configuration of a base model's adapters; `shapes` are (in, out) of its target linears."""
     all_linear = align.target_modules == "all-linear"
@@ -134,6 +135,7 @@ def lora_spec(
         peft_targets=tuple(sorted({key.rsplit(".", 1)[-1] for key in shapes} if all_linear else shapes)),
         base_source=base_source,
         row_norms=row_norms,
+        dtype=dtype,
     )
 
 

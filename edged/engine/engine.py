@@ -76,7 +76,8 @@ class Engine:
         # Hashing may have read them after they were dropped.
         drop_cached(Path(model_dir).glob("*.safetensors"))
         norms = None if model.quantized else model.lora.row_norms
-        spec = lora_spec(shapes, name, source_of(settings.model, Path(model_dir)), base, settings.align, norms)
+        source = source_of(settings.model, Path(model_dir))
+        spec = lora_spec(shapes, name, source, base, settings.align, norms, model.lora.dtype)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""

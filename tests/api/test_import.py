@@ -230,7 +230,7 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         (packed(("adapter_config.json", b"[" * 100_000), (WEIGHTS, b"x")), "adapter_config.json cannot be read"),
         (
             changed({key: 1e38 * value.sign() for key, value in tensors.items()}, lora_alpha=1e6),
-            "or are too large with",
+            "or are too large for torch.float32 as they are served",
         ),
         (changed({}), "it has no tensors"),
         (changed(tensors, peft_type="IA3"), f"{min(tensors)} is no part of this model's adapters"),
@@ -239,6 +239,10 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
         (changed(tensors, use_dora="false"), 'use_dora = "false" is neither true nor false'),
         (changed(dora, use_dora=False), "lora_magnitude_vector is no part of this model's adapters"),
         (changed({**dora, vector: torch.ones(9)}, use_dora=True), "has the shape (9,), this model needs (64,)"),
+        (
+            changed({**dora, vector: torch.full((64,), 3e38)}, use_dora=True),
+            f"{vector} holds values that are not finite, or are too large for torch.float32 as they are served",
+        ),
         (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),
         (changed({**tensors, "more": torch.zeros(1)}), "more is no part of this model's adapters"),
         (changed({**tensors, name: torch.zeros(4, 9)}), "has the shape (4, 9), this model needs (4, 64)"),

@@ -1,7 +1,8 @@
 """One user's adapter: its fp32 master weights and optimizer, and its versions on disk in PEFT's format.
 
 On disk: `<root>/<adapter>/v000012/` with `adapter_config.json` and `adapter_model.safetensors` (PEFT's own, loadable by
-PEFT, vLLM and TRL), `optimizer.safetensors` and `edged.json` (the manifest with checksums, written last).
+PEFT and TRL, and by vLLM where it is LoRA), `optimizer.safetensors` and `edged.json` (the manifest with checksums,
+written last).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from edged.align.adapters.form import AdapterForm, LoraLeaves, LoraSpec, RowNorms, master_gradients, served
+from edged.align.adapters.form import AdapterForm, LoraLeaves, LoraSpec, RowNorms, master_gradients, measured, served
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, form_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
@@ -96,16 +97,8 @@ class AdapterState:
     def norms(self) -> Mapping[str, torch.Tensor]:
         """Norms of the rows of W + sBA, of each linear with a magnitude; computed once for each version."""
         if self._norms is None:
-            self._norms = self._measured()
+            self._norms = measured(self.weights, self.form.scalings, self._row_norms)
         return self._norms
-
-    def _measured(self) -> dict[str, torch.Tensor]:
-        find, scalings = self._row_norms, self.form.scalings
-        return {
-            name: find(name, own[0], own[2], scalings[name])
-            for name, own in self.weights.items()
-            if find is not None and len(own) == 3
-        }
 
     @property
     @torch.no_grad()
@@ -219,7 +212,7 @@ class AdapterState:
                     raise AdapterError(f'adapter "{self.name}": {name} is {found}, {needed}')
                 leaf.copy_(value)
         # Not when they are first asked for: a version is restored on another thread than the engine's.
-        self._norms = self._measured()
+        self._norms = measured(self.weights, self.form.scalings, self._row_norms)
         self.version, self.newest_number = version, max(version, self.newest_number)
         self._new_optimizer()
         if state is not None:

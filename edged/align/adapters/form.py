@@ -49,6 +49,8 @@ class LoraSpec:
     """The base model as PEFT finds it again, a directory or a hub name; "": its name here."""
     row_norms: RowNorms | None = None
     """The norms that DoRA needs; None where the base's weights cannot be read, as quantized ones."""
+    dtype: torch.dtype = torch.float32
+    """The slots' type."""
 
     @property
     def form(self) -> AdapterForm:
@@ -77,6 +79,15 @@ def peft_name(linear: str, part: str = "") -> str:
     return f"base_model.model.{linear}.{_PEFT_NAMES[part]}"
 
 
+def measured(weights: LoraLeaves, scalings: Mapping[str, float], find: RowNorms | None) -> dict[str, torch.Tensor]:
+    """Return the norms of the rows of W + sBA, of each linear with a magnitude."""
+    return {
+        name: find(name, own[0], own[2], scalings[name])
+        for name, own in weights.items()
+        if find is not None and len(own) == 3
+    }
+
+
 def served(weights: LoraLeaves, norms: Mapping[str, torch.Tensor]) -> LoraLeaves:
     """Return each linear's weights as slots and steps have them, but for LoRA's scaling.
 
@@ -97,7 +108,7 @@ def master_gradients(gradients: LoraLeaves, weights: LoraLeaves, norms: Mapping[
     """Return the gradients of an adapter's weights from those of `served`; the norms of DoRA are constants in it."""
     found = dict(gradients)
     for name, norm in norms.items():
-        (_, magnitude, up), (down, factor, scaled_up) = weights[name], gradients[name]
-        factor = factor + (scaled_up * up).sum(1)
-        found[name] = down, factor / norm, scaled_up * (magnitude / norm)[:, None]
+        (_, magnitude, up), (down, factor, up_gradient) = weights[name], gradients[name]
+        factor = factor + (up_gradient * up).sum(1)
+        found[name] = down, factor / norm, up_gradient * (magnitude / norm)[:, None]
     return found

@@ -6,14 +6,14 @@ Pickles are never opened: a file that is not safetensors is refused by its name,
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, peft_name
+from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, measured, peft_name, served
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
@@ -48,12 +48,19 @@ def read_adapter(folder: Path, spec: LoraSpec) -> tuple[dict[str, torch.Tensor],
         way_out = 'train one without use_dora, or serve the plain checkpoint with model.quantize = ""'
         raise ImportRefused(f"use_dora = true is not supported here: {why}; {way_out}")
     weights, form = _weights(folder / WEIGHTS, config, spec)
-    factors = {peft_name(linear, "B"): scaling for linear, scaling in form.scalings.items()}
-    for name, tensor in weights.items():
-        # As it is served.
-        if not bool((tensor * factors.get(name, 1.0)).isfinite().all()):
-            raise ImportRefused(f"{name} holds values that are not finite, or are too large with its lora_alpha")
+    for name, tensor in (*weights.items(), *zip(form.shapes, _held(weights, form, spec), strict=True)):
+        if not bool(tensor.isfinite().all()):
+            limit = f"too large for {spec.dtype} as they are served (with its lora_alpha, DoRA also with its norms)"
+            raise ImportRefused(f"{name} holds values that are not finite, or are {limit}")
     return weights, form
+
+
+def _held(weights: Mapping[str, torch.Tensor], form: AdapterForm, spec: LoraSpec) -> Iterator[torch.Tensor]:
+    """Yield what a slot would hold, in the order of the weights."""
+    own = form.by_linear(list(weights.values()))
+    norms = {linear: norm.cpu() for linear, norm in measured(own, form.scalings, spec.row_norms).items()}
+    for linear, parts in served(own, norms).items():
+        yield from (part.to(spec.dtype) for part in (*parts[:-1], parts[-1] * form.scalings[linear]))
 
 
 def form_of(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> AdapterForm:

@@ -74,7 +74,7 @@ class AdapterStep:
         self.strange = ""
         """Reason why its gradient is far too large, or ""; then no optimizer step was taken."""
         self.gradients: LoraLeaves = {name: tuple(map(torch.zeros_like, own)) for name, own in state.weights.items()}
-        """Sums of the pairs' gradients so far, in fp32."""
+        """Sums of the pairs' gradients so far, in fp32: those of what is served, not yet of the weights."""
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}

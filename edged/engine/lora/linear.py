@@ -53,7 +53,7 @@ class SharedInput:
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears of one parent that get the same input, in transformers' decoders."""
 _NORM_ROWS = 512
-"""Rows of a weight that are read at once in fp32, to make their norms."""
+"""Rows of a weight that are merged at once in fp32, to make their norms."""
 _PLACES = {leaf: place for group in _SIBLINGS for place, leaf in enumerate(group)}
 
 
@@ -136,14 +136,16 @@ class LoraLinear(LinearWrapper):
         return y if scaled is None else self._scaled(1, y, *scaled)
 
     def _scaled(
-        self, side: int, x: torch.Tensor, at: torch.Tensor, slots: torch.Tensor, unbiased: torch.Tensor | None
+        self, side: int, x: torch.Tensor, at: torch.Tensor, slots: torch.Tensor, spares_bias: torch.Tensor | None
     ) -> torch.Tensor:
         if (factors := self.factors[side]) is None:
             return x
         rows, bias = x.flatten(0, -2), self._bias if side else None
         own = rows.index_select(0, at)
-        part = own if bias is None or unbiased is None else own - unbiased * bias
-        return rows.index_copy(0, at, own.addcmul(part, factors.index_select(0, slots))).view(x.shape)
+        part = own if bias is None or spares_bias is None else own - spares_bias * bias
+        scaled = own.addcmul(part, factors.index_select(0, slots))
+        # Outputs are nobody else's; others read the inputs, too.
+        return (rows.index_copy_ if side else rows.index_copy)(0, at, scaled).view(x.shape)
 
     @property
     def _bias(self) -> torch.Tensor | None:
@@ -227,10 +229,8 @@ class LoraSlots:
         self.slots, self.rank, self.dtype = slots, rank, dtype
         self.scaled_slots: set[int] = set()
         """Slots whose adapter has factors in any linear."""
-        self.unbiased: torch.Tensor | None = None
+        self.spares_bias: torch.Tensor | None = None
         """[slots, 1]: 1 where the adapter does not scale biases (DoRA), else 0; None until there is one."""
-        self._squares: dict[str, torch.Tensor] = {}
-        """Squares of the norms of the weights' rows, by linear, once they were needed."""
         self.device = next(model.parameters()).device
         bases = {name: model.get_submodule(name) for name in targets}
         self._banks: list[tuple[int, list[str], torch.Tensor]] = []
@@ -303,8 +303,8 @@ class LoraSlots:
         for name, side in vectors:
             self.linears[name].make_factors(side)
         dora = any(len(own) == 3 for own in weights.values())
-        if dora and self.unbiased is None:
-            self.unbiased = torch.zeros(self.slots, 1, dtype=self.dtype, device=self.device)
+        if dora and self.spares_bias is None:
+            self.spares_bias = torch.zeros(self.slots, 1, dtype=self.dtype, device=self.device)
         # Sequences may be running on the slot: nothing that can fail for want of memory comes between two banks.
         for (_, _, slots), own in zip(self._banks, aside, strict=True):
             slots[:, slot].copy_(own)
@@ -312,8 +312,8 @@ class LoraSlots:
             for side, bank in enumerate(linear.factors):
                 if bank is not None:
                     bank[slot] = vectors.get((name, side), 0.0)
-        if self.unbiased is not None:
-            self.unbiased[slot] = float(dora)
+        if self.spares_bias is not None:
+            self.spares_bias[slot] = float(dora)
         self.scaled_slots.discard(slot)
         if vectors:
             self.scaled_slots.add(slot)
@@ -322,14 +322,12 @@ class LoraSlots:
     def row_norms(self, name: str, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the norms of the rows of W + scaling * up @ down, by one read of a linear's plain W."""
         weight = self.linears[name].weight
-        if name not in self._squares:
-            self._squares[name] = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square_()
         down, up = down.to(weight.device), up.to(weight.device)
-        both = torch.cat([rows.float() @ down.t() for rows in weight.split(_NORM_ROWS)])
-        both = torch.addmm(both, up, down @ down.t(), beta=2 * scaling, alpha=scaling**2)
-        squares = (up * both).sum(1) + self._squares[name]
+        parts = zip(weight.split(_NORM_ROWS), up.split(_NORM_ROWS), strict=True)
+        sums = (torch.addmm(rows.float(), own, down, alpha=scaling) for rows, own in parts)
+        norms = torch.cat([torch.linalg.vector_norm(each, dim=1) for each in sums])
         # Any factor is right for a row of zeros, if only it is finite.
-        return squares.clamp_(min=torch.finfo(torch.float32).tiny).sqrt_().to(self.device)
+        return norms.masked_fill_(norms == 0, 1.0).to(self.device)
 
     def _filled(self, side: int, own: tuple[torch.Tensor, ...], slots: torch.Tensor) -> torch.Tensor:
         """Return A or B of a linear in the size of its slot, on its adapter's device; zeros where it has none."""
@@ -348,7 +346,7 @@ class LoraSlots:
             rows = np.concatenate([np.arange(start, stop) for start, stop, _ in scaled])
             slots = np.repeat([slot for _, _, slot in scaled], [stop - start for start, stop, _ in scaled])
             at, of = upload([rows, slots], self.device)
-            self.runs.scaled = at, of, None if self.unbiased is None else self.unbiased.index_select(0, of)
+            self.runs.scaled = at, of, None if self.spares_bias is None else self.spares_bias.index_select(0, of)
         try:
             yield
         except BaseException:

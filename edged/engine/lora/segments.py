@@ -70,7 +70,7 @@ class LoraSegments:
         self.training: Sequence[LoraRows] = ()
         """Adapters of all rows, with autograd, while a fine-tune unit runs; else empty."""
         self.scaled: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-        """Rows whose adapter has factors, their slots, and `LoraSlots.unbiased` of each; None: there are none."""
+        """Rows whose adapter has factors, their slots, and `LoraSlots.spares_bias` of each; None: there are none."""
         self._all: list[Run] = []
         self._slots: torch.Tensor | None = None
         """Slots by row, made from `_all` on first use."""

@@ -185,6 +185,15 @@ def test_norms_are_those_of_the_merged_weights(tmp_path: Path) -> None:
         torch.testing.assert_close(norm.cpu(), direct, atol=0, rtol=1e-5)
 
 
+def test_rows_that_nearly_cancel_have_their_norms() -> None:
+    torch.manual_seed(0)
+    linear, (a, b) = torch.nn.Linear(600, 600, bias=False), (torch.randn(8, 600), torch.randn(600, 8))
+    linear.weight.data = b @ a
+    slots = LoraSlots(torch.nn.Sequential(linear), ["0"], 1, 8, torch.float32)
+    norms = slots.row_norms("0", a, -(1 - 1e-4) * b / 2, 2.0)
+    torch.testing.assert_close(norms, 1e-4 * linear.weight.detach().norm(dim=1), atol=0, rtol=1e-2)
+
+
 def test_rows_of_zeros_stay_zero() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8))
     model[0].weight.data[3] = 0.0
@@ -220,6 +229,16 @@ def test_dora_is_refused_where_the_weights_are_quantized(tmp_path: Path) -> None
         ImportRefused, match=r"use_dora = true is not supported here: .* which are quantized; train one"
     ):
         read_adapter(tmp_path, replace(spec(), row_norms=None))
+
+
+def test_values_that_overflow_in_the_slots_type_are_refused(tmp_path: Path) -> None:
+    model = by_peft("usual", tmp_path)
+    name = "layers.1.self_attn.v_proj"
+    model.get_submodule(f"base_model.model.model.{name}").ia3_l["default"].data[3] = 1e5
+    model.save_pretrained(tmp_path)
+    read_adapter(tmp_path, spec())
+    with pytest.raises(ImportRefused, match=rf"{name}\.ia3_l holds values .* too large for torch\.float16 as they are"):
+        read_adapter(tmp_path, replace(spec(), dtype=torch.float16))
 
 
 def test_a_vector_of_another_length_is_refused(tmp_path: Path) -> None:
