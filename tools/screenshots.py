@@ -106,7 +106,9 @@ def _talk(page: Page) -> None:
         page.locator(f".answer[aria-busy=false] >> nth={number - 1}").wait_for()
         if number < len(QUESTIONS):
             page.get_by_role("button", name="Pick answer A").click()
-    page.wait_for_timeout(3000)
+    # Until a tested version stands beside the untrained one.
+    page.wait_for_function("document.querySelector('#after').value !== '0'", timeout=120_000)
+    page.wait_for_timeout(1000)
 
 
 def _free_port() -> int:

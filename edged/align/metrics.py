@@ -74,7 +74,7 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
                FROM pairs WHERE adapter = :adapter"""
         ),
         **row(f"SELECT {means} {prequential}"),
-        **_judged(row(f"SELECT {_COUNTS} FROM ({latest})")),
+        **_judged(row(f"SELECT {_COUNTS} FROM ({latest})"), row(f"SELECT {_COUNTS} {prequential}")),
         **row(f"SELECT {recent} FROM ({latest})"),
         **latest_test(db, adapter),
         **row(
@@ -99,8 +99,12 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
 _COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, total(reward_margin != 0) AS decided"
 
 
-def _judged(counts: dict[str, Any]) -> AdapterSummary:
-    """The verdict on recent pairs: intervals of their shares, and a sentence. An untrained adapter's margins are 0."""
+def _judged(counts: dict[str, Any], ever: dict[str, Any]) -> AdapterSummary:
+    """The verdict on recent pairs: intervals of their shares, and a sentence. An untrained adapter's margins are 0.
+
+    Where they are no better than chance it says whether all pairs were `ever`: picks between answers that follow a
+    taste alike are.
+    """
     pairs, decided = counts["pairs"], int(counts["decided"])
     correct, won = (wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
     if decided < _FIRST_PAIRS or correct is None:
@@ -111,7 +115,14 @@ def _judged(counts: dict[str, Any]) -> AdapterSummary:
         if low > 50 or high < 50:
             verdict = f"{'better' if low > 50 else 'worse'} than chance: {share} % {of} ({low:.0f} to {high:.0f})"
         else:
-            verdict = f"not better than chance yet: {share} ± {(high - low) / 2:.0f} % {of}"
+            about = f"{share} ± {(high - low) / 2:.0f} % {of}"
+            verdict = f"not better than chance yet: {about}"
+            low, high = (100 * end for end in wilson(ever["correct"], ever["pairs"]))
+            if low > 50:
+                whole = (
+                    f"{100 * ever['correct'] / ever['pairs']:.0f} % of all {ever['pairs']} ({low:.0f} to {high:.0f})"
+                )
+                verdict = f"better than chance before, {whole}, and not now: {about}"
     return {"reward_accuracy_recent_interval": correct, "win_rate_recent_interval": won, "verdict": verdict}
 
 

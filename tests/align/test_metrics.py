@@ -121,6 +121,14 @@ def test_an_interval_ends_where_the_share_would_be_off_by_196_deviations(store, 
     assert low <= hits / count <= high
 
 
+def test_who_was_better_than_chance_before_is_told_so(store):
+    numbers = queue_pairs(store, 150)
+    margins = [1.0] * 80 + [-1.0] * 20 + [1.0, -1.0] * 25
+    append(store, *(scored(number, margin=margin) for number, margin in zip(numbers, margins, strict=True)))
+    said = "better than chance before, 70 % of all 150 (62 to 77), and not now: 50 ± 13 % of the last 50 pairs"
+    assert store.read(lambda db: summary(db, "ada"))["verdict"] == said
+
+
 def test_nothing_scored_has_no_interval(store):
     queue_pairs(store, 1)
     found = store.read(lambda db: summary(db, "ada"))
