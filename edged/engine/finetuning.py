@@ -415,8 +415,8 @@ class FinetuneJobs:
             return "inputs"
         # Open steps may not have allocated their memory yet.
         most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.jobs))
-        model = self._model
-        return kept_that_fits(model.shape, self._settings.now, model.dtype, device.type == "cuda", most)
+        model, scaled = self._model, self._trainer.adapter_cache.scaled
+        return kept_that_fits(model.shape, self._settings.now, model.dtype, device.type == "cuda", most, scaled)
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and update the tasks of the others.

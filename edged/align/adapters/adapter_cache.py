@@ -90,6 +90,12 @@ class AdapterCache:
         """The adapter's state if it is resident; does not count as a use."""
         return self._places[adapter].state if self.resident(adapter) else None
 
+    @property
+    def scaled(self) -> bool:
+        """Whether any resident adapter may scale outputs: IA3 and DoRA do."""
+        forms = (place.state.form for place in self._places.values())
+        return any(len(form.shapes) != 2 * len(form.scalings) for form in forms)
+
     def build(
         self,
         adapter: str,

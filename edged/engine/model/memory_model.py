@@ -225,10 +225,14 @@ def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Kept, ...]:
     return tuple(kind for kind in kinds if setting in ("auto", kind))
 
 
-def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept) -> int:
-    """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results."""
+def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept, scaled: bool = False) -> int:
+    """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results.
+
+    Where adapters scale outputs, a graph also has those of the adapted linears from before.
+    """
     if kind == "graph":
-        return graph_bytes(shape, settings, dtype)
+        before = sum(fan_out for _, fan_out in shape.targets) if scaled else 0
+        return graph_bytes(shape, settings, dtype) + before * dtype.itemsize * settings.align.window_tokens
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
     # the input.
     width = sum(fan_out for _, fan_out in (*shape.linears, *shape.experts))
@@ -237,10 +241,12 @@ def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: K
     return each * settings.align.window_tokens if kind == "lean" else 0
 
 
-def kept_that_fits(shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float) -> Kept:
-    """Return the most that a step may keep in `most` bytes."""
+def kept_that_fits(
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float, scaled: bool = False
+) -> Kept:
+    """Return the most that a step may keep in `most` bytes; `scaled` as for `kept_bytes`."""
     kinds = kept_kinds(shape, settings.align.keep_graph, cuda)
-    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind) <= most), "inputs")
+    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind, scaled) <= most), "inputs")
 
 
 def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState, Snapshot
 from edged.align.adapters.adapter_cache import AdapterCache
-from edged.align.adapters.form import LoraSpec
+from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 
@@ -226,3 +226,13 @@ def test_an_optimizer_that_fails_leaves_weights_and_moments_as_they_were(
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert made.step(gradients, 2) == twin.step(gradients, 2)
     assert all(torch.equal(value, twin.tensors()[key]) for key, value in made.tensors().items())
+
+
+def test_a_resident_adapter_that_scales_outputs_is_known(tmp_path: Path) -> None:
+    adapter_cache = AdapterCache(spec(), live(rank=4, alpha=8.0), CPU, files(tmp_path))
+    adapter_cache.get("ann")
+    assert not adapter_cache.scaled
+    vectors = {name: (fan_out, 1) for name, (_, fan_out) in SHAPES.items()}
+    form = AdapterForm(dict.fromkeys(SHAPES, 1.0), vectors, {"peft_type": "IA3"})
+    adapter_cache.adopt(AdapterState("bob", form, live(), CPU, begin=False))
+    assert adapter_cache.scaled
