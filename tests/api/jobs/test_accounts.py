@@ -101,6 +101,21 @@ def test_an_adapter_is_of_the_account_whose_job_made_it(tiny: LiveDaemon) -> Non
 
 
 @root_only
+def test_anothers_turn_comes_within_a_long_validation(tiny: LiveDaemon) -> None:
+    how: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 1}}}
+    with speaking(tiny, ANN) as ann, speaking(tiny, BOB) as bob:
+        files = {"training_file": upload(ann, preferences(1)), "validation_file": upload(ann, preferences(1500))}
+        long = ann.fine_tuning.jobs.create(model="tiny", method=how, **files)
+        until(lambda: any("training loss" in event.message for event in ann.fine_tuning.jobs.list_events(long.id).data))
+        short = bob.fine_tuning.jobs.create(model="tiny", training_file=upload(bob, preferences(4)), method=SHORT)
+        assert ended(bob, short.id).status == "succeeded"
+        assert ann.fine_tuning.jobs.retrieve(long.id).status == "running"
+        assert ended(ann, long.id).status == "succeeded"
+        told = [event.message for event in ann.fine_tuning.jobs.list_events(long.id).data]
+        assert sum("full validation loss" in message for message in told) == 1
+
+
+@root_only
 def test_an_adapter_that_was_never_taught_is_nobodys_when_its_job_has_ended(tiny: LiveDaemon) -> None:
     with speaking(tiny, ANN) as ann:
         file_id = upload(ann, preferences(20))
