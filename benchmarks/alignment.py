@@ -39,6 +39,7 @@ from benchmarks.support.command import (
     FORMAT,
     MODEL,
     PAIRS,
+    READERS,
     SEEDS,
     THUMBS,
     existing_file,
@@ -48,6 +49,7 @@ from benchmarks.support.command import (
     names,
     number,
     option,
+    pace_of,
     parse,
     say,
 )
@@ -64,7 +66,7 @@ from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.reader import TOKENS_PER_WORD, Pace
+from edged.scheduler.reader import Pace
 from edged.settings.load import Settings, load_settings
 from edged.text.tokenizer import Tokenizer
 
@@ -336,8 +338,7 @@ def main() -> None:
     except TraceError as error:
         sys.exit(str(error))
     rate = options.rate or FULL_LOAD * capacity(options)
-    pace = Pace(TOKENS_PER_WORD * options.readers) if options.readers else None
-    load = Load(options.model, trace, rate, 0.0, pace=pace)
+    load = Load(options.model, trace, rate, 0.0, pace=pace_of(options))
     recipe = recipe_of(str(options.model), settings_of(options, "mace").align, options.device)
     with open_sides([side_of(recipe)]) as (side,):
         bench = Bench(options, tokenizer, online, earlier, Reference(side), load)
@@ -374,7 +375,7 @@ def parsed() -> Namespace:
         option("--opposite", "two users at last", True, action=BooleanOptionalAction),
         SEEDS,
         option("--rate", "requests/s (default 90 %% of a burst's)", type=number(float)),
-        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
+        READERS,
         option("--pairs-per-s", "of each user", 2.0, 5.0),
         THUMBS,
         option("--pairs-most", "of a taste, at most; all unless told", None, 40, type=number(int)),

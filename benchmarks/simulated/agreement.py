@@ -22,13 +22,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.support.command import FORMAT, MODEL, PAIRS, SEED, existing_file, finish, names, option, parse, say
+from benchmarks.support.command import (
+    FORMAT,
+    MODEL,
+    PAIRS,
+    READERS,
+    SEED,
+    existing_file,
+    finish,
+    names,
+    option,
+    pace_of,
+    parse,
+    say,
+)
 from edged.bench.compare import RunFailed, Workload, call
 from edged.bench.replay import load_pairs
 from edged.bench.traces import RequestTrace, read_trace
 from edged.scheduler.cost.profile import Profile
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings, load_settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.simulation import Simulation, SimulationPlan
@@ -66,7 +78,7 @@ def main() -> None:
         option("--policies", "by comma", ["fcfs", "mace"], type=names(ROWS)),
         option("--rate", "requests per second", 4.0),
         option("--retrain-rate", "pairs per request", 0.5, least=0),
-        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
+        READERS,
         option("--seconds", "of the load", 60.0, 3.0),
         option("--rounds", "of a profile, replays and simulations", 3),
         SEED,
@@ -143,7 +155,7 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
         seconds=options.seconds,
         seed=options.seed,
         pair_lengths=list(lengths(options, settings)),
-        pace=Pace(TOKENS_PER_WORD * options.readers) if options.readers else None,
+        pace=pace_of(options),
     )
     trace, tokens = read_trace(plan.trace, plan.seed), measured["load"]["mean_prompt_tokens"]
     run = SameTargets(plan, SimulatedHardware.of(plan), say)

@@ -23,14 +23,24 @@ from typing import Any
 from benchmarks.report.canvas import Canvas
 from benchmarks.report.panels import Curve, Figure, Panel
 from benchmarks.simulated.offline import Job, at_most, reachable
-from benchmarks.support.command import existing_file, finish, flag, markdown, names, option, parse, say
+from benchmarks.support.command import (
+    READERS,
+    existing_file,
+    finish,
+    flag,
+    markdown,
+    names,
+    option,
+    pace_of,
+    parse,
+    say,
+)
 from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
 from edged.bench.traces import PromptIds, read_trace, scale_trace
 from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import load_settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.runner import SimulatedEngine
@@ -64,7 +74,7 @@ def main() -> None:
         option("--arrivals", "as for edged bench simulate; without it the trace's own", type=Arrivals.parse),
         flag("--noisy", "a device whose times vary"),
         option("--retrain-rate", "pairs per request", 0.5, least=0),
-        option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0),
+        READERS,
         option("--seconds", "of the load", 300.0, 60.0),
         option("--seeds", "loads, from seed 0 on", 2, 1),
         option("--picture", "a folder for the drawing, which needs matplotlib", type=Path),
@@ -97,7 +107,7 @@ def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) 
         retrain_rate=options.retrain_rate,
         seconds=options.seconds,
         seed=seed,
-        pace=Pace(TOKENS_PER_WORD * options.readers) if options.readers else None,
+        pace=pace_of(options),
     )
 
 

@@ -133,8 +133,16 @@ SIZE = option("--size", "of the random-weight model", "135m", "4m", choices=("13
 SEED = option("--seed", "of the load", 0, least=0)
 SEEDS = option("--seeds", "orders of the pairs, from seed 0 on", 1)
 THUMBS = option("--thumbs", "share of the pairs, up to 1, that come as single ratings", 0.0, least=0.0)
+READERS = option("--readers", "words a second at which answers are read along; 0: nobody reads", 0.0, least=0)
 OUTPUT = option("--output", "write a JSON report here", type=new_file)
 JSON = flag("--json", "print JSON instead of a table")
+
+
+def pace_of(options: argparse.Namespace) -> Any:
+    """Return the `Pace` of the readers of READERS; None: nobody reads."""
+    from edged.scheduler.reader import TOKENS_PER_WORD, Pace
+
+    return Pace(TOKENS_PER_WORD * options.readers) if options.readers else None
 
 
 def parse(doc: str | None, *options: Option, quick: str = "", program: str = "") -> argparse.Namespace:

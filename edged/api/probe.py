@@ -85,8 +85,7 @@ class VersionAnswers:
                 async with asyncio.timeout(_UNTRAINED_S):
                     found = await self._answer(f"probe-{adapter}-untrained", first, None, 0)
             # The adapter may have been forgotten meanwhile.
-            still = await asyncio.to_thread(self._store.read, lambda db: first_pair(db, adapter))
-            if found is not None and still is not None and still.id == first.id:
+            if found is not None and await asyncio.to_thread(self._store.read, lambda db: _is_first(db, first)):
                 self._untrained[adapter] = first.id, found
             return found
 
@@ -102,8 +101,7 @@ class VersionAnswers:
 
         def write(db: Database) -> bool:
             # The adapter may have been forgotten meanwhile, and taught anew.
-            still = first_pair(db, adapter)
-            if same := still is not None and still.id == first.id:
+            if same := _is_first(db, first):
                 update_version(db, adapter, version, answer=answer)
             return same
 
@@ -136,3 +134,9 @@ class VersionAnswers:
         if event.reason in ("cancelled", "error"):
             return None
         return self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])
+
+
+def _is_first(db: Database, pair: PairRow) -> bool:
+    """Whether a pair is still the first of its adapter."""
+    first = first_pair(db, pair.adapter)
+    return first is not None and first.id == pair.id

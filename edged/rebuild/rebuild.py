@@ -81,8 +81,7 @@ class Rebuild:
         self.online_version, problems = self._files.newest(adapter)
         if not self.online_version:
             raise RebuildError(f'"{adapter}" has no whole version on disk: {"; ".join(problems) or root}')
-        config = self._files.read(adapter, self.online_version).form.config
-        if (kind := "DoRA" if config.get("use_dora") else config["peft_type"]) != "LORA":
+        if (kind := self._files.read(adapter, self.online_version).form.kind) != "LoRA":
             way_out = f"go back to a version from before it was imported (`edged adapters rollback {adapter} VERSION`)"
             raise RebuildError(f'"{adapter}" is of the form {kind}, and only a LoRA can be rebuilt: {way_out}')
         self._model: Any = None

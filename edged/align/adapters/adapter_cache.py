@@ -93,8 +93,7 @@ class AdapterCache:
     @property
     def scaled(self) -> bool:
         """Whether any resident adapter may scale outputs: IA3 and DoRA do."""
-        forms = (place.state.form for place in self._places.values())
-        return any(len(form.shapes) != 2 * len(form.scalings) for form in forms)
+        return any(place.state.form.kind != "LoRA" for place in self._places.values())
 
     def build(
         self,

@@ -27,6 +27,13 @@ class AdapterForm:
     imported: bool = False
     """Whether it came with the adapter, and not from the settings."""
 
+    @property
+    def kind(self) -> str:
+        """The name of such adapters: LoRA, DoRA or IA3."""
+        if self.config["peft_type"] == "IA3":
+            return "IA3"
+        return "DoRA" if self.config.get("use_dora") else "LoRA"
+
     def by_linear(self, parts: Sequence[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
         """Return one tensor for each of `shapes`, in their order, by linear."""
         each = len(self.shapes) // len(self.scalings) if self.scalings else 1

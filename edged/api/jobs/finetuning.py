@@ -41,8 +41,8 @@ async def create(request: web.Request) -> Job:
     if parent is not None and not services.engine.version(parent):
         raise ApiError(404, f'model "{model}" has learned nothing: name "{services.model}"', "model", "model_not_found")
     hashes = set[str]()
-    for param, file_id in (("training_file", body.training_file), ("validation_file", body.validation_file)):
-        if file_id:
+    for param in jobs.FILES:
+        if file_id := getattr(body, param):
             file = await asyncio.to_thread(found_file, request, file_id, param)
             if file.purpose != "fine-tune":
                 raise bad_request(f'file "{file.id}" is of purpose "{file.purpose}"', param)
@@ -81,7 +81,8 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
         raise _suffix_taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
     if jobs.has_user_data(db, row.adapter):
         raise _is_user(row.adapter)
-    for param, file_id in (("training_file", row.training_file), ("validation_file", row.validation_file)):
+    for param in jobs.FILES:
+        file_id = getattr(row, param)
         if file_id and files.find_file(db, file_id) is None:
             raise ApiError(404, f'file "{file_id}" was deleted', param, "unknown_file")
     waiting, made = jobs.count_jobs(db, row.owner)

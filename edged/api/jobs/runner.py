@@ -44,7 +44,6 @@ _MOST_STEP_TOKENS = 1 << 21
 """Tokens of a step's examples."""
 _VALIDATED = 256
 """Validation examples whose loss is computed at the end of an epoch, about; after the last step it is that of all."""
-_FILES = ("training_file", "validation_file")
 _RETRY_S = 5.0
 """Time after which the store is asked again when it failed."""
 _ROWS_AT_ONCE = 1000
@@ -288,7 +287,9 @@ class JobRunner:
     def _check(self, job: jobs.JobRow) -> None:
         """Check a job's files, and settle its hyperparameters. Raises JobFailed."""
         with contextlib.ExitStack() as unused:
-            checked = [unused.enter_context(closing(self._open(job, name))) for name in _FILES if getattr(job, name)]
+            checked = [
+                unused.enter_context(closing(self._open(job, name))) for name in jobs.FILES if getattr(job, name)
+            ]
             if self._must_stop(job.id):
                 return
             examples = len(checked[0])
@@ -462,6 +463,7 @@ class JobRunner:
         most, tokens, total = self.engine.most_pair_tokens, list[TokenPair](), 0
         if job.method == "kto":
             most //= 2  # each prompt is also computed with another one's answer
+        file_name = jobs.FILES[which]
         for line, example in self._checked[job.id][which].read(plan.batch(step)):
             for turn, pair in enumerate(example):
                 if self._must_stop(job.id):
@@ -471,16 +473,16 @@ class JobRunner:
                     made, note = tokenize_pair(self.tokenizer, row, most)
                 except TokenizerError as error:
                     if which:
-                        self._tell_once(job, _FILES[which], f"line {line}: {error}", "left out")
+                        self._tell_once(job, file_name, f"line {line}: {error}", "left out")
                         continue
-                    raise JobFailed(f"line {line}: {error}", f"invalid_{_FILES[which]}", _FILES[which]) from None
+                    raise JobFailed(f"line {line}: {error}", f"invalid_{file_name}", file_name) from None
                 if note:
-                    self._tell_once(job, _FILES[which], f"line {line}: {note}", "cut")
+                    self._tell_once(job, file_name, f"line {line}: {note}", "cut")
                 total += made.tokens
-                if total > _MOST_STEP_TOKENS and which:
-                    self._tell_once(job, _FILES[which], f"line {line}: too many tokens for a batch", "left out")
-                    return tokens
                 if total > _MOST_STEP_TOKENS:
+                    if which:
+                        self._tell_once(job, file_name, f"line {line}: too many tokens for a batch", "left out")
+                        return tokens
                     told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
                 state: PairState = "held_out" if which else "queued"

@@ -12,6 +12,8 @@ from edged.store.rows import first_value, insert_row, update_rows
 OPEN = ("validating_files", "queued", "running")
 """Statuses of jobs that have not ended."""
 IS_OPEN = f"status IN {OPEN}"
+FILES = ("training_file", "validation_file")
+"""Columns with the ids of a job's files."""
 _OF_OWNER = "(:owner IS NULL OR owner = :owner)"
 _KEPT = 20
 """Ended jobs of one owner that never began and are kept."""
