@@ -68,6 +68,7 @@ class Job:
     dtype: str
     pairs_per_step: int
     method: str = "dpo"
+    keep_graph: str = "auto"
     rank: int = 16
     alpha: int = 32
     beta: float = 0.1
@@ -142,6 +143,7 @@ class _EdgedLearner:
                 "loss_threshold": 0.0,
                 "idle_passes": 0,
                 "max_active_adapters": 1,
+                "keep_graph": job.keep_graph,
             },
             "guard": {"held_out_share": 0.0},
             "store": {"save_every_s": 3600.0},
@@ -315,6 +317,7 @@ def main() -> None:
         option("--steps", "measured optimizer steps", 12, 2),
         option("--pairs-per-step", "pairs of one optimizer step", 4),
         option("--method", "dpo, or supervised: the chosen answers alone", "dpo", choices=("dpo", "supervised")),
+        option("--keep-graph", "edged's align.keep_graph", "auto", choices=("auto", "inputs", "lean", "graph")),
         option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
         DEVICE,
         option("--peer", "measure against this side alone", choices=SIDES[1:]),
@@ -336,11 +339,13 @@ def main() -> None:
             dtype=dtype,
             pairs_per_step=options.pairs_per_step,
             method=options.method,
+            keep_graph=options.keep_graph,
         )
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {
             "model": options.size,
             "method": options.method,
+            "keep_graph": options.keep_graph,
             "pairs_file": options.pairs.name,
             "prompt_share_at_least": options.prompt_share,
         }

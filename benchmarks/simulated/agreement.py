@@ -6,9 +6,10 @@
 Each round measures a profile of this machine (`edged profile`, unless --profile names one), then replays the trace
 while learning the pairs (`edged bench replay`), policies in turns, and simulates the same requests and pairs with the
 profile's times. A machine's own speed moves from minute to minute: the simulated device is as much slower than the
-profile as the engine found the machine on average during the replay (the report's `scheduler.drift_mean`), and a
-request is in time by the replay's own measure of a prompt alone. Nothing is held out for tests, which a simulation
-leaves out. Printed: medians over the rounds with the smallest and the largest, and of simulated over measured in each.
+profile as the engine found the machine during the replay, by part of an iteration (the report's
+`scheduler.times_usual`), and a request is in time by the replay's own measures of prompts alone. Nothing is held out
+for tests, which a simulation leaves out. Printed: medians over the rounds with the smallest and the largest, and of
+simulated over measured in each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from benchmarks.support.command import (
     FORMAT,
@@ -39,10 +42,11 @@ from benchmarks.support.command import (
 from edged.bench.compare import RunFailed, Workload, call
 from edged.bench.replay import load_pairs
 from edged.bench.traces import RequestTrace, read_trace
-from edged.scheduler.cost.profile import Profile
+from edged.scheduler.cost.error import PARTS
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings, load_settings
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.roofline import Device
 from edged.simulator.simulation import Simulation, SimulationPlan
 from edged.text.tokenizer import Tokenizer
 
@@ -58,7 +62,9 @@ FIGURES = (
     ("TBT p95 (ms)", ("tbt_ms", "p95")),
     ("iterations", ("scheduler", "iterations")),
     ("mean iteration (ms)", ("iterations", "mean_ms")),
-    ("slower than the profile", ("scheduler", "drift_mean")),
+    ("prompts over the profile", ("scheduler", "times_usual", "prefill")),
+    ("decodes over the profile", ("scheduler", "times_usual", "decode")),
+    ("units over the profile", ("scheduler", "times_usual", "units")),
     ("a mean prompt alone (ms)", ("slo", "forward_ms_of_mean_prompt")),
     ("fine-tune tokens/s", ("finetune", "tokens_per_s")),
     ("pairs trained", ("finetune", "pairs_trained")),
@@ -134,11 +140,10 @@ def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
 class SameTargets(Simulation):
     """A simulation whose latency targets are those of a replay, not those of the simulated device."""
 
-    measured_over_simulated = 1.0
+    alone_ms: Sequence[tuple[int, float]]
 
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
-        alone_s = super()._lone_ttft(trace)
-        return lambda tokens: self.measured_over_simulated * alone_s(tokens)
+        return lambda tokens: float(np.interp(tokens, *zip(*self.alone_ms, strict=True))) / 1e3
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +152,7 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
     model = settings.model.model_copy(update={"max_context_tokens": measured["model"]["max_context_tokens"]})
     plan = SimulationPlan(
         trace=options.trace,
-        device=str(slowed(profile, measured["scheduler"]["drift_mean"], config.with_name("slowed.json"))),
+        device=str(profile),
         model=str(options.model),
         settings=settings.model_copy(update={"model": model}),
         rate_per_s=options.rate,
@@ -157,21 +162,25 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
         pair_lengths=list(lengths(options, settings)),
         pace=pace_of(options),
     )
-    trace, tokens = read_trace(plan.trace, plan.seed), measured["load"]["mean_prompt_tokens"]
-    run = SameTargets(plan, SimulatedHardware.of(plan), say)
-    run.measured_over_simulated = measured["slo"]["forward_ms_of_mean_prompt"] / (1e3 * run._lone_ttft(trace)(tokens))
-    return run.play(trace)
+    hardware = SimulatedHardware.of(plan)
+    device = slowed(hardware.device, measured["scheduler"]["times_usual"])
+    run = SameTargets(plan, replace(hardware, device=device), say)
+    run.alone_ms = measured["slo"]["alone_ms"]
+    return run.play(read_trace(plan.trace, plan.seed))
 
 
-def slowed(profile: Path, times: float, path: Path) -> Path:
-    """Write the profile of a device on which everything takes so many times longer to `path`, and return that."""
-    known = Profile.read(profile)
-    forward = tuple(times * price for price in known.prices.forward)
-    units = {kind: (times * once, times * token) for kind, (once, token) in known.prices.units.items()}
-    prices = replace(known.prices, forward=forward, units=units)
-    update = {"prices": prices, "overhead_s": times * known.overhead_s, "rest_s": times * known.rest_s}
-    known.model_copy(update=update).write(path)
-    return path
+def slowed(device: Device, times: dict[str, float | None]) -> Device:
+    """Return a device on which each part of an iteration takes so many times longer; None for those that do not run."""
+    prompts, decodes, units = (times[part] or 1.0 for part in PARTS)
+    return replace(
+        device,
+        forward_s=lambda load: (
+            (prompts if load.prefill_tokens or load.finetune_tokens else decodes) * device.forward_s(load)
+        ),
+        unit_s=lambda unit: units * device.unit_s(unit),
+        overhead_s=decodes * device.overhead_s,
+        rest_s=decodes * device.rest_s,
+    )
 
 
 def lengths(options: Namespace, settings: Settings) -> Iterator[tuple[int, int, int]]:
@@ -189,7 +198,7 @@ def table(policy: str, measured: Sequence[dict[str, Any]], simulated: Sequence[d
         values = [value for value, _ in rounds if value is not None]
         guesses = [guess for _, guess in rounds if guess is not None]
         ratios = [guess / value for value, guess in rounds if value and guess is not None]
-        digits = 2 if path[-1] == "drift_mean" else 1
+        digits = 2 if "times_usual" in path else 1
         shown = [f"{median(numbers):.{digits}f}" if numbers else "-" for numbers in (values, guesses)]
         spread = f"({min(values):.1f}-{max(values):.1f})" if values else ""
         ratio = f"{median(ratios):8.2f}{f'({min(ratios):.2f}-{max(ratios):.2f})':>14}" if ratios else f"{'-':>8}"

@@ -6,8 +6,9 @@
 
 Ten kinds of applications, as graphs whose calls are sent when those before have ended; lengths are drawn around the
 means of their groups' public records (Hermes). 72 % are small, 26 % medium, 2 % large, as in Justitia 5.1. `justitia`
-knows each application's cost times --error; `vtc` gives each application a counter; `parrot` serves applications in the
-order in which they came; `srjf` the one with the least left to do. All enter in order over the policy mace.
+knows each application's cost, wrong by a factor drawn from 1 / --error to --error; `vtc` gives each application a
+counter; `parrot` serves applications in the order in which they came; `srjf` the one with the least left to do. All
+enter in order over the policy mace.
 With --elephants: two document merges beside 60 to 600 mice, one each second.
 """
 
@@ -177,12 +178,13 @@ class Play:
         calls, work.next = work.stages[work.next], work.next + 1
         work.open = len(calls)
         run = f"{work.name}@{work.at_s}"
+        known = work.cost * self.error ** random.Random(f"error {run}").uniform(-1.0, 1.0)
         for prompt, answer in calls:
             self._count += 1
             name = f"call-{self._count}"
             engine.recorder.expect(name, engine.now, prompt)
             sampling = Sampling(max_tokens=answer, seed=self._count, ignore_eos=True)
-            request = Request(name, (1,) * prompt, sampling, turn=run, run=run, run_cost=work.cost * self.error)
+            request = Request(name, (1,) * prompt, sampling, turn=run, run=run, run_cost=known)
             self._open[name] = work
             engine.submit(request)
 
@@ -267,7 +269,7 @@ def main() -> None:
         option("--applications", "how many", 300, quick=30),
         option("--minutes", "within which they come", [6.0, 9.0, 18.0], quick=[1.0], type=_numbers),
         option("--policies", "to compare", list(POLICIES), type=lambda text: text.split(",")),
-        option("--error", "of the known cost: 0.5 is half of the real one", 1.0),
+        option("--error", "most by which a known cost is wrong: 2 is from half to twice the real one", 1.0, least=1),
         flag("--elephants", "two document merges beside mice, instead of the suite"),
         option("--mice", "with --elephants", [60, 600], quick=[10], type=lambda text: [*map(int, text.split(","))]),
         SEED,

@@ -149,6 +149,16 @@ def iteration_figures(before: dict[str, Any], after: dict[str, Any]) -> dict[str
     }
 
 
+def times_usual(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float | None]:
+    """Return how many times longer than usual work took between two reports of a cost model, by part of an iteration;
+    None for parts that did not run."""
+    spent = {
+        part: {name: value - before["spent_s"][part][name] for name, value in sums.items()}
+        for part, sums in after["spent_s"].items()
+    }
+    return {part: sums["measured"] / sums["usual"] if sums["usual"] else None for part, sums in spent.items()}
+
+
 def slo_figures(
     answers: Sequence[ReplayedAnswer],
     prompts: Sequence[int],
@@ -173,6 +183,7 @@ def slo_figures(
         "tpot_target_ms": tpot_s * 1e3,
         "requests_in_time_share": attainment(answers, first_s, tpot_s),
         "forward_ms_of_mean_prompt": alone_s(sum(prompts) / len(prompts)) * 1e3,
+        "alone_ms": [(n, alone_s(n) * 1e3) for n in sorted({1, *map(int, np.percentile(prompts, range(0, 101, 10)))})],
     }
 
 

@@ -63,7 +63,6 @@ class LoadRun(ABC):
         self._pairs, self._pairs_sent = iter(pairs), 0
         self._numbers = count()
         self._looks: list[figures.Look] = []
-        self._drifts: list[float] = []
         self._next_line_s = 0.0
 
     def play(self, trace: RequestTrace) -> dict[str, Any]:
@@ -132,7 +131,7 @@ class LoadRun(ABC):
                 "preemptions": gained("preemptions"),
                 "cost_model_mape_percent": after["cost_model"]["mape_percent"],
                 "cost_model": after["cost_model"],
-                "drift_mean": sum(self._drifts) / len(self._drifts),
+                "times_usual": figures.times_usual(before["cost_model"], after["cost_model"]),
             },
         }
 
@@ -175,7 +174,6 @@ class LoadRun(ABC):
         """Record the engine's busy times so far, and from time to time print a line of progress."""
         now = self._clock()
         status = self.engine.status()
-        self._drifts.append(status["cost_model"]["drift"])
         self._looks.append((now, status["busy"] | {name: status["totals"][name] for name in figures.COUNTED}))
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S

@@ -24,6 +24,8 @@ class _Mean:
     count: int = 0
     lasting_sum: float = 0.0
     lasting_count: int = 0
+    usual_s: float = 0.0
+    measured_s: float = 0.0
 
 
 class PredictionError:
@@ -42,12 +44,14 @@ class PredictionError:
         """Mean relative error of the latest iterations as a whole."""
         return self._means["all"].recent
 
-    def observe(self, parts: dict[str, tuple[float, float]]) -> None:
-        """Take in an iteration's (predicted, measured) seconds by part, of PARTS; the measured ones above zero."""
+    def observe(self, parts: dict[str, tuple[float, float, float]]) -> None:
+        """Take in an iteration's (predicted, usual, measured) seconds by part, of PARTS; the measured above zero."""
         warm = self.iterations >= WARM_UP
-        whole = sum(predicted for predicted, _ in parts.values()), sum(measured for _, measured in parts.values())
-        for name, (predicted, measured) in {"all": whole, **parts}.items():
+        whole = [sum(seconds) for seconds in zip(*parts.values(), strict=True)]
+        for name, (predicted, usual, measured) in {"all": whole, **parts}.items():
             mean, error = self._means[name], abs(predicted / measured - 1.0)
+            mean.usual_s += usual
+            mean.measured_s += measured
             mean.count += 1
             mean.recent += (min(_LARGEST_ERROR, error) - mean.recent) * max(_RECENT, 1.0 / (mean.count + 1))
             if warm:
@@ -55,7 +59,10 @@ class PredictionError:
                 mean.lasting_count += 1
 
     def report(self) -> dict[str, Any]:
-        """Return percentages by part; None where nothing was measured. After the warm-up all iterations count alike."""
+        """Return percentages by part, None where nothing was measured, and the seconds of all iterations.
+
+        After the warm-up all iterations count alike.
+        """
         means = self._means
         return {
             "mape_percent": self.recent * 100.0,
@@ -67,4 +74,5 @@ class PredictionError:
                 }
                 for name, mean in means.items()
             },
+            "spent_s": {part: {"usual": means[part].usual_s, "measured": means[part].measured_s} for part in PARTS},
         }

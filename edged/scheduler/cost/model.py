@@ -299,19 +299,21 @@ class CostModel:
         Returns the seconds of it that were fine-tuning: the units', and the part of the forward that its fine-tune
         tokens are predicted to have added.
         """
-        parts: dict[str, tuple[float, float]] = {}
+        parts: dict[str, tuple[float, float, float]] = {}
         # Observations: (regression, features, priced seconds, usual seconds, measured seconds).
         learned: list[tuple[OnlineRegression, tuple[float, ...], float, float, float]] = []
-        finetune_s = units_s = units_measured_s = 0.0
+        finetune_s = units_s = units_usual_s = units_measured_s = 0.0
         load = load_of(result)
         if result.forward_s > 0.0:
             forward_s = self.forward_s(load)
             if load.finetune_tokens and forward_s > 0.0:
                 without_s = self.forward_s(replace(load, finetune_tokens=0))
                 finetune_s = result.forward_s * (1.0 - without_s / forward_s)
-            parts["prefill" if load.prefill_tokens or load.finetune_tokens else "decode"] = forward_s, result.forward_s
             row = load.features(self._knee)
-            learned.append((self._fit, row, self.priced_s(load), self._fit.usual_s(row), result.forward_s))
+            usual_s = self._fit.usual_s(row)
+            part = "prefill" if load.prefill_tokens or load.finetune_tokens else "decode"
+            parts[part] = forward_s, usual_s, result.forward_s
+            learned.append((self._fit, row, self.priced_s(load), usual_s, result.forward_s))
         slowness = self._drift.slowness
         known: dict[Unit, tuple[OnlineRegression, tuple[float, ...], float, float]] = {}
         for unit, seconds in result.units:
@@ -321,10 +323,11 @@ class CostModel:
                     priced = known[unit] = fit, row, self._unit_price_s(unit), fit.usual_s(row)
                 finetune_s += seconds
                 units_s += priced[2] * slowness
+                units_usual_s += priced[3]
                 units_measured_s += seconds
                 learned.append((*priced, seconds))
         if units_measured_s:
-            parts["units"] = units_s, units_measured_s
+            parts["units"] = units_s, units_usual_s, units_measured_s
         if parts:
             self.accuracy.observe(parts)
         settled = [item for item in learned if item[0].settled]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edged.bench.figures import times_usual
 from edged.scheduler.cost.model import CostModel, Load, load_of, roofline
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.planning.slo import SloTargets
@@ -230,6 +231,25 @@ def test_errors_are_told_by_kind_and_those_of_the_warm_up_are_left_out() -> None
     assert report["iterations"] == 300
     assert 1.0 < warm["prefill"]["mape_percent"] < 10.0
     assert report["mape_percent_by_kind"].keys() == {"prefill", "decode", "units"}
+
+
+def test_how_many_times_longer_than_usual_each_part_took_is_told_of_a_stretch_of_time() -> None:
+    device = Device()
+    cost, rng = trained(device, 600), random.Random(5)
+    before = cost.report()
+    assert times_usual(before, before) == {"prefill": None, "decode": None, "units": None}
+    for _ in range(100):
+        result = iteration(device, rng)
+        load = load_of(result)
+        result.forward_s *= 1.5 if load.prefill_tokens or load.finetune_tokens else 0.8
+        result.units = [(unit, 2.0 * seconds) for unit, seconds in result.units]
+        cost.observe(result)
+    told = times_usual(before, cost.report())
+    assert told == {
+        "prefill": pytest.approx(1.5, rel=0.1),
+        "decode": pytest.approx(0.8, rel=0.1),
+        "units": pytest.approx(2.0, rel=0.1),
+    }
 
 
 def test_a_forward_of_many_adapters_is_learned_to_take_longer_than_one_of_one() -> None:
