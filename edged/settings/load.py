@@ -114,7 +114,7 @@ class SchedulerSettings(Section):
     policy: str = setting("mace", "mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
     profile: str = setting("", "the device's measured prices, by edged profile; empty: the data folder's own")
     plan_ahead: Literal["auto", "on", "off"] = setting("auto", "plan the next iteration while one runs; auto: on CUDA")
-    finetune_max_wait_s: Positive = setting(5.0, "longest time that serving may starve fine-tuning")
+    finetune_max_wait_s: Positive = setting(30.0, "longest time that serving may starve fine-tuning")
     finetune_min_share: Share = setting(0.05, "share of time that fine-tuning keeps under overload")
     idle_quantum_ms: Positive = setting(50.0, "fine-tuning per iteration when nothing is served")
     ttft_factor: Positive = setting(5.0, "TTFT target over the prompt's own forward latency")

@@ -182,7 +182,7 @@ def test_under_overload_fine_tuning_never_starves_and_keeps_its_share(
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.5])
 def test_over_minutes_of_overload_fine_tuning_gets_its_minimum_share_and_hardly_more(share: float) -> None:
-    world = world_of(pages=4000, finetune_min_share=share, device=Device(noise=0.1))
+    world = world_of(pages=4000, finetune_min_share=share, finetune_max_wait_s=5.0, device=Device(noise=0.1))
     profile(world)
     started_s = world.now
     tuning = overload(world, seconds=started_s + 300.0)

@@ -5,9 +5,9 @@ import math
 from edged.scheduler.task import Task
 from edged.settings.load import SchedulerSettings
 
-LONGEST_WAITS, LONGEST_S = 2.0, 5.0
-"""Longest waits that count: this many `finetune_max_wait_s`, or seconds where that is more: a debt that grew while
-there was no memory for fine-tuning must not stop serving later."""
+LONGEST_S = 5.0
+"""Seconds beyond `finetune_max_wait_s` that a wait counts at most: a debt that grew while there was no memory for
+fine-tuning must not stop serving later."""
 
 
 class FinetuneDeficit:
@@ -24,7 +24,7 @@ class FinetuneDeficit:
     def configure(self, settings: SchedulerSettings) -> None:
         """Take the share and the longest wait, at the start and at a reload; what is owed stays owed."""
         self.share = settings.finetune_min_share
-        self._longest_s = max(LONGEST_S, LONGEST_WAITS * settings.finetune_max_wait_s)
+        self._longest_s = settings.finetune_max_wait_s + LONGEST_S
 
     def wait_s(self, now: float) -> float:
         """Return the seconds that fine-tuning has waited."""
@@ -56,12 +56,12 @@ SPAN_S = 10.0
 
 
 class SlowdownBudget:
-    """Seconds of work beside serving that keep the mean time between tokens within `tbt_slowdown` of serving alone.
+    """Seconds of work beside serving that keep the mean time between tokens within a slow-down of serving alone.
 
     Where serving takes a share rho of the time, a request's time in a processor-sharing queue grows as 1 / (1 - rho); a
-    share f of other work makes that 1 / (1 - rho - f), so f = (tbt_slowdown - 1) * (1 - rho) of the serving time is
-    earned, to first order. The first span is granted in advance. Work beyond what is left (a share that was owed, a
-    unit that took longer than predicted) is paid back by less work later, but for what is older than the span.
+    share f of other work makes that 1 / (1 - rho - f), so f = (1 - 1 / slow-down) * (1 - rho) of the time is earned.
+    The most that is saved up is granted in advance. Work beyond what is left (a share that was owed, a unit that took
+    longer than predicted) is paid back by less work later, but for what is older than the span.
     """
 
     def __init__(self) -> None:
@@ -69,19 +69,19 @@ class SlowdownBudget:
         self.left_s = math.inf
         """Seconds of work that may be done now; below zero where more was done."""
 
-    def configure(self, settings: SchedulerSettings) -> None:
-        """Earn at this rate from now on; the first rate grants its span."""
-        self._rate = settings.tbt_slowdown - 1.0
-        self._most_s = SPAN_S * self._rate
-        self.left_s = min(self.left_s, self._most_s)
+    def configure(self, slowdown: float, saved_s: float) -> None:
+        """Allow this slow-down from now on, and save up to so many seconds of work that was not done."""
+        self._share, self._saved_s = 1.0 - 1.0 / slowdown, saved_s
+        self.left_s = min(self.left_s, saved_s)
 
     def settle(self, serving_s: float, used_s: float, finetune_s: float, now: float) -> None:
         """Account for an iteration that served requests: the seconds of serving, those of them that more requests could
         not have shared, which make rho, and those that fine-tuning added."""
         self._busy_s = self._busy_s * math.exp((self._now - now) / SPAN_S) + used_s
         self._now = now
-        earned_s = self._rate * serving_s * max(0.0, 1.0 - self._busy_s / SPAN_S)
-        self.left_s = min(self._most_s, max(-self._most_s, self.left_s + earned_s - finetune_s))
+        share = self._share * max(0.0, 1.0 - self._busy_s / SPAN_S)
+        earned_s = serving_s * share / (1.0 - share)
+        self.left_s = min(self._saved_s, max(-SPAN_S * self._share, self.left_s + earned_s - finetune_s))
 
 
 _MOST_SAVED_S = 0.1

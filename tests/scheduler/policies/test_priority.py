@@ -81,7 +81,7 @@ def test_time_without_any_fine_tune_task_is_no_wait_but_what_was_owed_is_kept() 
 
 
 def test_a_debt_does_not_grow_without_end() -> None:
-    assert arrears_at(0.0, wait_s=0.5).wait_s(1e6) == 5.0
+    assert arrears_at(0.0, wait_s=0.5).wait_s(1e6) == 5.5
 
 
 def test_work_that_was_prepaid_puts_off_the_next_wait() -> None:

@@ -86,6 +86,23 @@ def test_readers_lend_much_and_wait_for_nothing(plans_ahead: bool) -> None:
     assert world.scheduler.lent_s == pytest.approx(work_s, rel=0.1)
 
 
+def answered_s(units: int) -> float:
+    """Return the seconds in which answers to four readers are made, one after the other, beside so many units."""
+    world = World(scheduler_of(tbt_slowdown=1.0, finetune_max_wait_s=1e4), resources(), Device())
+    if units:
+        world.teach(64, [Unit("layer", 64)] * units)
+    for number in range(4):
+        life = world.ask(100, 100)
+        life.task.reader = Reader(PACE, ideal_s=world.now + 2.0)
+        while len(world.done) <= number:
+            world.step()
+    return world.now
+
+
+def test_answers_take_up_to_twice_as_long_for_what_their_readers_lend() -> None:
+    assert 1.5 < answered_s(10_000) / answered_s(0) < 2.05
+
+
 def test_without_a_reserve_all_that_a_reader_has_in_hand_is_lent() -> None:
     lent = []
     for reserve_s in (0.0, 1.0):

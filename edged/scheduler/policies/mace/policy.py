@@ -6,7 +6,8 @@ from edged.scheduler.planning.queues import by_deadline
 from edged.scheduler.policies.base import Order, ReaderDue, Row
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
-from edged.scheduler.policies.mace.spare import MaceSpare, ReaderSpare
+from edged.scheduler.policies.mace.lending import ReaderSpare
+from edged.scheduler.policies.mace.spare import MaceSpare
 from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
 
 

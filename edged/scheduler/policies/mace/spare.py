@@ -1,11 +1,11 @@
-"""The time that fine-tuning may have in an iteration of MACE: the rest of the latency budget, and what readers lend."""
+"""The time that fine-tuning may have in an iteration of MACE: the rest of the latency budget."""
 
 import math
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
-from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
+from edged.scheduler.planning.finetune_budget import SPAN_S, FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.base import Entry, Spare
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
@@ -18,9 +18,6 @@ class MaceSpare(Spare):
     iteration until it ends; fine-tuning waits longer afterwards.
     """
 
-    _lending = False
-    """Whether the iteration under way slows nobody down: all whom it serves are readers with text in hand."""
-
     def __init__(self) -> None:
         self._deficit = FinetuneDeficit()
         self._budget = SlowdownBudget()
@@ -31,7 +28,7 @@ class MaceSpare(Spare):
         super().configure(settings, cost)
         self._quantum_s = settings.idle_quantum_ms / 1000.0
         self._deficit.configure(settings)
-        self._budget.configure(settings)
+        self._budget.configure(settings.tbt_slowdown, SPAN_S * (settings.tbt_slowdown - 1.0))
 
     def arrived(self, task: Task, now: float) -> None:
         """Start the wait of fine-tuning at its first task that is not of a job or a pass."""
@@ -52,16 +49,14 @@ class MaceSpare(Spare):
         steps = [outcome.task for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         if len(steps) < len(result.outcomes):
             spent_s = result.forward_s + sum([seconds for _, seconds in result.units])
-            serving_s, lent_s = spent_s - finetune_s, finetune_s if self._lending else 0.0
-            self._budget.settle(serving_s, self.used_s(serving_s), finetune_s - lent_s, now)
-            self.lent_s += lent_s
+            self.settle(spent_s - finetune_s, finetune_s, now)
         for task in steps:
             if task in self._tasks:
                 self._deficit.pay(task, finetune_s, now, plan.prepaid)
 
-    def used_s(self, serving_s: float) -> float:
-        """Return the seconds of an iteration's serving that count as load: all of them."""
-        return serving_s
+    def settle(self, serving_s: float, finetune_s: float, now: float) -> None:
+        """Account for the seconds of an iteration that served."""
+        self._budget.settle(serving_s, serving_s, finetune_s, now)
 
     def waited_s(self, now: float) -> float:
         """Return the wait of all fine-tuning, less what its work has paid for; jobs and passes do not count."""
@@ -102,36 +97,3 @@ class MaceSpare(Spare):
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
         spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
         return max(0.0, forward_s + spare_s * free)
-
-
-class ReaderSpare(MaceSpare):
-    """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
-
-    Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`). Anybody
-    else brings in the slow-down that `MaceSpare` allows, where the load is what serving really uses: a lone answer
-    keeps a device busy that is bound by reading the weights, and leaves nearly all of its capacity.
-    """
-
-    def used_s(self, serving_s: float) -> float:
-        """Return the seconds of an iteration's serving less one pass's price, which is no load."""
-        return max(0.0, serving_s - self.cost.pass_s)
-
-    def begun(self, plan: Plan, now: float) -> None:
-        """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
-        self._lending = _all_read(plan)
-
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
-        """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
-        if _all_read(draft.plan):
-            return self._beside_s(draft, now, math.inf)
-        return super().limit_s(draft, now)
-
-
-def _all_read(plan: Plan) -> bool:
-    """Whether a plan serves anybody, and readers alone."""
-    finetune = Kind.FINETUNE
-    for grant in plan.grants:
-        if grant.task.reader is None and grant.task.kind is not finetune:
-            return False
-    # Fine-tuning is granted last.
-    return bool(plan.grants) and plan.grants[0].task.kind is not finetune
