@@ -143,7 +143,9 @@ class SameTargets(Simulation):
     alone_ms: Sequence[tuple[int, float]]
 
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
-        return lambda tokens: float(np.interp(tokens, *zip(*self.alone_ms, strict=True))) / 1e3
+        return lambda tokens: (
+            float(np.interp(tokens, [n for n, _ in self.alone_ms], [ms for _, ms in self.alone_ms])) / 1e3
+        )
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
