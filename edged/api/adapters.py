@@ -30,7 +30,7 @@ from edged.settings.load import USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
-from edged.store.jobs.jobs import open_job_of
+from edged.store.jobs.jobs import checkpoint_of, open_job_of
 
 _SERIES_PAIRS = 500
 MOST_SERIES_PAIRS = 100_000
@@ -167,10 +167,13 @@ async def import_adapter(request: web.Request) -> Imported:
 
 
 async def _demand_no_job(services: Services, name: str) -> None:
-    """Raise ApiError (409) while a fine-tuning job makes an adapter."""
-    job = await asyncio.to_thread(services.store.read, lambda db: open_job_of(db, name))
-    if job:
+    """Raise ApiError (409) while a fine-tuning job makes an adapter, and where it is, or was, a job's checkpoint."""
+    read = services.store.read
+    if job := await asyncio.to_thread(read, lambda db: open_job_of(db, name)):
         raise ApiError(409, f'job "{job}" makes adapter "{name}": wait for its end, or cancel it', code="job_runs")
+    if job := await asyncio.to_thread(read, lambda db: checkpoint_of(db, name)):
+        told = f'adapter "{name}" is a checkpoint of job "{job}", which stays as it is: begin another job with it'
+        raise ApiError(409, told, code="checkpoint")
 
 
 async def _uploaded(

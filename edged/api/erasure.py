@@ -3,13 +3,15 @@
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.api.services import Services
 from edged.store import StoreError, erasure, forgetting, utc_now, utc_text
-from edged.store.adapters import REPORTS_AT_ONCE, forget_files, forget_learning, forget_reports
+from edged.store.adapters import forget_files, forget_learning, forget_reports
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
 from edged.store.jobs.jobs import open_jobs_of_user
@@ -24,7 +26,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     It blocks for minutes: not for the event loop.
     """
     store, began_s, stages = services.store, time.monotonic(), services.forgetting_stages
-    folder, now, learned = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), True
+    folder, now, learned = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), False
 
     def stage(what: str) -> None:
         stages[name] = what
@@ -35,32 +37,30 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         for job in store.read(lambda db: open_jobs_of_user(db, name)):
             services.job_runner.end(job)
         stage("deleting its rows")
-        reports, count = 0, REPORTS_AT_ONCE
-        while count == REPORTS_AT_ONCE:
-            count = store.write(lambda db: forget_reports(db, name)).result()
+        reports = 0
+        while count := store.write(lambda db: forget_reports(db, name)).result():
             reports += count
         erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
         erased.rows["job_events"] += reports
-        files = [store.path.parent / FILES_FOLDER / file for file in erased.file_ids]
         for job in erased.jobs:
             services.job_runner.end(job)
-        services.reading_speeds.forget(name)
-        services.version_answers.forget(name)
         services.job_runner.refresh()
         # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")
-        try:
-            gone = forgetting.deleted(name, services.engine.forget(name, erased.pair_ids).result)
-        except UnknownAdapter:
-            learned, gone = False, True
-        gone &= forgetting.deleted(name, lambda: _unlink(files))
-        gone &= forgetting.deleted(name, lambda: forget_files(folder, name, store.read(served_base)))
-        services.engine.hold_back(name, not gone)
-        # And what the engine recorded of it meanwhile.
-        store.write(lambda db: forget_learning(db, name)).result()
+        gone = forgetting.deleted(name, lambda: _unlink(store.path.parent / FILES_FOLDER, erased.file_ids))
+        for adapter in erased.adapters:
+            services.reading_speeds.forget(adapter)
+            services.version_answers.forget(adapter)
+            with suppress(UnknownAdapter):
+                gone &= forgetting.deleted(adapter, services.engine.forget(adapter, erased.pair_ids).result)
+                learned = True
+            gone &= forgetting.deleted(adapter, partial(forget_files, folder, adapter, store.read(served_base)))
+            services.engine.hold_back(adapter, not gone)
+            # And what the engine recorded of it meanwhile.
+            store.write(partial(forget_learning, adapter=adapter)).result()
         if not learned and gone and not any(erased.rows.values()):
-            store.write(lambda db: erasure.end_forgetting(db, name)).result()
+            store.write(lambda db: erasure.end_forgetting(db, *erased.adapters)).result()
             return None
         stage("searching for what is left")
         searched = forgetting.search(store, folder, name, erased.texts, now)
@@ -68,17 +68,17 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         vacuumed = _vacuum(services.maintenance)
         if gone:
             # Not before the log is empty, so that a crash leaves the tombstone; then the tombstone's bytes go, too.
-            store.write(lambda db: erasure.end_forgetting(db, name)).result()
+            store.write(lambda db: erasure.end_forgetting(db, *erased.adapters)).result()
             vacuumed &= _vacuum(services.maintenance)
     finally:
         stages.pop(name, None)
     return forgetting.report(erased, searched, vacuumed)
 
 
-def _unlink(paths: Sequence[Path]) -> None:
+def _unlink(folder: Path, names: Sequence[str]) -> None:
     """Delete files. Raises OSError."""
-    for path in paths:
-        path.unlink(missing_ok=True)
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
 
 
 def _vacuum(maintenance: Maintenance) -> bool:

@@ -20,7 +20,7 @@ from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
 from edged.store.feedback import PairRow, count_queued, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
-from edged.store.jobs.jobs import open_jobs
+from edged.store.jobs.jobs import checkpoint_of, open_jobs
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -136,16 +136,16 @@ class FeedbackIntake:
         pairs: list[TokenPair] = []
         in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model))}
         for row in self._rows(pair_ids):
-            if row.adapter in in_jobs:
+            off = row.single and self.settings.now.align.unpaired == "off" and row.state != "skipped"
+            if off or row.adapter in in_jobs:
                 self._withheld.add(row.id)
                 continue
             if row.state == "skipped":
                 # Dropped since it was to be submitted.
                 continue
-            if row.single and self.settings.now.align.unpaired == "off":
-                self._withheld.add(row.id)
-                continue
             try:
+                if self.store.read(partial(checkpoint_of, adapter=row.adapter)):
+                    raise UnusablePrompt(f"{row.adapter} is a checkpoint of a fine-tuning job, which stays as it is")
                 pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)

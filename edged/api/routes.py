@@ -42,6 +42,7 @@ _PAGE: dict[str, dict[str, Any]] = {
 }
 _FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": files.MOST_LISTED}, **_AFTER,
           "purpose": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]}}  # fmt: skip
+_JOB: dict[str, Any] = {"role": "train", "answer": bodies.Job, "errors": (404,)}
 _SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MOST_SECONDS}}
 
 
@@ -93,15 +94,14 @@ ROUTES = (
     Route("POST", "/v1/fine_tuning/jobs", finetuning.create, role="train",
           body=(bodies.JobRequest,), answer=bodies.Job, errors=(404, 409)),
     Route("GET", "/v1/fine_tuning/jobs", finetuning.list_jobs, role="train", query=_PAGE, answer=bodies.JobList),
-    Route("GET", "/v1/fine_tuning/jobs/{id}", finetuning.get_job, role="train", answer=bodies.Job, errors=(404,)),
-    Route("POST", "/v1/fine_tuning/jobs/{id}/cancel", finetuning.cancel, role="train",
-          answer=bodies.Job, errors=(404,)),
-    Route("POST", "/v1/fine_tuning/jobs/{id}/pause", finetuning.pause, role="train",
-          answer=bodies.Job, errors=(404,)),
-    Route("POST", "/v1/fine_tuning/jobs/{id}/resume", finetuning.resume, role="train",
-          answer=bodies.Job, errors=(404,)),
+    Route("GET", "/v1/fine_tuning/jobs/{id}", finetuning.get_job, **_JOB),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/cancel", finetuning.cancel, **_JOB),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/pause", finetuning.pause, **_JOB),
+    Route("POST", "/v1/fine_tuning/jobs/{id}/resume", finetuning.resume, **_JOB),
     Route("GET", "/v1/fine_tuning/jobs/{id}/events", finetuning.events, role="train",
           query=_PAGE, answer=bodies.EventList, errors=(404,)),
+    Route("GET", "/v1/fine_tuning/jobs/{id}/checkpoints", finetuning.checkpoints, role="train",
+          query=_PAGE, answer=bodies.CheckpointList, errors=(404,)),
     Route("GET", "/v1/backup", operations.backup, query=_VERSIONS, media=_TAR),
     Route("GET", "/v1/store", operations.store_report, answer=responses.StoreReport),
     Route("POST", "/v1/store/prune", operations.prune, answer=responses.Pruned),

@@ -75,10 +75,15 @@ def list_jobs(client: Client) -> Any:
 @click.argument("job")
 @asks_daemon
 def show(client: Client, job: str) -> Any:
-    """A job, and the end of its report."""
+    """A job, the end of its report, and its checkpoints: versions at the ends of epochs, which answer, too."""
     data = client.get(_path(JOBS, job))
-    report = client.get(f"{_path(JOBS, job)}/events?limit=10")["data"]
-    return {**data, "events": report}, lambda: [*map(_line, reversed(report)), _summary(data)]
+    report, kept = (client.get(f"{_path(JOBS, job)}/{part}?limit=10")["data"] for part in ("events", "checkpoints"))
+    told = f"checkpoints: {', '.join(each['fine_tuned_model_checkpoint'] for each in reversed(kept)) or 'none'}"
+    return {**data, "events": report, "checkpoints": kept}, lambda: [
+        *map(_line, reversed(report)),
+        told,
+        _summary(data),
+    ]
 
 
 @finetune.command()

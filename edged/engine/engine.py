@@ -229,6 +229,10 @@ class Engine:
         """End an adapter's job; the future has the version that it leaves when that is on disk, or UnknownAdapter."""
         return self.commands.ask_at_length(lambda: self.finetuning.end_job(adapter))
 
+    def save(self, adapter: str) -> Future[int]:
+        """Write an adapter's current version; the future has its number when it is on disk, or UnknownAdapter."""
+        return self.commands.ask_at_length(lambda: self.finetuning.save(adapter))
+
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version as a new one; the future has its number when it is on disk.
 

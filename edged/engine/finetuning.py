@@ -182,39 +182,36 @@ class FinetuneJobs:
 
     def start_job(self, plan: JobPlan) -> Future[int]:
         """Begin to train an adapter by a job's plan, once it is read; the future has the number of steps it took."""
-        answer: Future[int] = Future()
         adapter_cache = self._trainer.adapter_cache
 
-        def take(done: Future[AdapterState] | None) -> None:
-            try:
-                if done is None:
-                    raise UnknownAdapter(plan.adapter)
-                adapter_cache.adopt(done.result())
-                steps = self._trainer.start_job(plan)
-            except Exception as error:
-                answer.set_exception(error)
-            else:
-                answer.set_result(steps)
+        def start(state: AdapterState) -> Future[int]:
+            adapter_cache.adopt(state)
+            steps: Future[int] = Future()
+            steps.set_result(self._trainer.start_job(plan))
+            return steps
 
-        self._loader.read(plan.adapter, partial(adapter_cache.load, plan.adapter), take)
-        return answer
+        return self._once_read(plan.adapter, partial(adapter_cache.load, plan.adapter), start)
 
     def end_job(self, adapter: str) -> Future[int]:
         """End an adapter's job; the future has the version that it leaves, once that is on disk.
 
         Raises UnknownAdapter.
         """
-        if adapter not in self._trainer.adapter_cache.versions:
-            raise UnknownAdapter(adapter)
         self.abandon(adapter)
         self._trainer.end_job(adapter)
-        return self._writer.saved(adapter, self._trainer.adapter_cache.version(adapter))
+        return self.save(adapter)
 
     def under_way(self, adapter: str) -> bool:
         """Whether a step or test of an adapter is under way; may be called on any thread."""
         return any(adapter in job.step.adapters for job in list(self.jobs.values()))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def save(self, adapter: str) -> Future[int]:
+        """Write an adapter's current version now; the future has it once it is on disk. Raises UnknownAdapter."""
+        if adapter not in self._trainer.adapter_cache.versions:
+            raise UnknownAdapter(adapter)
+        return self._writer.saved(adapter, self._trainer.adapter_cache.version(adapter))
 
     def rollback(self, adapter: str, version: int) -> Future[int]:
         """Publish an earlier version's weights as a new one, once they are read; see `replace_version`.
@@ -224,7 +221,7 @@ class FinetuneJobs:
         if adapter not in self._trainer.adapter_cache.versions:
             raise UnknownAdapter(adapter)
         if version == self._trainer.adapter_cache.version(adapter):
-            return self._writer.saved(adapter, version)
+            return self.save(adapter)
         read = partial(self._trainer.versions.read, adapter, version)
         return self.replace_version(adapter, read, f"rollback to {version}", version)
 
@@ -235,21 +232,33 @@ class FinetuneJobs:
 
         The future has the new version's number when it is on disk, or raises what `read` and `AdapterWriter.saved` do.
         """
+
+        def publish(state: AdapterState) -> Future[int]:
+            if adapter in self._trainer.jobs:
+                raise AdapterError(f'a fine-tuning job makes adapter "{adapter}": wait for its end, or cancel it')
+            self.abandon(adapter)
+            return self._writer.saved(adapter, self._trainer.versions.replace(state, reason, restored))
+
+        return self._once_read(adapter, read, publish)
+
+    def _once_read(
+        self, adapter: str, read: Callable[[], AdapterState], then: Callable[[AdapterState], Future[int]]
+    ) -> Future[int]:
+        """Have the loader's thread read a state, and do something with it; returns the future of that.
+
+        It raises UnknownAdapter where the adapter is forgotten before.
+        """
         answer: Future[int] = Future()
 
         def take(done: Future[AdapterState] | None) -> None:
             try:
                 if done is None:
                     raise UnknownAdapter(adapter)
-                state = done.result()
-                if adapter in self._trainer.jobs:
-                    raise AdapterError(f'a fine-tuning job makes adapter "{adapter}": wait for its end, or cancel it')
-                self.abandon(adapter)
-                saved = self._writer.saved(adapter, self._trainer.versions.replace(state, reason, restored))
+                begun = then(done.result())
             except Exception as error:
                 answer.set_exception(error)
             else:
-                saved.add_done_callback(lambda _: pass_on(saved, answer))
+                begun.add_done_callback(lambda _: pass_on(begun, answer))
 
         self._loader.read(adapter, read, take)
         return answer

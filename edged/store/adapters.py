@@ -117,6 +117,7 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
         "completions": "adapter = :adapter OR user = :adapter",
         "application_runs": "user = :adapter",
         "job_events": f"job_id IN ({_JOBS})",
+        "job_checkpoints": f"adapter = :adapter OR job_id IN ({_JOBS})",
         "files": "id IN (SELECT value FROM json_each(:files))",
         "jobs": f"id IN ({_JOBS})",
     }

@@ -5,6 +5,7 @@ the user did after `started_at` is new and stays.
 """
 
 import json
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from sqlite_utils import Database
 from edged.store.adapters import forget_adapter
 from edged.store.data_dir import paths_under
 from edged.store.jobs.files import file_ids_of_user
-from edged.store.jobs.jobs import JobRow, open_jobs_of_user
+from edged.store.jobs.jobs import JobRow, checkpoints_of_user, open_jobs_of_user
 from edged.store.rows import first_column, first_value
 
 _MOST_TEXTS = 32
@@ -31,7 +32,7 @@ _OTHERS = {
 _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps", "application_runs"),
-    *("files", "jobs", "job_events"),
+    *("files", "jobs", "job_events", "job_checkpoints"),
 )
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),
@@ -52,14 +53,21 @@ class Erased:
     file_ids: list[str]
     jobs: list[JobRow]
     """Jobs that were open until then."""
+    adapters: list[str]
+    """The user's, and the checkpoints of the user's jobs."""
 
 
 def begin_forgetting(db: Database, name: str, now: str) -> Erased:
-    """Delete the user's rows and leave the tombstone, in one transaction."""
-    texts, file_ids, jobs = _texts_of(db, name), file_ids_of_user(db, name), open_jobs_of_user(db, name)
-    rows, pair_ids = forget_adapter(db, name)
-    db.execute("INSERT OR REPLACE INTO forgetting VALUES (?, ?)", [name, now])
-    return Erased(rows, pair_ids, texts, file_ids, jobs)
+    """Delete the rows of the user and of checkpoints of the user's jobs, and leave tombstones, in one transaction."""
+    texts, file_ids, adapters = _texts_of(db, name), file_ids_of_user(db, name), [*checkpoints_of_user(db, name), name]
+    rows, pair_ids, jobs = Counter[str](), set[int](), list[JobRow]()
+    for adapter in adapters:
+        jobs += open_jobs_of_user(db, adapter)
+        deleted, ids = forget_adapter(db, adapter)
+        rows.update(deleted)
+        pair_ids |= ids
+        db.execute("INSERT OR REPLACE INTO forgetting VALUES (?, ?)", [adapter, now])
+    return Erased(rows, pair_ids, texts, file_ids, jobs, adapters)
 
 
 def unfinished(db: Database) -> list[tuple[str, str]]:
@@ -67,9 +75,9 @@ def unfinished(db: Database) -> list[tuple[str, str]]:
     return db.execute("SELECT adapter, started_at FROM forgetting").fetchall()
 
 
-def end_forgetting(db: Database, name: str) -> None:
-    """Delete the tombstone, when everything is gone."""
-    db.execute("DELETE FROM forgetting WHERE adapter = ?", [name])
+def end_forgetting(db: Database, *names: str) -> None:
+    """Delete the tombstones, when everything is gone."""
+    db.execute("DELETE FROM forgetting WHERE adapter IN (SELECT value FROM json_each(?))", [json.dumps(names)])
 
 
 def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ def forget_stopped(store: Store, name: str) -> dict[str, Any] | None:
     adapters, now = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now())
     had_files = any(adapters.glob(f"*/{name}"))
     erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
+    for kept in erased.adapters[:-1]:
+        _finish(store, adapters, kept, (), now)
     searched, emptied, _ = _finish(store, adapters, name, erased.texts, now)
     return report(erased, searched, emptied) if had_files or any(erased.rows.values()) else None
 
@@ -83,6 +85,6 @@ def _finish(
     emptied = store.write(checkpoint, alone=True).result()
     if gone:
         # Not before the log is empty, so that a crash leaves the tombstone; then the tombstone's bytes go, too.
-        store.write(partial(erasure.end_forgetting, name=name)).result()
+        store.write(lambda db: erasure.end_forgetting(db, name)).result()
         emptied &= store.write(checkpoint, alone=True).result()
     return searched, emptied, gone

@@ -149,9 +149,15 @@ def m014_validation(db: Database) -> None:
     db.execute("ALTER TABLE files ADD COLUMN expires_at TEXT")
 
 
+def m015_checkpoints(db: Database) -> None:
+    """Versions of fine-tuning jobs that are kept as adapters of their own."""
+    columns = "adapter TEXT PRIMARY KEY, job_id TEXT NOT NULL, step INTEGER NOT NULL, created_at TEXT NOT NULL"
+    db.execute(f"CREATE TABLE job_checkpoints ({columns}, UNIQUE (job_id, step))")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
-    *(m013_jobs, m014_validation),
+    *(m013_jobs, m014_validation, m015_checkpoints),
 )
 
 

@@ -41,6 +41,8 @@ def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path
     assert shown["method"]["dpo"]["hyperparameters"]["beta"] == 0.2
     assert shown["method"]["dpo"]["hyperparameters"]["learning_rate_multiplier"] == 2.0
     assert shown["events"][0]["message"] == "The job has successfully completed: tiny:made is ready"
+    assert [each["step_number"] for each in shown["checkpoints"]] == [2]
+    assert "checkpoints: tiny:made\n" in daemon.run("finetune", "show", job).stdout
     assert json.loads(daemon.run("finetune", "list", "--json").stdout)["data"][0]["id"] == job
     assert job in daemon.run("finetune", "list").stdout
     assert "nothing to cancel" in daemon.run("finetune", "cancel", job, code=1).stderr

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlite_utils import Database
@@ -19,7 +20,7 @@ from edged.store.completions import insert_completion, users_of_completion
 from edged.store.data_dir import erase_folder
 from edged.store.forgetting import deleted, finish_forgetting, forget_stopped
 from edged.store.jobs.files import keep_file
-from edged.store.jobs.jobs import JobRow, add_event, find_job, insert_job, list_events
+from edged.store.jobs.jobs import JobRow, add_event, find_job, insert_job, keep_checkpoint, list_events
 from tests.store.rows import MOMENT, completion
 
 
@@ -213,6 +214,47 @@ def test_what_was_made_until_a_forgetting_begins_is_told_by_it(store: Store) -> 
     kept = keep_file(store, "ann", "a.jsonl", "fine-tune", draft, "digest")
     erased = store.write(lambda db: erasure.begin_forgetting(db, "ann", MOMENT)).result()
     assert (erased.file_ids, erased.jobs) == ([kept.id], [row])
+
+
+def test_checkpoints_of_a_users_jobs_are_forgotten_with_the_user(store: Store) -> None:
+    row = JobRow("job", MOMENT, "ann", "base", "tiny", "", "anns", "dpo", {}, 1, "file", {}, "succeeded")
+    later = JobRow("later", MOMENT, "bob", "base", "tiny:anns@4", "anns@4", "bobs", "dpo", {}, 1, "file", {})
+
+    def begin(db: Database) -> None:
+        insert_job(db, row)
+        insert_job(db, later)
+        for step in (2, 4):
+            assert keep_checkpoint(db, MOMENT, "job", step, f"anns@{step}", True)
+
+    store.write(begin).result()
+    folders = [make(store, "anns@4", base) for base in ("base", "other")]
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert told["verified"]
+    assert told["rows_deleted"]["job_checkpoints"] == 2
+    assert told["rows_deleted"]["adapter_versions"] == 1
+    assert not any(folder.parent.exists() for folder in folders)
+    assert store.read(erasure.unfinished) == []
+    found = store.read(lambda db: find_job(db, "later"))
+    assert found is not None
+    assert (found.status, found.parent) == ("failed", "")
+
+
+def test_a_checkpoint_has_a_name_that_is_free_and_a_job(store: Store) -> None:
+    row = JobRow("job", MOMENT, "ann", "base", "tiny", "", "anns", "dpo", {}, 1, "file", {}, "running")
+    other = JobRow("other", MOMENT, "ann", "base", "tiny", "", "anns@4", "dpo", {}, 1, "file", {})
+
+    def keep(*about: Any) -> bool:
+        return store.write(lambda db: keep_checkpoint(db, MOMENT, *about)).result()
+
+    assert not keep("job", 2, "anns@2", True), "the job was forgotten"
+    store.write(lambda db: insert_job(db, row)).result()
+    store.write(lambda db: insert_job(db, other)).result()
+    assert not keep("job", 2, "anns@2", False)
+    assert keep("job", 2, "anns@2", True)
+    assert keep("job", 2, "anns@2", False), "it is known"
+    assert not keep("other", 2, "anns@2", True)
+    assert not keep("job", 4, "anns@4", True), "an open job makes it"
 
 
 def test_reports_of_jobs_are_deleted_in_slices(store: Store) -> None:

@@ -10,7 +10,6 @@ from edged.api.requests import Body
 from edged.api.responses import Answer
 
 _Auto = Literal["auto"]
-_METHODS = [*LOSSES]
 
 
 class Hyperparameters(Body):
@@ -31,7 +30,7 @@ class MethodHyperparameters(Body):
 class JobMethod(Body):
     """How a job learns: the hyperparameters are in the field of the type's name."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": _METHODS})]
+    type: Annotated[str, Field(json_schema_extra={"enum": [*LOSSES]})]
     supervised: MethodHyperparameters | None = None
     dpo: MethodHyperparameters | None = None
     ipo: MethodHyperparameters | None = None
@@ -156,3 +155,21 @@ class EventList(_Page):
     """A page of a job's events."""
 
     data: list[JobReport]
+
+
+class Checkpoint(Answer):
+    """The version of a job after an epoch."""
+
+    id: str
+    object: Literal["fine_tuning.job.checkpoint"]
+    created_at: int
+    fine_tuned_model_checkpoint: str
+    fine_tuning_job_id: str
+    step_number: int
+    metrics: dict[str, float]
+
+
+class CheckpointList(_Page):
+    """A page of a job's checkpoints."""
+
+    data: list[Checkpoint]

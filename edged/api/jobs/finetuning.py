@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -11,8 +12,9 @@ from sqlite_utils import Database
 
 from edged.api.access import Caller, caller_of, id_of, matches_user
 from edged.api.errors import ApiError, bad_request
-from edged.api.jobs.bodies import EventList, Job, JobError, JobList, JobReport, JobRequest
+from edged.api.jobs.bodies import Checkpoint, CheckpointList, EventList, Job, JobError, JobList, JobReport, JobRequest
 from edged.api.jobs.files import demand_enabled, found_file, owner_of, owns, queried_id, unix_s
+from edged.api.jobs.runner import JobRunner
 from edged.api.models import split_model
 from edged.api.requests import queried_integer, read_body
 from edged.api.services import Services, services_of
@@ -21,6 +23,8 @@ from edged.store import utc_now, utc_text
 from edged.store.jobs import files, jobs
 
 MOST_LISTED = 100
+_AS_STORED = ("id", "model", "hyperparameters", "seed", "trained_tokens", *jobs.FILES, "metadata")
+_CHECKPOINT_METRICS = ("step", "train_loss", "valid_loss", "full_valid_loss")
 _EVENT = "ftevent-"
 """Beginning of events' ids."""
 
@@ -154,14 +158,7 @@ async def cancel(request: web.Request) -> Job:
 
     What it has learned stays: the last version is served as BASE:SUFFIX.
     """
-    runner = services_of(request).job_runner
-
-    def end(row: jobs.JobRow) -> None:
-        runner.end(row)
-        # The adapter of a job that never began is its owner's no more.
-        runner.refresh()
-
-    return await _changed(request, "cancel", end)
+    return await _changed(request, "cancel", JobRunner.end)
 
 
 async def pause(request: web.Request) -> Job:
@@ -169,24 +166,22 @@ async def pause(request: web.Request) -> Job:
 
     It keeps its place, and goes on where it was when it is resumed.
     """
-    runner = services_of(request).job_runner
-    return await _changed(request, "pause", lambda row: runner.pause(row, True))
+    return await _changed(request, "pause", partial(JobRunner.pause, paused=True))
 
 
 async def resume(request: web.Request) -> Job:
     """Let a paused job go on."""
-    runner = services_of(request).job_runner
-    return await _changed(request, "resume", lambda row: runner.pause(row, False))
+    return await _changed(request, "resume", partial(JobRunner.pause, paused=False))
 
 
-async def _changed(request: web.Request, what: str, change: Callable[[jobs.JobRow], None]) -> Job:
+async def _changed(request: web.Request, what: str, change: Callable[[JobRunner, jobs.JobRow], None]) -> Job:
     """Change an open job. Raises ApiError."""
     row = await asyncio.to_thread(_found, request)
     if row.status not in jobs.OPEN:
         raise bad_request(f'job "{row.id}" has {row.status}: there is nothing to {what}', "id")
     services, whose = services_of(request), caller_of(request).tenant
     services.claim("change", whose)
-    changed = asyncio.ensure_future(asyncio.to_thread(change, row))
+    changed = asyncio.ensure_future(asyncio.to_thread(change, services.job_runner, row))
     changed.add_done_callback(lambda _: services.free("change", whose))
     # Shielded from the client's disconnect: it is half changed.
     await asyncio.shield(changed)
@@ -214,6 +209,34 @@ def _event(event: jobs.JobEvent) -> JobReport:
     return JobReport(id=f"{_EVENT}{event.id}", object="fine_tuning.job.event", **about)
 
 
+async def checkpoints(request: web.Request) -> CheckpointList:
+    """The versions of a job after its epochs that answer, newest first.
+
+    The last three before the end, each an adapter SUFFIX@STEP, and the result of a job that has succeeded.
+    """
+    services, row = services_of(request), await asyncio.to_thread(_found, request)
+    limit, after = _page(request)
+
+    def read(db: Database) -> list[Checkpoint]:
+        kept = jobs.checkpoints(db, row.id)[: jobs.KEPT_CHECKPOINTS]
+        if row.status == "succeeded":
+            kept.insert(0, (services.job_runner.plan(row).steps, row.adapter, row.finished_at or ""))
+        return [_checkpoint(db, services, row, each) for each in kept if services.engine.version(each[1]) is not None]
+
+    shown = await asyncio.to_thread(services.store.read, read)
+    begin = next((place + 1 for place, each in enumerate(shown) if each.id == after), len(shown) if after else 0)
+    return CheckpointList(object="list", data=shown[begin : begin + limit], has_more=len(shown) > begin + limit)
+
+
+def _checkpoint(db: Database, services: Services, row: jobs.JobRow, kept: tuple[int, str, str]) -> Checkpoint:
+    step, adapter, created_at = kept
+    known = next((each for each in jobs.metrics_after(db, row.id, step - 1, 1) if each["step"] == step), {"step": step})
+    about: dict[str, Any] = {"metrics": {name: known[name] for name in _CHECKPOINT_METRICS if name in known}}
+    about |= {"id": f"{row.id.replace('ftjob', 'ftckpt')}-{step}", "fine_tuning_job_id": row.id, "step_number": step}
+    about |= {"fine_tuned_model_checkpoint": f"{services.model}:{adapter}", "created_at": unix_s(created_at)}
+    return Checkpoint(object="fine_tuning.job.checkpoint", **about)
+
+
 def _found(request: web.Request) -> jobs.JobRow:
     """Return a job of the caller's. Raises ApiError (404) for one that is unknown or another's."""
     job_id = request.match_info["id"]
@@ -229,23 +252,16 @@ def _shown(services: Services, row: jobs.JobRow) -> Job:
         error = JobError(code=row.error_code or "", message=row.error, param=row.error_param)
     done, pace = row.status == "succeeded", services.job_runner.paces.get(row.id)
     return Job(
-        id=row.id,
         object="fine_tuning.job",
         created_at=unix_s(row.created_at),
         finished_at=unix_s(row.finished_at) if row.finished_at else None,
         estimated_finish=pace.finish_s(time.time()) if pace is not None else None,
-        model=row.model,
         fine_tuned_model=f"{services.model}:{row.adapter}" if done else None,
         organization_id="",
         status="queued" if row.paused and row.finished_at is None else row.status,
         error=error,
-        hyperparameters=row.hyperparameters,
         method={"type": row.method, row.method: {"hyperparameters": row.hyperparameters}},
-        seed=row.seed,
-        trained_tokens=row.trained_tokens,
-        training_file=row.training_file,
-        validation_file=row.validation_file,
         result_files=[row.result_file] if row.result_file else [],
         integrations=[],
-        metadata=row.metadata,
+        **{name: getattr(row, name) for name in _AS_STORED},
     )

@@ -28,8 +28,9 @@ from edged.engine.engine import Engine
 from edged.engine.request import EngineStopping
 from edged.runtime import logs
 from edged.settings.live import Live
-from edged.settings.load import Settings
+from edged.settings.load import USER_NAME, Settings
 from edged.store import Store, StoreError, utc_now, utc_text
+from edged.store.adapters import forget_learning
 from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
 from edged.store.feedback import PairRow, Side
 from edged.store.jobs import files, jobs
@@ -63,22 +64,6 @@ class _JobStopped(Exception):
     """The daemon stops, the job was cancelled or paused, or another owner's job has its turn."""
 
 
-@dataclass(slots=True)
-class _Validation:
-    """How far the validation after a step is: batches, the sum of their examples' losses, and the mean of a part."""
-
-    step: int
-    batches: int = 0
-    loss: float = 0.0
-    examples: int = 0
-    part: float = 0.0
-
-    @property
-    def mean(self) -> float:
-        """Mean loss of the examples so far; 0 of none."""
-        return self.loss / self.examples if self.examples else 0.0
-
-
 @dataclass(eq=False)
 class JobRunner:
     """Checks one file and trains one job at a time, on two threads; owners take turns.
@@ -108,9 +93,9 @@ class JobRunner:
         self._under_way: set[str] = set()
         """Jobs that are being checked or trained."""
         self._told: set[tuple[str, str]] = set()
-        """(Job, what of it is told once): files with an example that was cut, or left out."""
-        self._validations: dict[str, _Validation] = {}
-        """Validations that are under way, by job: another owner's turn may come within one."""
+        """(Job, what of it is told once)."""
+        self._validations: dict[tuple[str, int], list[tuple[float, int]]] = {}
+        """(Mean loss, number of examples) of validation batches, by (job, step): another's turn may come within."""
         self._turn_ends_s = 0.0
         """When the job that is trained lets another owner's have its turn."""
         self._steps: deque[JobStepped] = deque()
@@ -121,10 +106,8 @@ class JobRunner:
         self.adapters_by_owner: dict[str, frozenset[str]] = {}
         """Adapters that jobs make, or made a version of, by the jobs' owners."""
         self._threads = [
-            threading.Thread(target=self._loop, args=(work,), name=f"edged-jobs-{number}", daemon=True)
-            for number, work in enumerate(
-                (partial(self._run_next, self._check, False), partial(self._run_next, self._train, True))
-            )
+            threading.Thread(target=self._loop, args=(work, checked), name=f"edged-jobs-{checked:d}", daemon=True)
+            for work, checked in ((self._check, False), (self._train, True))
         ]
 
     # -- from other threads ------------------------------------------------------------------------------------------
@@ -157,8 +140,14 @@ class JobRunner:
 
     def readings(self) -> dict[str, Any]:
         """Return the metrics of jobs. Raises StoreError."""
-        counts = self.store.read(jobs.count_by_status)
-        return {"edged_jobs": counts, "edged_job_tokens_total": self._tokens}
+        return {"edged_jobs": self.store.read(jobs.count_by_status), "edged_job_tokens_total": self._tokens}
+
+    def plan(self, job: jobs.JobRow) -> JobPlan:
+        """Return the plan of a job whose hyperparameters are settled."""
+        settled = job.hyperparameters
+        align = job_settings(self.settings.now.align, job.method, settled)
+        sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
+        return JobPlan(job.id, job.adapter, align, *sizes)
 
     def end(self, job: jobs.JobRow) -> None:
         """Cancel an open job, whose last version stays and is on disk then. Raises StoreError."""
@@ -199,14 +188,14 @@ class JobRunner:
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
-    def _loop(self, work: Callable[[dict[str, int]], bool]) -> None:
-        """Work as long as there is something to do; wait then."""
-        turns: dict[str, int] = {}
+    def _loop(self, work: Callable[[jobs.JobRow], None], checked: bool) -> None:
+        """Do the work of jobs whose files were `checked`, or were not; wait where there are none."""
+        turns: dict[str, float] = {}
         while not self._stopping:
             seen: int = self._changes
             wait_s: float | None = None
             try:
-                if work(turns):
+                if self._run_next(work, checked, turns):
                     continue
             except EngineStopping:
                 log.debug("fine-tuning jobs go on at the next start")
@@ -217,7 +206,7 @@ class JobRunner:
             with self._wake:
                 self._wake.wait_for(partial(lambda seen: self._stopping or self._changes != seen, seen), wait_s)
 
-    def _run_next(self, work: Callable[[jobs.JobRow], None], checked: bool, turns: dict[str, int]) -> bool:
+    def _run_next(self, work: Callable[[jobs.JobRow], None], checked: bool, turns: dict[str, float]) -> bool:
         """Do the work of the next job whose file was `checked`, or was not; returns whether there was one.
 
         The owner whose latest turn is the longest ago has the next one.
@@ -225,11 +214,8 @@ class JobRunner:
         waiting = self._waiting(checked)
         if not waiting:
             return False
-        job = min(waiting, key=lambda job: turns.get(job.owner, 0))
-        latest = max(turns.values(), default=0)
-        for owner in turns.keys() - {job.owner for job in waiting}:
-            del turns[owner]
-        turns[job.owner] = latest + 1
+        job = min(waiting, key=lambda job: turns.get(job.owner, 0.0))
+        turns[job.owner] = time.monotonic()
         with self._wake:
             if job.id in self._stop_requested:
                 return True
@@ -263,12 +249,8 @@ class JobRunner:
         """Return the open jobs whose file was `checked`, or was not; none while nothing may be trained."""
         if not self._may_train:
             return []
-        open_jobs = self.store.read(lambda db: jobs.open_jobs(db, self.base))
-        return [
-            job
-            for job in open_jobs
-            if (job.id in self._checked) is checked and not job.paused and job.id not in self._stop_requested
-        ]
+        open_jobs, left = self.store.read(lambda db: jobs.open_jobs(db, self.base)), self._stop_requested
+        return [job for job in open_jobs if (job.id in self._checked) is checked and not (job.paused or job.id in left)]
 
     def _must_stop(self, job_id: str) -> bool:
         return self._stopping or job_id in self._stop_requested
@@ -296,14 +278,13 @@ class JobRunner:
             settled = auto(examples, job.method, job.hyperparameters)
             highest = self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"]
             settled.setdefault("learning_rate", highest)
-            steps = self._plan(replace(job, examples=examples, hyperparameters=settled)).steps
+            steps = self.plan(replace(job, examples=examples, hyperparameters=settled)).steps
             if steps > MOST_STEPS:
                 told = f"{examples} examples, {settled['n_epochs']} times in batches of {settled['batch_size']}"
                 told += f", are {steps} steps, and a job has at most {MOST_STEPS}: raise batch_size, or lower n_epochs"
                 raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
-            columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled}
-            if job.status == "validating_files":
-                columns["status"] = "queued"
+            status = "queued" if job.status == "validating_files" else job.status
+            columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled, "status": status}
             if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
                 unused.pop_all()
                 self._checked[job.id] = checked
@@ -338,16 +319,9 @@ class JobRunner:
         told = f"The job has successfully completed: {self.model}:{job.adapter} is ready"
         self._finish(job, "succeeded", told)
 
-    def _plan(self, job: jobs.JobRow) -> JobPlan:
-        """Return the plan of a job whose hyperparameters are settled."""
-        settled = job.hyperparameters
-        align = job_settings(self.settings.now.align, job.method, settled)
-        sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
-        return JobPlan(job.id, job.adapter, align, *sizes)
-
     def _begin(self, job: jobs.JobRow) -> JobPlan:
         """Make a job's adapter ready for it; returns its plan. Raises JobFailed, and _JobStopped."""
-        plan = self._plan(job)
+        plan = self.plan(job)
         version = self.engine.version(job.adapter)
         if version and job.status != "running":
             told = f'adapter "{job.adapter}" was taught while the job waited: give another suffix'
@@ -355,7 +329,7 @@ class JobRunner:
         if not self.store.write(lambda db: jobs.update_job(db, job.id, status="running")).result():
             raise _JobStopped
         if job.parent and not version:
-            self._inherit(job)
+            self._copy(job.parent, job.adapter)
         return plan
 
     def _go_on(self, job: jobs.JobRow, plan: JobPlan) -> int:
@@ -371,24 +345,28 @@ class JobRunner:
         self.store.write(write).result()
         return done
 
-    def _inherit(self, job: jobs.JobRow) -> None:
-        """Begin with the weights of another adapter's newest version on disk. Raises JobFailed."""
+    def _copy(self, source: str, adapter: str) -> None:
+        """Make an adapter of the weights of another one's newest version on disk. Raises JobFailed."""
         on_disk = self.engine.adapter_files
-        version, _ = on_disk.newest(job.parent)
+        version, _ = on_disk.newest(source)
         if not version:
-            raise JobFailed(f'adapter "{job.parent}" has no version on disk', "invalid_model", "model")
-        found = on_disk.load(job.parent, version)
-        self._result(self.engine.import_adapter(job.adapter, found.weights, "imported", found.form))
+            raise JobFailed(f'adapter "{source}" has no version on disk', "invalid_model", "model")
+        found = on_disk.load(source, version)
+        self._result(self.engine.import_adapter(adapter, found.weights, "imported", found.form))
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
         fed, pace = done, JobPace()
         self.paces[job.id] = pace
         self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
-        self._validate(job, plan, done)
-        while done < plan.steps:
-            # No step is taken before the loss of the version that it changes is known.
-            ends = plan.epoch_steps * (done // plan.epoch_steps + 1) if job.validation_file else plan.steps
+        while True:
+            if done and not done % plan.epoch_steps:
+                self._validate(job, plan, done)
+                if done == plan.steps:
+                    return
+                self._keep_checkpoint(job, done)
+            # No step is taken before the version that it changes is validated and kept.
+            ends = plan.epoch_steps * (done // plan.epoch_steps + 1)
             while fed < min(ends, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
                 fed += 1
@@ -396,10 +374,30 @@ class JobRunner:
             if step is not None:
                 done = step.step
                 pace.take(step)
-                self._validate(job, plan, done)
-            idle = step is not None or not self.engine.finetuning.under_way(plan.adapter)
-            if done < plan.steps and idle:
+            if done < plan.steps and (step is not None or not self.engine.finetuning.under_way(plan.adapter)):
                 self._yield_turn(job)
+
+    def _keep_checkpoint(self, job: jobs.JobRow, step: int) -> None:
+        """Keep the version after a step as an adapter SUFFIX@STEP, unless that was done, or the name is another's.
+
+        It is on disk then, as the job's own version is; the job's older ones are forgotten.
+        """
+        name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
+        granted = any(name in grant.users for grant in (*access.rules, *access.tokens))
+        known = granted or engine.version(name) is not None or name in engine.adapter_files.left
+        free = not (known or self.store.read(partial(jobs.has_spoken, name=name))) and USER_NAME.fullmatch(name)
+        about = (utc_text(utc_now()), job.id, step, name, bool(free))
+        if not self.store.write(lambda db: jobs.keep_checkpoint(db, *about)).result():
+            self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" is another\'s name, or none')
+            return
+        self.refresh()
+        if not engine.version(name):
+            self._result(engine.save(job.adapter))
+            self._copy(job.adapter, name)
+        for _, old, _ in self.store.read(partial(jobs.checkpoints, job_id=job.id))[jobs.KEPT_CHECKPOINTS :]:
+            if engine.version(old) is not None:
+                self._result(engine.forget(old))
+                self.store.write(partial(forget_learning, adapter=old)).result()
 
     def _yield_turn(self, job: jobs.JobRow) -> None:
         """Raise _JobStopped where a job's turn has ended and another owner's job waits."""
@@ -422,38 +420,29 @@ class JobRunner:
     def _validate(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Report the loss of validation examples after the last step of an epoch, unless it was reported.
 
-        An example that cannot be computed is left out: what was trained is not lost for it. Raises JobFailed, and
-        _JobStopped.
+        What cannot be computed is left out, an example or all: what was trained is not lost for it. Raises JobFailed,
+        and _JobStopped.
         """
-        ended = job.validation_file and done and not done % plan.epoch_steps
-        if not ended or self.store.read(lambda db: jobs.is_validated(db, job.id, done)):
+        if not job.validation_file or self.store.read(lambda db: jobs.is_validated(db, job.id, done)):
             return
         valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
         part = min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
         most = valid.steps if done == plan.steps else part
-        under_way = self._validations.get(job.id)
-        if under_way is None or under_way.step != done:
-            self._validations[job.id] = under_way = _Validation(done)
-        while under_way.batches < most:
-            examples = self._examples(job, valid, under_way.batches, 1)
-            if examples:
+        losses = self._validations.setdefault((job.id, done), [])
+        while len(losses) < most:
+            batch: JobStepped | None = None
+            if examples := self._examples(job, valid, len(losses), 1):
                 self.engine.feed_job(plan.adapter, done, examples)
                 while (batch := self._next_step(job)) is None:
                     pass
-                under_way.loss += batch.loss * batch.validated
-                under_way.examples += batch.validated
-            under_way.batches += 1
-            if under_way.batches == part:
-                under_way.part = under_way.mean
-            if under_way.batches < most:
+            losses.append((batch.loss, batch.validated) if batch is not None else (0.0, 0))
+            if len(losses) < most:
                 self._yield_turn(job)
-        del self._validations[job.id]
-        figures: dict[str, Any] = {"step": done, "total_steps": plan.steps, "valid_loss": under_way.part}
+        figures: dict[str, Any] = {"step": done, "total_steps": plan.steps, "valid_loss": _mean(losses[:part])}
         if most == valid.steps:
-            figures["full_valid_loss"] = under_way.mean
-        if under_way.examples:
-            now = utc_text(utc_now())
-            self.store.write(lambda db: jobs.record_validation(db, now, job.id, figures)).result()
+            figures["full_valid_loss"] = _mean(losses)
+        if any(examples for _, examples in losses):
+            self.store.write(lambda db: jobs.record_validation(db, utc_text(utc_now()), job.id, figures)).result()
 
     def _examples(self, job: jobs.JobRow, plan: JobPlan, step: int, which: int = 0) -> list[TokenPair]:
         """Return the tokenized examples of a step, of the training file or (`which` 1) that of validation.
@@ -473,15 +462,15 @@ class JobRunner:
                     made, note = tokenize_pair(self.tokenizer, row, most)
                 except TokenizerError as error:
                     if which:
-                        self._tell_once(job, file_name, f"line {line}: {error}", "left out")
+                        self._warn_of_example(job, file_name, f"line {line}: {error}", "left out")
                         continue
                     raise JobFailed(f"line {line}: {error}", f"invalid_{file_name}", file_name) from None
                 if note:
-                    self._tell_once(job, file_name, f"line {line}: {note}", "cut")
+                    self._warn_of_example(job, file_name, f"line {line}: {note}", "cut")
                 total += made.tokens
                 if total > _MOST_STEP_TOKENS:
                     if which:
-                        self._tell_once(job, file_name, f"line {line}: too many tokens for a batch", "left out")
+                        self._warn_of_example(job, file_name, f"line {line}: too many tokens for a batch", "left out")
                         return tokens
                     told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
@@ -489,12 +478,15 @@ class JobRunner:
                 tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
         return tokens
 
-    def _tell_once(self, job: jobs.JobRow, name: str, what: str, fate: str) -> None:
+    def _warn_of_example(self, job: jobs.JobRow, name: str, what: str, fate: str) -> None:
         """Warn of the first example of a job's file that is cut, or left out."""
-        if (job.id, name + fate) not in self._told:
-            self._told.add((job.id, name + fate))
-            told = f"{name.replace('_', ' ')}, {what}; further examples that are {fate} are not told"
-            self._tell(job.id, told, "warn")
+        told = f"{name.replace('_', ' ')}, {what}; further examples that are {fate} are not told"
+        self._warn_once(job, name + fate, told)
+
+    def _warn_once(self, job: jobs.JobRow, about: str, message: str) -> None:
+        if (job.id, about) not in self._told:
+            self._told.add((job.id, about))
+            self._tell(job.id, message, "warn")
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -506,8 +498,7 @@ class JobRunner:
         if failure is not None:
             columns |= {"error": str(failure), "error_code": failure.code, "error_param": failure.param}
         results = self._write_results(job) if tokens else None
-        if results is not None:
-            columns["result_file"] = results.id
+        columns["result_file"] = results.id if results is not None else None
 
         def write(db: Database) -> bool:
             is_open = jobs.update_job(db, job.id, **columns)
@@ -520,7 +511,7 @@ class JobRunner:
         if ended:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self.refresh()
-        self._validations.pop(job.id, None)
+        self._validations = {step: losses for step, losses in self._validations.items() if step[0] != job.id}
         self._told = {told for told in self._told if told[0] != job.id}
         for examples in self._checked.pop(job.id, ()):
             examples.close()
@@ -549,14 +540,18 @@ class JobRunner:
             return None
 
     def _tell(self, job_id: str, message: str, level: str = "info") -> None:
-        now = utc_text(utc_now())
-        self.store.write(lambda db: jobs.add_event(db, now, job_id, message, level)).result()
+        self.store.write(lambda db: jobs.add_event(db, utc_text(utc_now()), job_id, message, level)).result()
 
 
 def _may_pass(error: Exception) -> bool:
     """Whether an error's cause may pass, so that jobs wait: want of disk or memory, an adapter's file that went."""
     passes = isinstance(error, StoreError | OSError | AdapterError) and not isinstance(error, FileNotFoundError)
     return passes or out_of_memory(error)
+
+
+def _mean(losses: Sequence[tuple[float, int]]) -> float:
+    """Mean of (mean, number) of batches; 0 of none."""
+    return sum(loss * count for loss, count in losses) / max(1, sum(count for _, count in losses))
 
 
 def _row(adapter: str, pair: Pair, most_tokens: int) -> PairRow:

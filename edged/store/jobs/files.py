@@ -92,15 +92,10 @@ def find_file(db: Database, file_id: str) -> FileRow | None:
 
 
 def list_files(
-    db: Database,
-    owner: str | None,
-    after: str = "",
-    most: int = -1,
-    purpose: str | None = None,
-    ascending: bool = False,
+    db: Database, owner: str | None, after: str = "", most: int = -1, purpose: str | None = None, oldest: bool = False
 ) -> list[FileRow]:
-    """Return up to `most` files (-1: all; of one owner, or purpose), newest first, from that `after` a file on."""
-    later, order = (">", "ASC") if ascending else ("<", "DESC")
+    """Return up to `most` files (-1: all; of one owner, or purpose), newest or `oldest` first, beyond that `after`."""
+    later, order = (">", "ASC") if oldest else ("<", "DESC")
     sql = f"""SELECT * FROM files WHERE (:owner IS NULL OR owner = :owner) AND (:purpose IS NULL OR purpose = :purpose)
               AND (:after = '' OR rowid {later} (SELECT rowid FROM files WHERE id = :after))
               ORDER BY rowid {order} LIMIT :most"""

@@ -1,4 +1,4 @@
-"""The tables `jobs` and `job_events`: fine-tuning jobs and what they report."""
+"""The tables `jobs`, `job_events` and `job_checkpoints`: fine-tuning jobs, what they report, and what they keep."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.rows import first_value, insert_row, update_rows
+from edged.store.rows import first_column, first_value, insert_row, update_rows
 
 OPEN = ("validating_files", "queued", "running")
 """Statuses of jobs that have not ended."""
@@ -15,6 +15,9 @@ IS_OPEN = f"status IN {OPEN}"
 FILES = ("training_file", "validation_file")
 """Columns with the ids of a job's files."""
 _OF_OWNER = "(:owner IS NULL OR owner = :owner)"
+_CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
+KEPT_CHECKPOINTS = 3
+"""Newest checkpoints of a job, which answer; the names of older ones stay taken."""
 _KEPT = 20
 """Ended jobs of one owner that never began and are kept."""
 
@@ -120,8 +123,8 @@ def count_by_status(db: Database) -> dict[str, int]:
 
 def has_user_data(db: Database, name: str) -> bool:
     """Whether anything is stored for a user of this name."""
-    tables = {"pairs": "adapter", "completions": "adapter", "adapter_versions": "adapter"}
-    return any(first_value(db, f"SELECT 1 FROM {table} WHERE {of} = ? LIMIT 1", [name]) for table, of in tables.items())
+    tables = ("pairs", "completions", "adapter_versions", "job_checkpoints")
+    return any(first_value(db, f"SELECT 1 FROM {table} WHERE adapter = ? LIMIT 1", [name]) for table in tables)
 
 
 def has_spoken(db: Database, name: str) -> bool:
@@ -134,12 +137,12 @@ def has_spoken(db: Database, name: str) -> bool:
 
 
 def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
-    """Return the adapters that open jobs make, and that ended ones have taught, by the jobs' owners."""
-    made: dict[str, set[str]] = {}
+    """Return the adapters that open jobs make, and that ended ones have taught, with the jobs' checkpoints, by the
+    jobs' owners."""
     taught = f"{IS_OPEN} OR status = 'succeeded' OR trained_tokens > 0"
-    for owner, adapter in db.execute(f"SELECT owner, adapter FROM jobs WHERE {taught}"):
-        made.setdefault(owner, set()).add(adapter)
-    return {owner: frozenset(adapters) for owner, adapters in made.items()}
+    kept = f"SELECT owner, kept.adapter FROM {_CHECKPOINTS}"
+    sql = f"SELECT owner, json_group_array(adapter) FROM (SELECT owner, adapter FROM jobs WHERE {taught} UNION {kept})"
+    return {owner: frozenset(json.loads(made)) for owner, made in db.execute(f"{sql} GROUP BY owner")}
 
 
 def update_job(db: Database, job_id: str, **columns: Any) -> bool:
@@ -221,3 +224,30 @@ def trained_tokens(db: Database, job_id: str) -> int:
     tokens = "json_extract(data, '$.trained_tokens')"
     last = f"SELECT {tokens} FROM job_events WHERE job_id = ? AND step > 0 AND {tokens} ORDER BY step DESC LIMIT 1"
     return first_value(db, last, [job_id]) or 0
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def keep_checkpoint(db: Database, created_at: str, job_id: str, step: int, adapter: str, free: bool) -> bool:
+    """Add an adapter as a job's checkpoint after a step, where its name is `free`; returns whether it is that."""
+    if free and not (has_user_data(db, adapter) or open_job_of(db, adapter)):
+        row = {"adapter": adapter, "job_id": job_id, "step": step, "created_at": created_at}
+        insert_row(db, "job_checkpoints", row, condition="EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)")
+    return checkpoint_of(db, adapter) == job_id
+
+
+def checkpoint_of(db: Database, adapter: str) -> str:
+    """Return the id of the job of which an adapter is, or was, a checkpoint; "" where it is none."""
+    return first_value(db, "SELECT job_id FROM job_checkpoints WHERE adapter = ?", [adapter]) or ""
+
+
+def checkpoints(db: Database, job_id: str) -> list[tuple[int, str, str]]:
+    """Return (step, adapter, when it was made) of a job's checkpoints, newest first; only `KEPT_CHECKPOINTS` answer."""
+    sql = "SELECT step, adapter, created_at FROM job_checkpoints WHERE job_id = ? ORDER BY step DESC"
+    return db.execute(sql, [job_id]).fetchall()
+
+
+def checkpoints_of_user(db: Database, name: str) -> list[str]:
+    """Return the adapters that are or were checkpoints of a user's jobs, or of those that made the user's adapter."""
+    return first_column(db, f"SELECT kept.adapter FROM {_CHECKPOINTS} WHERE ? IN (owner, jobs.adapter)", [name])

@@ -110,7 +110,7 @@ def test_anothers_turn_comes_within_a_long_validation(tiny: LiveDaemon) -> None:
         short = bob.fine_tuning.jobs.create(model="tiny", training_file=upload(bob, preferences(4)), method=SHORT)
         assert ended(bob, short.id).status == "succeeded"
         assert ann.fine_tuning.jobs.retrieve(long.id).status == "running"
-        assert ended(ann, long.id).status == "succeeded"
+        assert ended(ann, long.id, 250).status == "succeeded"
         told = [event.message for event in ann.fine_tuning.jobs.list_events(long.id).data]
         assert sum("full validation loss" in message for message in told) == 1
 

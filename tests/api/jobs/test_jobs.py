@@ -368,9 +368,9 @@ def test_a_job_whose_end_is_not_stored_at_first_leaves_one_file(client: openai.O
 
 
 def test_a_job_whose_metrics_find_no_file_has_succeeded_all_the_same(client: openai.OpenAI, tiny: LiveDaemon) -> None:
-    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 64, "n_epochs": 3}}}
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 64, "n_epochs": 1}}}
     made = client.fine_tuning.jobs.create(
-        model="tiny", training_file=upload(client, preferences(64)), suffix="untold", method=method
+        model="tiny", training_file=upload(client, preferences(192)), suffix="untold", method=method
     )
     deadline = time.monotonic() + 60
     while not [e for e in client.fine_tuning.jobs.list_events(made.id).data if e.type == "metrics"]:
