@@ -68,13 +68,11 @@ def test_what_waits_is_told_with_why_and_the_step_that_settles_it(tmp_path: Path
         attack(http)
         count = len(held(http))
         post(http, completion_id=ask(client, "ann", "hello").id, signal="up", user="ann")
-        of_held, of_ratings = story(http)["waits"]
+        of_ratings, of_held = story(http)["waits"]
         assert of_held["text"].startswith(f"{count} pairs of ann are held: ")
         assert of_held["step"].startswith("edged quarantine release --user ann")
-        assert of_ratings["text"].startswith("1 rating (1 up) of ann: each waits for an answer to the same prompt")
-        assert (
-            of_ratings["step"] == 'rate another answer the other way, or set align.unpaired = "apo", then edged reload'
-        )
+        assert of_ratings["text"] == '1 pair of ann waits: single ratings are not learned (align.unpaired = "off")'
+        assert of_ratings["step"] == 'set align.unpaired = "apo", then edged reload'
         http.post("/v1/quarantine", json={"user": "ann", "action": "drop"}).raise_for_status()
         assert story(http)["waits"] == [of_ratings]
         assert f"{count} pairs, held because of " in story(http)["events"][-1]["text"]
