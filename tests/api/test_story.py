@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ def test_it_tells_what_was_learned_undone_and_what_each_version_answers(tmp_path
         assert told["events"][-1]["text"].startswith("Version 2 is the untrained adapter again")
         assert told["answers"][-1] == {**told["answers"][0], "version": 2, "on_disk": told["answers"][-1]["on_disk"]}
         assert http.get("/v1/adapters/bob/story").json()["error"]["code"] == "unknown_adapter"
+
+
+def test_a_tested_version_that_a_stop_kept_from_answering_answers_after_the_next_start(
+    tmp_path: Path, model: Path
+) -> None:
+    folder, settings = tmp_path / "run", {"guard__held_out_share": 0, "store__save_every_s": 0.1}
+    with running(folder, model, **settings) as live, live.http() as http:
+        teach(http)
+        said = answered(http)["answers"]
+        assert live.stop() == 0
+    with sqlite3.connect(live.data / "edged.db") as database:
+        database.execute("UPDATE adapter_versions SET answer = NULL")
+    with running(folder, model, **settings) as live, live.http() as http:
+        assert answered(http)["answers"] == said
 
 
 def test_what_waits_is_told_with_why_and_the_step_that_settles_it(tmp_path: Path, model: Path) -> None:
