@@ -122,27 +122,33 @@ def count_by_status(db: Database) -> dict[str, int]:
 
 
 def has_user_data(db: Database, name: str) -> bool:
-    """Whether anything is stored for a user of this name."""
-    tables = ("pairs", "completions", "adapter_versions", "job_checkpoints")
-    return any(first_value(db, f"SELECT 1 FROM {table} WHERE adapter = ? LIMIT 1", [name]) for table in tables)
+    """Whether anything is stored for a user of this name, who may have asked or rated through whatever adapter."""
+    tables = [(table, "adapter") for table in ("pairs", "completions", "adapter_versions", "job_checkpoints")]
+    return any(
+        first_value(db, f"SELECT 1 FROM {table} WHERE {column} = ? LIMIT 1", [name])
+        for table, column in (*tables, ("completions", "user"), ("signals", "user"))
+    )
 
 
-def has_spoken(db: Database, name: str) -> bool:
-    """Whether somebody of this name has asked or rated, through whatever adapter.
-
-    It reads whole tables: not for the writer thread.
-    """
-    tables = ("completions", "signals")
-    return any(first_value(db, f"SELECT 1 FROM {table} WHERE user = ? LIMIT 1", [name]) for table in tables)
+def name_prefix(owner: str) -> str:
+    """Return the beginning of the names that are an owner's for the adapters of its jobs."""
+    name = owner.removeprefix("token:")
+    return f"{'job' if ':' in name else name[:40]}-"
 
 
 def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
     """Return the adapters that open jobs make, and that ended ones have taught, with the jobs' checkpoints, by the
-    jobs' owners."""
+    jobs' owners.
+
+    Those of other names than an owner's are its own only as long as [access] lets it speak for them; all checkpoints.
+    """
+    made: dict[str, set[str]] = {}
     taught = f"{IS_OPEN} OR status = 'succeeded' OR trained_tokens > 0"
-    kept = f"SELECT owner, kept.adapter FROM {_CHECKPOINTS}"
-    sql = f"SELECT owner, json_group_array(adapter) FROM (SELECT owner, adapter FROM jobs WHERE {taught} UNION {kept})"
-    return {owner: frozenset(json.loads(made)) for owner, made in db.execute(f"{sql} GROUP BY owner")}
+    kept = f"SELECT owner, kept.adapter, 1 FROM {_CHECKPOINTS}"
+    for owner, adapter, mine in db.execute(f"SELECT owner, adapter, 0 FROM jobs WHERE {taught} UNION {kept}"):
+        if mine or adapter.startswith(name_prefix(owner)):
+            made.setdefault(owner, set()).add(adapter)
+    return {owner: frozenset(adapters) for owner, adapters in made.items()}
 
 
 def update_job(db: Database, job_id: str, **columns: Any) -> bool:
