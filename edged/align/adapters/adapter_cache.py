@@ -91,9 +91,11 @@ class AdapterCache:
         return self._places[adapter].state if self.resident(adapter) else None
 
     @property
-    def scaled(self) -> bool:
-        """Whether any resident adapter may scale outputs: IA3 and DoRA do."""
-        return any(place.state.form.kind != "LoRA" for place in self._places.values())
+    def output_factors(self) -> bool:
+        """Whether any resident adapter multiplies outputs, as DoRA does, and IA3 where it does not multiply inputs."""
+        forms = [place.state.form for place in self._places.values()]
+        ia3 = [shape for form in forms if form.kind == "IA3" for shape in form.shapes.values()]
+        return any(form.kind == "DoRA" for form in forms) or any(shape[0] != 1 for shape in ia3)
 
     def build(
         self,
