@@ -21,8 +21,6 @@ from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 _TOKENS, _PROMPT_TOKENS = 48, 512
-_MOST_RESUMED = 64
-"""Versions that are asked after a restart, each for a moment of the batch class."""
 _UNTRAINED_S = 10.0
 """How long the base model's answer is waited for."""
 
@@ -56,8 +54,8 @@ class VersionAnswers:
                     self._event_router.loop.call_soon_threadsafe(self._start, record.adapter, record.version)
 
     def resume(self) -> None:
-        """Ask the versions that were not asked before the daemon last ended; any thread may call this."""
-        for adapter, version in self._store.read(lambda db: unanswered_versions(db, _MOST_RESUMED)):
+        """Ask the versions that were not asked before the daemon last ended, 64 at most; any thread may call this."""
+        for adapter, version in self._store.read(lambda db: unanswered_versions(db, 64)):
             self._event_router.loop.call_soon_threadsafe(self._start, adapter, version)
 
     def _start(self, adapter: str, version: int) -> None:

@@ -93,9 +93,8 @@ class AdapterCache:
     @property
     def output_factors(self) -> bool:
         """Whether any resident adapter multiplies outputs, as DoRA does, and IA3 where it does not multiply inputs."""
-        forms = [place.state.form for place in self._places.values()]
-        ia3 = [shape for form in forms if form.kind == "IA3" for shape in form.shapes.values()]
-        return any(form.kind == "DoRA" for form in forms) or any(shape[0] != 1 for shape in ia3)
+        sizes = [(place.state.form.kind, *place.state.form.shapes.values()) for place in self._places.values()]
+        return any(kind == "DoRA" or (kind == "IA3" and any(out != 1 for out, _ in shapes)) for kind, *shapes in sizes)
 
     def build(
         self,

@@ -14,7 +14,6 @@ OPEN = ("validating_files", "queued", "running")
 IS_OPEN = f"status IN {OPEN}"
 FILES = ("training_file", "validation_file")
 """Columns with the ids of a job's files."""
-_OF_OWNER = "(:owner IS NULL OR owner = :owner)"
 _CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
 KEPT_CHECKPOINTS = 3
 """Newest checkpoints of a job, which answer; the names of older ones stay taken."""
@@ -88,8 +87,8 @@ def list_jobs(
     wanted = "SELECT 1 FROM json_each(:wanted) AS wanted WHERE NOT EXISTS"
     has = "SELECT 1 FROM json_each(jobs.metadata) AS had WHERE had.key = wanted.key AND had.value = wanted.value"
     values = {"owner": owner, "after": after, "wanted": json.dumps(dict(metadata or {}))}
-    later = "(:after = '' OR rowid < (SELECT rowid FROM jobs WHERE id = :after))"
-    return list(_jobs(db, f"{_OF_OWNER} AND NOT EXISTS ({wanted} ({has})) AND {later}", values, f"DESC LIMIT {most}"))
+    these = "(:owner IS NULL OR owner = :owner) AND (:after = '' OR rowid < (SELECT rowid FROM jobs WHERE id = :after))"
+    return list(_jobs(db, f"{these} AND NOT EXISTS ({wanted} ({has}))", values, f"DESC LIMIT {most}"))
 
 
 def open_jobs(db: Database, base: str) -> list[JobRow]:
@@ -123,11 +122,9 @@ def count_by_status(db: Database) -> dict[str, int]:
 
 def has_user_data(db: Database, name: str) -> bool:
     """Whether anything is stored for a user of this name, who may have asked or rated through whatever adapter."""
-    tables = [(table, "adapter") for table in ("pairs", "completions", "adapter_versions", "job_checkpoints")]
-    return any(
-        first_value(db, f"SELECT 1 FROM {table} WHERE {column} = ? LIMIT 1", [name])
-        for table, column in (*tables, ("completions", "user"), ("signals", "user"))
-    )
+    tables = ("pairs", "completions", "adapter_versions", "job_checkpoints")
+    places = [*(f"{table} WHERE adapter" for table in tables), "completions WHERE user", "signals WHERE user"]
+    return any(first_value(db, f"SELECT 1 FROM {place} = ? LIMIT 1", [name]) for place in places)
 
 
 def name_prefix(owner: str) -> str:
