@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from statistics import fmean
 from typing import Any
 
 from edged.align.feedback.pair import JobStepped, PairState, TokenPair
@@ -18,6 +19,8 @@ LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo",
 """The loss of each method; that of `kto`, whose examples are single ratings, is `align.unpaired`'s."""
 MOST_STEPS = 100_000
 """Steps of a job: each is a row of its report."""
+_LATEST = 256
+"""Steps, and validation batches, from whose time the end is estimated."""
 _WARM_UP = 0.03
 """Share of a job's steps in which the learning rate rises."""
 _LEAST_KTO_BATCH = 8
@@ -103,23 +106,23 @@ def auto(examples: int, method: str, hyperparameters: dict[str, Any]) -> dict[st
     return {name: chosen[name] if value == "auto" else value for name, value in hyperparameters.items()}
 
 
-@dataclass(slots=True)
 class JobPace:
-    """The time that a job's steps took since it began or went on, without that in which none was open."""
+    """The time that a job's latest steps and validation batches took, without that in which none was open."""
 
-    steps: int = 0
-    seconds: float = 0.0
-    steps_left: int = 0
+    def __init__(self) -> None:
+        self._steps_s, self._batches_s = deque[float](maxlen=_LATEST), deque[float](maxlen=_LATEST)
+        self._left_s: float | None = None
 
-    def take(self, step: JobStepped) -> None:
-        """Take in a step."""
-        self.seconds += step.seconds
-        self.steps += 1
-        self.steps_left = step.total_steps - step.step
+    def take(self, step: JobStepped, batches_left: int) -> None:
+        """Take in a step, or a validation batch; before the first one, a batch is taken to last as long as a step."""
+        (self._batches_s if step.validated else self._steps_s).append(step.seconds)
+        if self._steps_s:
+            batches_s = fmean(self._batches_s or self._steps_s) * batches_left
+            self._left_s = fmean(self._steps_s) * (step.total_steps - step.step) + batches_s
 
     def finish_s(self, now_s: float) -> int | None:
         """Return when the job is likely to end, in seconds since 1970; None before its first step."""
-        return round(now_s + self.seconds / self.steps * self.steps_left) if self.steps else None
+        return None if self._left_s is None else round(now_s + self._left_s)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,6 @@ from edged.align.feedback.pair import (
     TokenPair,
     VersionPublished,
     VersionTested,
-    of_idle_pass,
 )
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
@@ -173,6 +172,7 @@ class Trainer:
     def fail_job(self, adapter: str, reason: str) -> None:
         """End the training of an adapter by its job, if it has one, for a reason that is recorded."""
         if adapter in self.jobs:
+            self.jobs[adapter].failed = True
             self._skipped(self.jobs[adapter], (), reason)
 
     def due_jobs(self) -> list[str]:
@@ -297,14 +297,14 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        if of_idle_pass(member.fresh):
+        if member.repeats:
             queue.idle_versions += 1
         else:
             queue.idle_versions = 0
             self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
             guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if of_idle_pass(member.fresh) else "trained"
+        reason = "repeated" if member.repeats else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
@@ -339,8 +339,8 @@ class Trainer:
             queue.advance()
             self.size.forgive(queue.plan.job_id)
             count = sum(outcome.count for outcome in member.outcomes)
-            whose = (queue.plan.job_id, queue.name, queue.done, member.version)
-            self.records.append(JobStepped(*whose, loss=member.loss, validated=count))
+            whose = (queue.plan.job_id, queue.name, queue.done, member.version, queue.plan.steps)
+            self.records.append(JobStepped(*whose, member.loss, seconds=seconds, validated=count))
         else:
             learning_rate = queue.step_settings.learning_rate
             queue.advance()
@@ -366,7 +366,7 @@ class Trainer:
     def _close_failed(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in member.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(member.fresh) and not of_idle_pass(member.fresh):
+        if 0 < len(sick) < len(member.fresh) and not member.repeats:
             queue.put_back([pair for pair in member.fresh if pair.pair_id not in sick])
             for pair in (pair for pair in member.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
@@ -421,12 +421,12 @@ class Trainer:
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
-            repeated = of_idle_pass(queue.taken)
+            repeats = queue.repeats
             queue.put_back()
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False, most_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
-            elif repeated:
+            elif repeats:
                 queue.passes_help = False
             elif alone:
                 pair = queue.queue.popleft()
@@ -462,8 +462,13 @@ class Trainer:
     def _skipped(self, queue: AdapterQueue, pairs: Sequence[TokenPair], reason: str) -> None:
         version = self.adapter_cache.version(queue.name)
         if isinstance(queue, JobQueue):
-            queue.failed = True
-            self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, error=reason))
+            left_out = queue.validates and not queue.failed
+            if left_out:
+                queue.advance()
+                self.size.forgive(queue.plan.job_id)
+            queue.failed = not left_out
+            whose = (queue.plan.job_id, queue.name, queue.done, version)
+            self.records.append(JobStepped(*whose, error=reason, validated=int(left_out)))
             return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
         # Pairs of a pass in idle time stay learned; "learnt", they are not repeated any more.

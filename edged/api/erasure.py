@@ -2,10 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from edged.align.adapters.adapter import UnknownAdapter
@@ -48,7 +46,9 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")
-        gone = forgetting.deleted(name, lambda: _unlink(store.path.parent / FILES_FOLDER, erased.file_ids))
+        files = [store.path.parent / FILES_FOLDER / file_id for file_id in erased.file_ids]
+        # A list: all of them are tried.
+        gone = all([forgetting.deleted(name, partial(file.unlink, missing_ok=True)) for file in files])
         for adapter in erased.adapters:
             services.reading_speeds.forget(adapter)
             services.version_answers.forget(adapter)
@@ -73,12 +73,6 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     finally:
         stages.pop(name, None)
     return forgetting.report(erased, searched, vacuumed)
-
-
-def _unlink(folder: Path, names: Sequence[str]) -> None:
-    """Delete files. Raises OSError."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
 
 
 def _vacuum(maintenance: Maintenance) -> bool:

@@ -15,7 +15,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.outliers import OutlierHistory
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, of_idle_pass
+from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
@@ -140,10 +140,9 @@ class FinetuneJobs:
         also ends for its adapter's own work, and for a job.
         """
         bulk = [job for job in self.jobs.values() if job.task.bulk]
-        for job in list(bulk):
+        for job in [job for job in bulk if _repeats(job.step)]:
             queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
-            wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
-            if wanted and of_idle_pass(queue.taken):
+            if queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs():
                 self.abandon(queue.name)
                 bulk.remove(job)
         if not bulk:
@@ -342,7 +341,7 @@ class FinetuneJobs:
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
         jobs = list(self.jobs.values())
-        bulk = (job.step.adapters[0] for job in jobs if job.task.bulk)
+        repeating = [job.step.adapters[0] for job in jobs if _repeats(job.step)]
         return {
             "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
             "held": self._held,
@@ -350,7 +349,7 @@ class FinetuneJobs:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
-            "repeating": next((name for name in bulk if name not in self._trainer.jobs), ""),
+            "repeating": repeating[0] if repeating else "",
             "passes_due": self.passes_due,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
@@ -403,7 +402,7 @@ class FinetuneJobs:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or of_idle_pass(self._trainer.pair_queues.queues[adapter].taken)
+        task.bulk = adapter in self._trainer.jobs or _repeats(step)
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -425,8 +424,8 @@ class FinetuneJobs:
             return "inputs"
         # Open steps may not have allocated their memory yet.
         most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.jobs))
-        about = self._model.shape, self._settings.now, self._model.dtype, device.type == "cuda", most
-        return kept_that_fits(*about, self._trainer.adapter_cache.output_factors)
+        model, scaled = self._model, self._trainer.adapter_cache.scaled
+        return kept_that_fits(model.shape, self._settings.now, model.dtype, device.type == "cuda", most, scaled)
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and update the tasks of the others.
@@ -560,3 +559,8 @@ class FinetuneJobs:
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
         self.resumes_s = now + self._trainer.size.pause_s
+
+
+def _repeats(step: FineTuneStep) -> bool:
+    """Whether a step is of a pass in idle time, over learned pairs."""
+    return isinstance(step, DpoStep) and any(member.repeats for member in step.members.values())

@@ -15,6 +15,8 @@ from edged.align.jobs import JobPlan, job_settings
 from edged.scheduler.task import Kind
 from edged.settings.load import AlignSettings
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
+from tests.faults.test_memory import MARK
+from tests.faults.test_not_finite import not_a_number
 
 HYPERPARAMETERS = {"learning_rate": 1e-3, "beta": 0.1}
 
@@ -330,3 +332,22 @@ def test_a_job_that_ends_before_its_first_step_leaves_no_floor(tmp_path: Path) -
         assert engine.end_job("other").result(30) == 1
         floors = [engine.trainer.pair_queues[name].guard.floor for name in ("made", "other")]
     assert floors == [1, 0]
+
+
+def test_a_validation_batch_that_is_not_finite_is_left_out_and_a_job_that_must_end_there_ends(tmp_path: Path) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        job = begun(engine, 4, 2)
+        feed(engine, job, range(1))
+        client.wait(lambda: client.of(JobStepped))
+        good, bad = (replace(pair, pair_id=-pair.pair_id, state="held_out") for pair in random_pairs(2, "made"))
+        with not_a_number(engine):
+            engine.feed_job("made", 1, [good, replace(bad, chosen=(MARK, 3))])
+            client.wait(lambda: len(client.of(JobStepped)) == 2)
+        feed(engine, job, range(1, 2))
+        client.wait(lambda: len(client.of(JobStepped)) == 3)
+        engine.feed_job("made", 2, [good])
+        engine.forget("made").result(30)
+        client.wait(lambda: len(client.of(JobStepped)) == 4)
+    told = [(record.step, record.validated, record.error) for record in client.of(JobStepped)]
+    assert told[:3] == [(1, 0, ""), (1, 1, "loss is nan"), (2, 0, "")]
+    assert told[3] in [(2, 0, "the adapter was forgotten"), (2, 1, "")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,11 +46,6 @@ class TokenPair:
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
         """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
-
-
-def of_idle_pass(pairs: Sequence[TokenPair]) -> bool:
-    """Whether a step's own pairs are those of a pass in idle time: learned ones."""
-    return bool(pairs) and pairs[0].state == "trained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +175,7 @@ class JobStepped:
     """The record of a step of a fine-tuning job, or with an `error` of the reason why the job cannot go on.
 
     `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`. Where it is that of validation
-    examples after the step, they count `validated` times in it.
+    examples after the step, they count `validated` times in it; with an `error` only they are left out.
     """
 
     job_id: str

@@ -356,8 +356,7 @@ class JobRunner:
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
-        fed, pace = done, JobPace()
-        self.paces[job.id] = pace
+        fed, self.paces[job.id] = done, JobPace()
         self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         while True:
             if done and not done % plan.epoch_steps:
@@ -370,10 +369,9 @@ class JobRunner:
             while fed < min(ends, done + 1 + _STEPS_AHEAD):
                 self.engine.feed_job(plan.adapter, fed, self._examples(job, plan, fed))
                 fed += 1
-            step = self._next_step(job, max(0.0, self._turn_ends_s - time.monotonic()) or _RETRY_S)
+            step = self._next_step(job, plan, max(0.0, self._turn_ends_s - time.monotonic()) or _RETRY_S)
             if step is not None:
                 done = step.step
-                pace.take(step)
             if done < plan.steps and (step is not None or not self.engine.finetuning.under_way(plan.adapter)):
                 self._yield_turn(job)
 
@@ -385,7 +383,8 @@ class JobRunner:
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
         granted = any(name in grant.users for grant in (*access.rules, *access.tokens))
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
-        about = (utc_text(utc_now()), job.id, step, name, not known and bool(USER_NAME.fullmatch(name)))
+        free = not (known or self.store.read(partial(jobs.has_spoken, name=name))) and USER_NAME.fullmatch(name)
+        about = (utc_text(utc_now()), job.id, step, name, bool(free))
         if not self.store.write(lambda db: jobs.keep_checkpoint(db, *about)).result():
             self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" is another\'s name, or none')
             return
@@ -405,16 +404,32 @@ class JobRunner:
                 raise _JobStopped
             self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
 
-    def _next_step(self, job: jobs.JobRow, wait_s: float = _RETRY_S) -> JobStepped | None:
-        """Return the next step that was taken; None after `wait_s` without one. Raises JobFailed, and _JobStopped."""
+    def _next_step(self, job: jobs.JobRow, plan: JobPlan, wait_s: float = _RETRY_S) -> JobStepped | None:
+        """Return the next step or validation batch that was taken; None after `wait_s` without one.
+
+        Raises JobFailed, and _JobStopped.
+        """
         with self._wake:
             self._wake.wait_for(lambda: self._steps or self._must_stop(job.id) or not self._may_train, wait_s)
             if self._must_stop(job.id) or not (self._steps or self._may_train):
                 raise _JobStopped
             step = self._steps.popleft() if self._steps else None
-        if step is not None and step.error:
+        if step is None:
+            return None
+        if step.error and not step.validated:
             raise JobFailed(step.error)
+        left = 0
+        if job.validation_file:
+            valid, part = self._validation(job, plan)
+            done = len(self._validations.get((job.id, step.step), ())) + bool(step.validated)
+            left = part * (plan.epochs - 1 - (step.step - 1) // plan.epoch_steps) + valid.steps - done
+        self.paces[job.id].take(step, left)
         return step
+
+    def _validation(self, job: jobs.JobRow, plan: JobPlan) -> tuple[JobPlan, int]:
+        """Return the plan of a job's validation batches, and how many of them follow an epoch but the last one."""
+        valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
+        return valid, min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
 
     def _validate(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Report the loss of validation examples after the last step of an epoch, unless it was reported.
@@ -424,17 +439,19 @@ class JobRunner:
         """
         if not job.validation_file or self.store.read(lambda db: jobs.is_validated(db, job.id, done)):
             return
-        valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
-        part = min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
+        valid, part = self._validation(job, plan)
         most = valid.steps if done == plan.steps else part
         losses = self._validations.setdefault((job.id, done), [])
         while len(losses) < most:
             batch: JobStepped | None = None
             if examples := self._examples(job, valid, len(losses), 1):
                 self.engine.feed_job(plan.adapter, done, examples)
-                while (batch := self._next_step(job)) is None:
+                while (batch := self._next_step(job, plan)) is None:
                     pass
             losses.append((batch.loss, batch.validated) if batch is not None else (0.0, 0))
+            if batch is not None and batch.error:
+                self._warn_once(job, f"valid {done}", f"The validation after step {done} is left out: {batch.error}")
+                losses[:] = [(0.0, 0)] * most
             if len(losses) < most:
                 self._yield_turn(job)
         figures: dict[str, Any] = {"step": done, "total_steps": plan.steps, "valid_loss": _mean(losses[:part])}

@@ -112,11 +112,15 @@ def test_no_step_of_kto_has_a_rating_alone(examples: int, batch_size: int | str)
         assert auto(examples, "dpo", {"batch_size": "auto"})["batch_size"] == max(1, round(examples / 500))
 
 
-def test_a_job_ends_by_the_mean_of_its_steps_from_now() -> None:
+def test_a_job_ends_by_the_mean_of_its_steps_and_validation_batches_from_now() -> None:
     pace = JobPace()
     assert pace.finish_s(1000.0) is None
     for step, seconds in ((6, 2.0), (7, 4.0)):
-        pace.take(JobStepped("job", "made", step, step, 12, seconds=seconds))
+        pace.take(JobStepped("job", "made", step, step, 12, seconds=seconds), 10)
+    assert pace.finish_s(1000.0) == 1000 + 3 * 5 + 3 * 10
+    pace.take(JobStepped("job", "made", 7, 7, 12, seconds=1.0, validated=4), 9)
+    assert pace.finish_s(1000.0) == 1000 + 3 * 5 + 1 * 9
+    pace.take(JobStepped("job", "made", 7, 7, 12, seconds=1.0, validated=4), 0)
     assert pace.finish_s(1000.0) == 1000 + 3 * 5
     assert pace.finish_s(9000.0) == 9000 + 3 * 5, "also where nothing was trained for long"
 

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from tests.api.live import LiveDaemon, running
+from tests.api.test_import import archive, export_of, other_form, send
 from tests.models import save_tiny
 
 SETTINGS = {"store__save_every_s": 0.1, "align__rank": 4, "jobs__learning_rate": 0.01}
@@ -126,6 +127,30 @@ def test_chats_are_learned_turn_by_turn_on_another_adapter(client: openai.OpenAI
         losses[name] = [event.data["train_loss"] for event in events if event.type == "metrics"]
     assert len(losses[made.id]) == 1
     assert losses[made.id][0] < losses[first.id][-1] / 2, "it goes on where the other ended"
+
+
+def test_a_job_that_begins_with_a_dora_adapter_makes_one(
+    client: openai.OpenAI, tiny: LiveDaemon, tmp_path: Path
+) -> None:
+    other_form("dora", tmp_path)
+    how: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 2}}}
+    with tiny.http() as http:
+        assert send(http, archive(tmp_path), "dot").json()["version"] == 1
+        begun, _ = export_of(http, "dot")
+        made = client.fine_tuning.jobs.create(
+            model="tiny:dot", training_file=upload(client, preferences(4)), suffix="dotted", method=how
+        )
+        job = ended(client, made.id)
+        assert (job.status, job.fine_tuned_model) == ("succeeded", "tiny:dotted"), job.error
+        learned = {name: export_of(http, name) for name in ("dotted@1", "dotted")}
+    for weights, config in learned.values():
+        assert config["use_dora"] is True
+        assert weights.keys() == begun.keys()
+    both = zip(begun.items(), *(weights.values() for weights, _ in learned.values()), strict=True)
+    for (name, before), kept, result in both:
+        if "lora_A" not in name:
+            assert not before.equal(kept), name
+            assert not kept.equal(result), name
 
 
 def test_single_ratings_are_learned(client: openai.OpenAI) -> None:
@@ -390,35 +415,6 @@ def test_a_job_whose_metrics_find_no_file_has_succeeded_all_the_same(client: ope
 
 FORM = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
-
-
-def test_what_a_job_left_stays_on_disk_over_a_restart_and_can_be_gone_back_to(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "store__save_every_s": 0.01, "store__keep_versions": 1, "guard__held_out_share": 0}
-    folder, model = tmp_path / "run", save_tiny(tmp_path / "tiny")
-    with running(folder, model, **settings) as live, live.openai() as client:
-        made = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, chats(2)), suffix="made")
-        assert ended(client, made.id).status == "succeeded"
-        said = client.chat.completions.create(model="tiny:made", **GREEDY).choices[0].message.content
-        live.stop()
-    with running(folder, model, **settings) as live, live.http() as http, live.openai() as client:
-
-        def versions() -> list[dict[str, Any]]:
-            """Newest first."""
-            return http.get("/v1/adapters/made").json()["versions"]
-
-        left = versions()[0]["version"]
-        for number in range(4):
-            pair = {"user": "made", "prompt": f"{number}?", "chosen": f"yes {number}", "rejected": f"no {number}"}
-            http.post("/v1/feedback", json=pair).raise_for_status()
-            deadline = time.monotonic() + 60
-            while not ((newest := versions()[0])["version"] == left + number + 1 and newest["on_disk"]):
-                assert time.monotonic() < deadline, live.log
-                time.sleep(0.02)
-        on_disk = [each["version"] for each in versions() if each["on_disk"]]
-        assert (left in on_disk, left + 1 in on_disk) == (True, False)
-        http.post("/v1/adapters/made/rollback", json={"version": left}).raise_for_status()
-        assert versions()[0]["restored"] == left
-        assert client.chat.completions.create(model="tiny:made", **GREEDY).choices[0].message.content == said
 
 
 @pytest.mark.parametrize(

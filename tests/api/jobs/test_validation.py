@@ -14,7 +14,7 @@ import openai
 import pytest
 from datasets import Dataset
 from peft import PeftConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.align.dpo.test_dpo_exact import load_weights, peft_model
@@ -145,6 +145,42 @@ def test_examples_that_cannot_be_rendered_are_left_out_and_what_was_trained_stay
     (told,) = (each.message for each in warnings)
     assert told.startswith("validation file, line ")
     assert told.endswith("further examples that are left out are not told")
+
+
+def test_a_validation_whose_loss_is_not_finite_is_left_out_and_training_goes_on(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "tiny")
+    weights = load_file(model / "model.safetensors")
+    (bad,) = byte_tokenizer().encode("~", add_special_tokens=False)
+    weights["model.embed_tokens.weight"][bad] = float("nan")
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    how: Any = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 2, "n_epochs": 2}}}
+    rows = [{"prompt": "word ~?", "completion": "yes"}, *examples("supervised", 10, 3)]
+    with running(tmp_path / "run", model, **SETTINGS) as live, live.openai() as client:
+        files = {"training_file": lines(examples("supervised", 0, 4)), "validation_file": lines(rows)}
+        given: Any = {name: upload(client, content) for name, content in files.items()}
+        made = client.fine_tuning.jobs.create(model="tiny", suffix="spoilt", method=how, **given)
+        job = ended(client, made.id)
+        assert job.status == "succeeded", job.error
+        assert [each["step"] for each in metrics(client, made.id)] == [1, 2, 3, 4]
+        assert all("valid_loss" not in each for each in metrics(client, made.id))
+        told = [each.message for each in client.fine_tuning.jobs.list_events(made.id).data if each.level == "warn"]
+        kept = [each.step_number for each in client.fine_tuning.jobs.checkpoints.list(made.id)]
+    assert told == [f"The validation after step {step} is left out: loss is nan" for step in (4, 2)]
+    assert kept == [4, 2]
+
+
+def test_the_estimated_end_counts_the_validation_that_is_left(client: openai.OpenAI) -> None:
+    training, validation = upload(client, preferences(1)), upload(client, preferences(3000))
+    how: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 1}}}
+    made = client.fine_tuning.jobs.create(
+        model="tiny", training_file=training, validation_file=validation, suffix="ending", method=how
+    )
+    deadline = time.monotonic() + 60
+    while (estimated := client.fine_tuning.jobs.retrieve(made.id).estimated_finish) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert estimated > time.time(), "its only step was taken, and most of 3000 batches are left"
+    client.fine_tuning.jobs.cancel(made.id)
 
 
 def test_a_loss_is_told_once_though_the_jobs_end_is_stored_late(client: openai.OpenAI, tiny: LiveDaemon) -> None:
