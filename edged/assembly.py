@@ -127,6 +127,7 @@ def assemble(
     )
     if resumed := feedback_intake.resume():
         log.info("%d pairs were queued and go on", resumed)
+    answers.resume()
     try:
         sweep_files(store)
     except OSError as error:

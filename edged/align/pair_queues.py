@@ -11,7 +11,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
-from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair
+from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, of_idle_pass
 from edged.align.guard import GuardState, PreferenceChange
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
@@ -86,12 +86,7 @@ class AdapterQueue:
     @property
     def pairs(self) -> int:
         """Number of the adapter's pairs that wait for training or are in a step; not those of a pass in idle time."""
-        return len(self.queue) + (0 if self.repeats else len(self.taken))
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the step under way is of a pass in idle time, over learned pairs."""
-        return bool(self.taken) and self.taken[0].state == "trained"
+        return len(self.queue) + (0 if of_idle_pass(self.taken) else len(self.taken))
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -249,12 +244,12 @@ class AdapterQueue:
         Direct pairs are added to a change of preferences under observation.
         """
         # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
-        norm = None if member.rated or member.repeats else member.grad_norm
+        norm = None if member.rated or of_idle_pass(member.fresh) else member.grad_norm
         self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], norm)
         records = []
         for outcome in member.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if member.repeats:
+            if of_idle_pass(member.fresh):
                 # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
                 helps = outcome.trained and not member.strange
                 self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
@@ -370,8 +365,8 @@ class PairQueues:
             _list(self._gathering, name, bool(queue.queue) and not due)
             ready = idle and (due or self.test_due(queue))
             _list(self._ready, name, ready)
-            _list(self._repeating, name, queue.repeats or (idle and not ready and bool(queue.to_repeat(align))))
-            _list(self._waiting, name, bool(queue.waiting))
+            _list(self._repeating, name, of_idle_pass(queue.taken) or (idle and not ready and queue.to_repeat(align)))
+            _list(self._waiting, name, queue.waiting)
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
             self._pairs[name] = queue.pairs
@@ -394,7 +389,7 @@ class PairQueues:
         self.recount()
         for name in list(self._repeating):
             queue = self.queues[name]
-            if queue.repeats or queue.to_repeat(self._settings.now.align):
+            if of_idle_pass(queue.taken) or queue.to_repeat(self._settings.now.align):
                 return name
             # The settings have changed since it was counted.
             self._changed[name] = None
@@ -510,8 +505,8 @@ class PairQueues:
         return tuple(name for name in self._alarmed if self.queues[name].detector.alarm_left_s(self.now))
 
 
-def _list(names: dict[str, None], name: str, listed: bool) -> None:
-    """Append `name` to `names` where it is missing and to be `listed`, else remove it if not."""
+def _list(names: dict[str, None], name: str, listed: object) -> None:
+    """Append `name` to `names` where it is missing and to be `listed` (true), else remove it if not."""
     if listed:
         names.setdefault(name)
     else:

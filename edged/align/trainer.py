@@ -26,6 +26,7 @@ from edged.align.feedback.pair import (
     TokenPair,
     VersionPublished,
     VersionTested,
+    of_idle_pass,
 )
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
@@ -297,14 +298,14 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        if member.repeats:
+        if of_idle_pass(member.fresh):
             queue.idle_versions += 1
         else:
             queue.idle_versions = 0
             self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
             guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if member.repeats else "trained"
+        reason = "repeated" if of_idle_pass(member.fresh) else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
         figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
@@ -366,7 +367,7 @@ class Trainer:
     def _close_failed(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in member.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(member.fresh) and not member.repeats:
+        if 0 < len(sick) < len(member.fresh) and not of_idle_pass(member.fresh):
             queue.put_back([pair for pair in member.fresh if pair.pair_id not in sick])
             for pair in (pair for pair in member.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
@@ -421,12 +422,12 @@ class Trainer:
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
-            repeats = queue.repeats
+            repeated = of_idle_pass(queue.taken)
             queue.put_back()
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False, most_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
-            elif repeats:
+            elif repeated:
                 queue.passes_help = False
             elif alone:
                 pair = queue.queue.popleft()

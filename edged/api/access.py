@@ -10,7 +10,7 @@ import pwd
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,9 @@ from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, Access
 
 ADMIN_GROUP = "edged"
 _NO_RULE = "no rule of [access] names it, so it may speak for itself"
+_NAME_TAKEN = "no rule of [access] names it, and its name is that of an adapter of somebody else's fine-tuning job"
+JobAdapters = Mapping[str, frozenset[str]]
+"""Adapters that fine-tuning jobs make or have taught, under names that are their owners', by owner."""
 _UCRED = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 _KEPT_S = 30.0
@@ -135,7 +138,7 @@ class Caller:
     users: tuple[str, ...]
     rule: str
     job_adapters: frozenset[str] = frozenset()
-    """Adapters that fine-tuning jobs of the caller's make or have taught."""
+    """Adapters that fine-tuning jobs of the caller's make or have taught, under names that begin with its own."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""
@@ -211,14 +214,14 @@ class Access:
         """Whether TCP callers are identified by tokens."""
         return bool(self._tokens or self._operator)
 
-    async def caller(self, request: web.Request) -> Caller:
+    async def caller(self, request: web.Request, made: JobAdapters | None = None) -> Caller:
         """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
         if not over_tcp(request):
             uid, gid = unix_peer(transport.get_extra_info("socket"))
-            return self.of_peer(await self._accounts.peer(uid, gid))
+            return self.of_peer(await self._accounts.peer(uid, gid), made)
         if self.has_tokens:
             return self.of_token(request.headers.get("Authorization", ""))
         if transport not in self._tcp_uids:
@@ -228,11 +231,15 @@ class Access:
         if owner is None:
             message = "nobody can tell which account of this box connects: use the Unix socket, or make a token"
             raise ApiError(401, message, code="invalid_api_key")
-        return self.of_peer(await self._accounts.peer(owner))
+        return self.of_peer(await self._accounts.peer(owner), made)
 
-    def of_peer(self, peer: Peer) -> Caller:
-        """Return the caller that a local account is, by the first rule that fits it."""
-        own = peer.name if USER_NAME.fullmatch(peer.name) else ""
+    def of_peer(self, peer: Peer, made: JobAdapters | None = None) -> Caller:
+        """Return the caller that a local account is, by the first rule that fits it.
+
+        An account that came after a job of another's had made an adapter of its name is not that adapter's user.
+        """
+        taken = any(peer.name in adapters for owner, adapters in (made or {}).items() if owner != peer.name)
+        own = peer.name if USER_NAME.fullmatch(peer.name) and not taken else ""
         account = partial(Caller, str(peer), peer.name, own or f"uid:{peer.uid}")
         if peer.uid in (0, os.geteuid()):
             who = "root" if peer.uid == 0 else "the daemon's own account"
@@ -243,7 +250,7 @@ class Access:
                 return account(rule.roles, users, rule.where)
         if self._admin_gid in peer.gids:
             return account(frozenset({"admin"}), ("*",), f'members of group "{ADMIN_GROUP}" are admins')
-        return account(frozenset({"use", "train"}), (own,) if own else (), _NO_RULE)
+        return account(frozenset({"use", "train"}), (own,) if own else (), _NAME_TAKEN if taken else _NO_RULE)
 
     def of_token(self, shown: str) -> Caller:
         """Return the caller that holds a token; `shown` is the Authorization header. Raises ApiError (401)."""

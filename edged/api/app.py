@@ -38,12 +38,9 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         # A route outside the table is for admins; a URL without a route needs no role and gets 404.
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
-            caller = await access.caller(request)
-            if lifecycle.services is not None and (
-                made := lifecycle.services.job_runner.adapters_by_owner.get(caller.tenant)
-            ):
-                caller = replace(caller, job_adapters=made)
-            request[CALLER] = caller
+            made = {} if lifecycle.services is None else lifecycle.services.job_runner.adapters_by_owner
+            caller = await access.caller(request, made)
+            request[CALLER] = caller = replace(caller, job_adapters=made.get(caller.tenant, frozenset()))
             caller.demand_role(role)
         # While the model is loading, and from SIGTERM on, no new work is begun.
         problem = lifecycle.problem()

@@ -28,8 +28,6 @@ _EXPORT_ROWS = 32
 _LONGEST_ID = 64
 BY_ITSELF = "nothing: it goes on by itself"
 """The step that settles what waits only for its turn."""
-LEARN_RATINGS = 'set align.unpaired = "apo", then edged reload'
-"""The step after which single ratings are learned."""
 
 
 async def post_feedback(request: web.Request) -> FeedbackTaken:
@@ -145,7 +143,7 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
         message = f'feedback "{feedback_id[:_LONGEST_ID]}" is not known: give the id that POST /v1/feedback answered'
         raise ApiError(404, message, "id", "unknown_feedback")
     signal, rows, job = found
-    obstacles, blocked = obstacles_of(services, any(row["single"] for row in rows), job)
+    obstacles, blocked = obstacles_of(services, any(row["single"] and row["state"] == "queued" for row in rows), job)
     pairs = [_pair_progress(row, [why for why, _ in obstacles]) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
     about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}
@@ -176,7 +174,7 @@ def _pair_progress(row: dict[str, Any], reasons: list[str]) -> PairProgress:
 def obstacles_of(services: Services, single: bool, job: str) -> tuple[list[tuple[str, str]], bool]:
     """Return (why queued pairs wait, each with the step that settles it; whether none is learned until somebody acts).
 
-    `single` says that some are single ratings; `job` is the open one that trains their adapter, "" for none.
+    `single` says that single ratings are among them; `job` is the open one that trains their adapter, "" for none.
     """
     tuning, settings = services.engine.finetuning.report(), services.settings
     blocked, found = True, []
@@ -201,5 +199,6 @@ def obstacles_of(services: Services, single: bool, job: str) -> tuple[list[tuple
     if job:
         found.append((f"fine-tuning job {job}", BY_ITSELF))
     if single and settings.align.unpaired == "off":
-        found.append(('single ratings are not learned (align.unpaired = "off")', LEARN_RATINGS))
+        blocked, off = True, 'single ratings are not learned (align.unpaired = "off")'
+        found.append((off, 'set align.unpaired = "apo", then edged reload'))
     return found, blocked

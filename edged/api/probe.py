@@ -15,7 +15,7 @@ from edged.engine.request import EngineBusy, Event, FinishEvent, Request, Reques
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
-from edged.store.adapters import update_version
+from edged.store.adapters import unanswered_versions, update_version
 from edged.store.feedback import PairRow, first_pair
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
@@ -52,6 +52,11 @@ class VersionAnswers:
             if isinstance(record, VersionTested) and record.version and not record.problem:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._event_router.loop.call_soon_threadsafe(self._start, record.adapter, record.version)
+
+    def resume(self) -> None:
+        """Ask the versions that were not asked before the daemon last ended, 64 at most; any thread may call this."""
+        for adapter, version in self._store.read(lambda db: unanswered_versions(db, 64)):
+            self._event_router.loop.call_soon_threadsafe(self._start, adapter, version)
 
     def _start(self, adapter: str, version: int) -> None:
         self._waiting[adapter] = version

@@ -9,7 +9,7 @@ from sqlite_utils import Database
 from edged.align import metrics, story
 from edged.align.feedback.signals import UNPAIRED
 from edged.api.adapters import adapter_name, unknown_adapter
-from edged.api.feedback import BY_ITSELF, LEARN_RATINGS, obstacles_of
+from edged.api.feedback import BY_ITSELF, obstacles_of
 from edged.api.responses import Story
 from edged.api.services import Services, services_of
 from edged.store.completions import content_text
@@ -69,7 +69,5 @@ def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int]
     if unpaired:
         number, kinds = sum(unpaired.values()), ", ".join(f"{count} {signal}" for signal, count in unpaired.items())
         text = f"{story.count(number, 'rating')} ({kinds}) of {name}: each {UNPAIRED}"
-        off = services.settings.align.unpaired == "off"
-        step = f"rate another answer the other way{f', or {LEARN_RATINGS}' * off}"
-        waits.append({"kind": "unpaired", "pairs": 0, "text": text, "step": step})
+        waits.append({"kind": "unpaired", "pairs": 0, "text": text, "step": "rate another answer the other way"})
     return waits

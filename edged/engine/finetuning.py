@@ -15,7 +15,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.outliers import OutlierHistory
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, of_idle_pass
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
@@ -140,9 +140,10 @@ class FinetuneJobs:
         also ends for its adapter's own work, and for a job.
         """
         bulk = [job for job in self.jobs.values() if job.task.bulk]
-        for job in [job for job in bulk if _repeats(job.step)]:
+        for job in list(bulk):
             queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
-            if queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs():
+            wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
+            if wanted and of_idle_pass(queue.taken):
                 self.abandon(queue.name)
                 bulk.remove(job)
         if not bulk:
@@ -341,7 +342,7 @@ class FinetuneJobs:
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
         jobs = list(self.jobs.values())
-        repeating = [job.step.adapters[0] for job in jobs if _repeats(job.step)]
+        bulk = (job.step.adapters[0] for job in jobs if job.task.bulk)
         return {
             "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
             "held": self._held,
@@ -349,7 +350,7 @@ class FinetuneJobs:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
-            "repeating": repeating[0] if repeating else "",
+            "repeating": next((name for name in bulk if name not in self._trainer.jobs), ""),
             "passes_due": self.passes_due,
             "steps": self._trainer.steps,
             "active_adapters": list(jobs[0].step.adapters) if jobs else [],
@@ -402,7 +403,7 @@ class FinetuneJobs:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or _repeats(step)
+        task.bulk = adapter in self._trainer.jobs or of_idle_pass(self._trainer.pair_queues.queues[adapter].taken)
         job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
         self._sync(job)
         self._scheduler.add(task, now)
@@ -424,8 +425,8 @@ class FinetuneJobs:
             return "inputs"
         # Open steps may not have allocated their memory yet.
         most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.jobs))
-        model, scaled = self._model, self._trainer.adapter_cache.scaled
-        return kept_that_fits(model.shape, self._settings.now, model.dtype, device.type == "cuda", most, scaled)
+        about = self._model.shape, self._settings.now, self._model.dtype, device.type == "cuda", most
+        return kept_that_fits(*about, self._trainer.adapter_cache.output_factors)
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Have the trainer take finished steps in, and update the tasks of the others.
@@ -559,8 +560,3 @@ class FinetuneJobs:
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
         self.resumes_s = now + self._trainer.size.pause_s
-
-
-def _repeats(step: FineTuneStep) -> bool:
-    """Whether a step is of a pass in idle time, over learned pairs."""
-    return isinstance(step, DpoStep) and any(member.repeats for member in step.members.values())

@@ -221,8 +221,8 @@ class ModelRunner:
             self.pages.offload.join()
         with torch.inference_mode():
             alone = not takes and all(segment.is_plain_decode and segment.samples for segment in segments)
-            # Captured forwards scale nothing (IA3, DoRA).
-            alone = alone and self._lora.scaled_slots.isdisjoint(segment.slot for segment in segments)
+            # Captured forwards know no factors (IA3, DoRA).
+            alone = alone and self._lora.factor_slots.isdisjoint(segment.slot for segment in segments)
             if self.graphs is not None and alone and self.graphs.fits(len(segments)):
                 rows: SampledRows | None = self._replay(self.graphs, segments, work)
             else:

@@ -13,7 +13,7 @@ import torch
 from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.form import LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
-from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
+from edged.align.dpo.decoder import LoraParameters, LoraRows, with_scaling
 from edged.align.dpo.loss import answer_logps, preference_loss
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Kept
@@ -99,7 +99,7 @@ def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, at
     tokens = torch.as_tensor(ids, device=model.device)
     if state is None:
         return own_logits(model.model, tokens, attention)
-    weights = scaled(state.weights, state.form.scalings, model.dtype)
+    weights = with_scaling(state.weights, state.form.scalings, model.dtype)
     with model.lora.training([LoraRows(0, len(ids), LoraParameters(weights, state.form.scalings, {}))]):
         return own_logits(model.model, tokens, attention)
 

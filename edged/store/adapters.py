@@ -55,6 +55,16 @@ def update_version(db: Database, adapter: str, version: int, **columns: Any) -> 
     update_rows(db, "adapter_versions", columns, adapter=adapter, version=version)
 
 
+def unanswered_versions(db: Database, most: int) -> list[tuple[str, int]]:
+    """Return up to `most` adapters and their newest version, where it was tested and never answered the first pair's
+    prompt, the latest tested first."""
+    # Next to max() the columns are those of its row.
+    sql = """SELECT adapter, max(version) FROM adapter_versions GROUP BY adapter
+        HAVING tested_at IS NOT NULL AND problem = '' AND answer IS NULL
+            AND adapter IN (SELECT adapter FROM pairs) ORDER BY tested_at DESC LIMIT ?"""
+    return db.execute(sql, [most]).fetchall()
+
+
 def last_test(db: Database, adapter: str) -> tuple[int, float]:
     """Return (newest version that passed its test, -1 for none; share of the step size that the newest version had)."""
     passed = "SELECT coalesce(max(version), -1) FROM adapter_versions WHERE adapter = ? AND problem = ''"

@@ -155,9 +155,15 @@ def m015_checkpoints(db: Database) -> None:
     db.execute(f"CREATE TABLE job_checkpoints ({columns}, UNIQUE (job_id, step))")
 
 
+def m016_users(db: Database) -> None:
+    """Indexes of who asked and who rated, through whatever adapter."""
+    db.execute("CREATE INDEX completions_by_user ON completions (user)")
+    db.execute("CREATE INDEX signals_by_user ON signals (user)")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
-    *(m013_jobs, m014_validation, m015_checkpoints),
+    *(m013_jobs, m014_validation, m015_checkpoints, m016_users),
 )
 
 

@@ -25,6 +25,8 @@ _COMPLETION = """length(prompt_ids) + length(coalesce(messages, '')) + length(co
 _PAIR = """length(coalesce(messages, '')) + length(coalesce(prompt, '')) + length(chosen) + length(rejected)
     + length(coalesce(prompt_ids, '')) + length(coalesce(chosen_ids, '')) + length(coalesce(rejected_ids, ''))"""
 
+_RATINGS_QUEUED = "SELECT count(*) FROM pairs WHERE adapter = ? AND '' IN (chosen, rejected) AND state = 'queued'"
+
 
 class StorageFull(ValueError):
     """The user's quota is used up; the message says how much and the way out."""
@@ -52,10 +54,14 @@ class UserQuota:
     def demand_room(self, db: Database, user: str) -> None:
         """Raises StorageFull when no more may be kept of a user, and PairQueueFull when none may wait to be learned.
 
-        Where nothing is learned pairs wait for an export, in any number.
+        What is not learned waits in any number: all pairs or, where `align.unpaired` is "off", single ratings.
         """
-        most = self._settings.now.limits.queued_pairs if self._settings.now.align.enabled else 0
-        if most and count_queued(db, user) >= most:
+        align = self._settings.now.align
+        most = self._settings.now.limits.queued_pairs if align.enabled else 0
+        waiting = count_queued(db, user) if most else 0
+        if waiting >= most and align.unpaired == "off":
+            waiting -= first_value(db, _RATINGS_QUEUED, [user])
+        if waiting >= most > 0:
             way_out = "send more when some were learned (`edged status` says what fine-tuning waits for), or raise that"
             raise PairQueueFull(
                 f'{most} pairs of user "{user}" wait to be learned, and limits.queued_pairs = {most}: {way_out}'

@@ -11,7 +11,7 @@ from edged.align.feedback.pair import IterationSample, JobStepped, PairRetired, 
 from edged.align.journal import FLUSH_SAMPLES, Journal, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
 from edged.store import Store, feedback, utc_now
-from edged.store.adapters import forget_adapter
+from edged.store.adapters import forget_adapter, unanswered_versions, update_version
 from edged.store.feedback import get_pairs, taken_back
 from tests.align.learning import published, queue_pairs, scored, trained
 
@@ -357,3 +357,20 @@ def test_a_restart_knows_the_highest_kl_of_what_a_job_left(store):
     assert tested(3, 9.0) is None, "another version's"
     assert tested(2, 0.25) == 0.25
     assert tested(4, 0.5, 1.0) == 0.75, "its weights, restored"
+
+
+def test_the_newest_versions_that_passed_and_were_not_asked_are_known_the_latest_first(store):
+    def unanswered(most=9):
+        return store.read(lambda db: unanswered_versions(db, most))
+
+    append(store, published(1), VersionTested("ada", 1, None, None), published(2))
+    assert unanswered() == [], "there is no pair whose prompt it could answer"
+    queue_pairs(store, 1)
+    assert unanswered() == [], "the newest is not tested"
+    append(store, VersionTested("ada", 2, None, None, "KL"))
+    assert unanswered() == []
+    append(store, published(3), VersionTested("ada", 3, None, None))
+    assert unanswered() == [("ada", 3)]
+    assert unanswered(0) == []
+    store.write(lambda db: update_version(db, "ada", 3, answer="yes")).result()
+    assert unanswered() == []

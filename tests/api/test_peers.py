@@ -128,6 +128,17 @@ def test_without_a_rule_an_account_speaks_for_itself_and_one_without_a_name_for_
         assert (nobody.users, nobody.tenant) == ((), "uid:5002")
 
 
+def test_an_account_that_came_after_an_adapter_of_its_name_is_not_the_adapters_user() -> None:
+    made = {"ann": frozenset({"ann-web"})}
+    late = access().of_peer(Peer(5003, "ann-web", frozenset()), made)
+    assert (late.users, late.tenant) == ((), "uid:5003")
+    with pytest.raises(ApiError, match=r"its name is that of an adapter of somebody else's fine-tuning job"):
+        late.demand_user("ann-web")
+    assert access().of_peer(Peer(5001, "ann", frozenset()), made).users == ("ann",)
+    rules = [{"peers": ["uid:5003"], "roles": ["use"], "users": ["ann-web"]}]
+    assert access(rules=rules).of_peer(Peer(5003, "ann-web", frozenset()), made).speaks_for("ann-web")
+
+
 def test_root_the_daemons_account_and_the_group_edged_are_admins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edged.api.access.id_of", lambda kind, name: 777 if name == "edged" else None)
     rules = [{"peers": ["uid:0", "uid:5001"], "roles": []}]

@@ -111,6 +111,28 @@ def test_ratings_wait_while_they_are_switched_off_and_are_learned_once_they_are_
         assert settled(daemon, http, taken["id"])[0]["state"] == "trained"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_was_rated_while_ratings_were_off_is_learned_once_they_are_on(
+    tmp_path: Path, model: Path, restarted: bool
+) -> None:
+    folder, config = tmp_path / "run", tmp_path / "edged.toml"
+    settings = {name: value for name, value in SETTINGS.items() if name != "align__unpaired"}
+    config.write_text('[align]\nunpaired = "off"\n')
+    with running(folder, model, config=config, **settings) as daemon, daemon.http() as http:
+        taken = rate(daemon, http, "up")
+        assert taken["reason"].startswith("kept as a single rating; waits for an answer to the same prompt")
+        assert progress(http, taken["id"])["blocked"], "nobody need wait for it"
+        config.write_text('[align]\nunpaired = "apo"\n')
+        if restarted:
+            daemon.stop()
+        else:
+            http.post("/v1/reload").raise_for_status()
+            assert settled(daemon, http, taken["id"])[0]["state"] == "trained"
+    if restarted:
+        with running(folder, model, config=config, **settings) as daemon, daemon.http() as http:
+            assert settled(daemon, http, taken["id"])[0]["state"] == "trained"
+
+
 def test_kills_lose_no_rating_and_teach_none_twice(tmp_path: Path, model: Path) -> None:
     folder, acknowledged = tmp_path / "run", set[int]()
     for moment in (1, 4, 7):

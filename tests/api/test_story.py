@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -62,19 +63,31 @@ def test_it_tells_what_was_learned_undone_and_what_each_version_answers(tmp_path
         assert http.get("/v1/adapters/bob/story").json()["error"]["code"] == "unknown_adapter"
 
 
+def test_a_tested_version_that_a_stop_kept_from_answering_answers_after_the_next_start(
+    tmp_path: Path, model: Path
+) -> None:
+    folder, settings = tmp_path / "run", {"guard__held_out_share": 0, "store__save_every_s": 0.1}
+    with running(folder, model, **settings) as live, live.http() as http:
+        teach(http)
+        said = answered(http)["answers"]
+        assert live.stop() == 0
+    with sqlite3.connect(live.data / "edged.db") as database:
+        database.execute("UPDATE adapter_versions SET answer = NULL")
+    with running(folder, model, **settings) as live, live.http() as http:
+        assert answered(http)["answers"] == said
+
+
 def test_what_waits_is_told_with_why_and_the_step_that_settles_it(tmp_path: Path, model: Path) -> None:
     settings = {**SETTINGS, "align__unpaired": "off"}
     with running(tmp_path / "run", model, **settings) as live, live.http() as http, live.openai() as client:
         attack(http)
         count = len(held(http))
         post(http, completion_id=ask(client, "ann", "hello").id, signal="up", user="ann")
-        of_held, of_ratings = story(http)["waits"]
+        of_ratings, of_held = story(http)["waits"]
         assert of_held["text"].startswith(f"{count} pairs of ann are held: ")
         assert of_held["step"].startswith("edged quarantine release --user ann")
-        assert of_ratings["text"].startswith("1 rating (1 up) of ann: each waits for an answer to the same prompt")
-        assert (
-            of_ratings["step"] == 'rate another answer the other way, or set align.unpaired = "apo", then edged reload'
-        )
+        assert of_ratings["text"] == '1 pair of ann waits: single ratings are not learned (align.unpaired = "off")'
+        assert of_ratings["step"] == 'set align.unpaired = "apo", then edged reload'
         http.post("/v1/quarantine", json={"user": "ann", "action": "drop"}).raise_for_status()
         assert story(http)["waits"] == [of_ratings]
         assert f"{count} pairs, held because of " in story(http)["events"][-1]["text"]

@@ -129,6 +129,24 @@ def test_so_many_pairs_of_a_user_wait_to_be_learned_and_any_number_where_none_is
     teach(store, quota, "good", "one more")
 
 
+def test_single_ratings_wait_in_any_number_while_they_are_not_learned(store: Store) -> None:
+    limits = LimitSettings(queued_pairs=2)
+    quotas = {
+        unpaired: UserQuota(Live(Settings(align=AlignSettings(unpaired=unpaired), limits=limits)))
+        for unpaired in ("off", "apo")
+    }
+    for number in range(2):
+        answer(store, quotas["off"], f"a{number}")
+        rating = Feedback("ann", f"a{number}", "up", account="ann")
+        store.write(lambda db, rating=rating: record_signal(db, rating, utc_now())).result()
+    with pytest.raises(PairQueueFull):
+        teach(store, quotas["apo"], "good")
+    for number in range(2):
+        teach(store, quotas["off"], "good", f"q{number}")
+    with pytest.raises(PairQueueFull):
+        teach(store, quotas["off"], "good", "one more")
+
+
 def test_sums_of_so_many_users_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edged.store.user_quota._MOST_USERS", 2)
     counted: list[str] = []

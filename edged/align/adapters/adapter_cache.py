@@ -91,9 +91,10 @@ class AdapterCache:
         return self._places[adapter].state if self.resident(adapter) else None
 
     @property
-    def scaled(self) -> bool:
-        """Whether any resident adapter may scale outputs: IA3 and DoRA do."""
-        return any(place.state.form.kind != "LoRA" for place in self._places.values())
+    def output_factors(self) -> bool:
+        """Whether any resident adapter multiplies outputs, as DoRA does, and IA3 where it does not multiply inputs."""
+        sizes = [(place.state.form.kind, *place.state.form.shapes.values()) for place in self._places.values()]
+        return any(kind == "DoRA" or (kind == "IA3" and any(out != 1 for out, _ in shapes)) for kind, *shapes in sizes)
 
     def build(
         self,

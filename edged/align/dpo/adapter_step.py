@@ -8,7 +8,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterState, GradientTooLarge
 from edged.align.adapters.form import LoraLeaves
-from edged.align.dpo.decoder import LoraParameters, scaled
+from edged.align.dpo.decoder import LoraParameters, with_scaling
 from edged.align.dpo.loss import AnswerLogps, ExampleLoss, example_loss, pair_score
 from edged.align.feedback.outliers import OutlierDetector, Verdict
 from edged.align.feedback.pair import PairScored, TokenPair
@@ -102,7 +102,7 @@ class AdapterStep:
     def parameters(self, dtype: torch.dtype) -> LoraParameters:
         """Return its weights for the backward passes of a step, in the dtype of computation."""
         weights = {name: tuple(each.detach() for each in own) for name, own in self.state.served.items()}
-        leaves = scaled(weights, self.state.form.scalings, dtype)
+        leaves = with_scaling(weights, self.state.form.scalings, dtype)
         for own in leaves.values():
             for each in own:
                 each.requires_grad_()
@@ -137,11 +137,6 @@ class AdapterStep:
     def rated(self) -> bool:
         """Whether there are single ratings in it, whose gradients are smaller than those of pairs."""
         return any(pair.single for pair in (*self.fresh, *self.replay))
-
-    @property
-    def repeats(self) -> bool:
-        """Whether it is of a pass in idle time, over learned pairs alone."""
-        return bool(self.fresh) and self.fresh[0].state == "trained"
 
     @property
     def _totals(self) -> list[torch.Tensor]:

@@ -20,18 +20,17 @@ class LoraParameters:
     """One adapter's LoRA matrices in a backward pass; `gradients` (fp32) are totals that are added to in place."""
 
     weights: LoraLeaves
-    """Weights, each linear's last one times the scaling factor, in the dtype of computation: autograd's leaves (see
-    `scaled`)."""
+    """Weights, each linear's last one times LoRA's scaling, in the dtype of computation: autograd's leaves (see
+    `with_scaling`)."""
     scalings: Mapping[str, float]
     """LoRA's scaling factor, by linear."""
     gradients: LoraLeaves
 
 
-def scaled(
+def with_scaling(
     weights: LoraLeaves, scalings: Mapping[str, float], dtype: torch.dtype
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return each linear's weights, as they are served, the last one times the scaling factor, in the dtype of
-    computation."""
+    """Return each linear's weights, as served, the last one times LoRA's scaling, in the dtype of computation."""
     return {
         name: (*(each.to(dtype) for each in own[:-1]), (own[-1] * scalings[name]).to(dtype))
         for name, own in weights.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,11 @@ class TokenPair:
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
         """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
+
+
+def of_idle_pass(pairs: Sequence[TokenPair]) -> bool:
+    """Whether a step's own pairs are those of a pass in idle time: learned ones."""
+    return bool(pairs) and pairs[0].state == "trained"
 
 
 @dataclass(frozen=True, slots=True)

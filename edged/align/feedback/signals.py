@@ -17,9 +17,9 @@ Everything here runs inside `Store.write`.
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
 
-Where `align.unpaired` is not "off", a rating that makes no pair is a row of `pairs` with one answer alone, which is
-learned at once, if an account that teaches the adapter (`feedback.teaches`) gave it, and by more than dwell or skip. It
-is dropped when a pair with that answer is stored, or the opposite rating of it.
+A rating that makes no pair is a row of `pairs` with one answer alone, if an account that teaches the adapter
+(`feedback.teaches`) gave it, and by more than dwell or skip. It is learned at once, or waits while `align.unpaired` is
+"off". It is dropped when a pair with that answer is stored, or the opposite rating of it.
 """
 
 from __future__ import annotations
@@ -207,8 +207,9 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
         dropped = _drop_ratings(db, sides, signal, "a pair with this answer has its place")
     elif alone and not pair_ids:
         pair_ids, dropped = _single_rating(db, rated, signal, account)
-        reason = f"learned as a single rating; {reason}" if pair_ids else reason
-    elif reason == UNPAIRED and account and answer.settings.align.unpaired != "off" and signal.signal not in _WEAK:
+        how = "kept" if answer.settings.align.unpaired == "off" else "learned"
+        reason = f"{how} as a single rating; {reason}" if pair_ids else reason
+    elif reason == UNPAIRED and account and signal.signal not in _WEAK:
         reason += f"; by itself only a rating is learned that {signal.user}, or who taught the adapter first, gave"
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
     return FeedbackResult(signal.id, tuple(pair_ids), reason, dropped=tuple(dropped))
@@ -273,7 +274,7 @@ def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, account: st
     No test holds false ratings, as it holds false pairs: so they must come from an account that teaches the adapter.
     """
     said = answer.weight(signal) and answer.side.text.strip() and signal.signal not in _WEAK
-    return bool(said) and answer.settings.align.unpaired != "off" and feedback.teaches(db, account, signal.user)
+    return bool(said) and feedback.teaches(db, account, signal.user)
 
 
 def _single_rating(

@@ -54,7 +54,7 @@ async def create(request: web.Request) -> Job:
                 raise bad_request("both files have the same content: give one with other examples", param)
             hashes.add(file.sha256)
     job_id = f"ftjob-{secrets.token_hex(12)}"
-    adapter = body.suffix or f"{_name_prefix(caller)}{job_id.removeprefix('ftjob-')[:12]}"
+    adapter = body.suffix or f"{jobs.name_prefix(caller.tenant)}{job_id.removeprefix('ftjob-')[:12]}"
     if not USER_NAME.fullmatch(adapter):
         raise bad_request(
             f'suffix "{adapter}" cannot name an adapter: use letters, digits, ".", "_", "@", "-"', "suffix"
@@ -72,8 +72,6 @@ async def create(request: web.Request) -> Job:
 
 def _store_job(services: Services, row: jobs.JobRow) -> None:
     """Store a job, and have it begun. Raises ApiError, and StoreError."""
-    if services.store.read(lambda db: jobs.has_spoken(db, row.adapter)):
-        raise _is_user(row.adapter)
     services.store.write(lambda db: _insert(db, row, services.settings.jobs)).result()
     services.job_runner.refresh()
     services.job_runner.run_soon()
@@ -84,7 +82,7 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
     if other := jobs.open_job_of(db, row.adapter):
         raise _suffix_taken(f'job "{other}" makes adapter "{row.adapter}": give another suffix')
     if jobs.has_user_data(db, row.adapter):
-        raise _is_user(row.adapter)
+        raise _suffix_taken(f'"{row.adapter}" is a user of whom answers or pairs are stored: give another suffix')
     for param in jobs.FILES:
         file_id = getattr(row, param)
         if file_id and files.find_file(db, file_id) is None:
@@ -104,15 +102,6 @@ def _suffix_taken(message: str) -> ApiError:
     return ApiError(409, message, "suffix", "suffix_taken")
 
 
-def _is_user(name: str) -> ApiError:
-    return _suffix_taken(f'"{name}" is a user of whom answers or pairs are stored: give another suffix')
-
-
-def _name_prefix(caller: Caller) -> str:
-    """Return the beginning of the adapters' names that a caller's jobs may make."""
-    return f"{caller.name[:40] if USER_NAME.fullmatch(caller.name) else 'job'}-"
-
-
 async def _demand_name(services: Services, caller: Caller, adapter: str) -> None:
     """Raise ApiError where the caller's jobs may not make an adapter of this name.
 
@@ -122,7 +111,7 @@ async def _demand_name(services: Services, caller: Caller, adapter: str) -> None
     if not caller.speaks_for(adapter):
         access = services.settings.access
         granted = [user for grant in (*access.rules, *access.tokens) for user in grant.users if user != "*"]
-        prefix = _name_prefix(caller)
+        prefix = jobs.name_prefix(caller.tenant)
         foreign = not adapter.startswith(prefix) or any(matches_user(user, adapter) for user in granted)
         if foreign or await asyncio.to_thread(id_of, "user", adapter) is not None:
             told = f'suffix "{adapter}" is not for {caller.label}: let it begin with "{prefix}", or leave it out'

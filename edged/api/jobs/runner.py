@@ -383,8 +383,7 @@ class JobRunner:
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
         granted = any(name in grant.users for grant in (*access.rules, *access.tokens))
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
-        free = not (known or self.store.read(partial(jobs.has_spoken, name=name))) and USER_NAME.fullmatch(name)
-        about = (utc_text(utc_now()), job.id, step, name, bool(free))
+        about = (utc_text(utc_now()), job.id, step, name, not known and bool(USER_NAME.fullmatch(name)))
         if not self.store.write(lambda db: jobs.keep_checkpoint(db, *about)).result():
             self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" is another\'s name, or none')
             return

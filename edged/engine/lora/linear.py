@@ -130,12 +130,12 @@ class LoraLinear(LinearWrapper):
         return outs
 
     def _based(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the base's output; rows whose adapter has factors have their inputs or outputs scaled."""
-        scaled = self._runs.scaled
-        y: torch.Tensor = self.base(x if scaled is None else self._scaled(0, x, *scaled))
-        return y if scaled is None else self._scaled(1, y, *scaled)
+        """Compute the base's output; rows whose adapter has factors have their inputs or outputs multiplied by them."""
+        rows = self._runs.factor_rows
+        y: torch.Tensor = self.base(x if rows is None else self._times_factors(0, x, *rows))
+        return y if rows is None else self._times_factors(1, y, *rows)
 
-    def _scaled(
+    def _times_factors(
         self, side: int, x: torch.Tensor, at: torch.Tensor, slots: torch.Tensor, spares_bias: torch.Tensor | None
     ) -> torch.Tensor:
         if (factors := self.factors[side]) is None:
@@ -143,9 +143,9 @@ class LoraLinear(LinearWrapper):
         rows, bias = x.flatten(0, -2), self._bias if side else None
         own = rows.index_select(0, at)
         part = own if bias is None or spares_bias is None else own - spares_bias * bias
-        scaled = own.addcmul(part, factors.index_select(0, slots))
+        product = own.addcmul(part, factors.index_select(0, slots))
         # Outputs are nobody else's; others read the inputs, too.
-        return (rows.index_copy_ if side else rows.index_copy)(0, at, scaled).view(x.shape)
+        return (rows.index_copy_ if side else rows.index_copy)(0, at, product).view(x.shape)
 
     @property
     def _bias(self) -> torch.Tensor | None:
@@ -195,15 +195,15 @@ class LoraLinear(LinearWrapper):
         sizes = [part.stop - part.start for part in rows]
         adapters = [[each.to(x.dtype) for each in part.leaves.weights.get(self.name, ())] for part in rows]
         inputs = x.flatten(0, -2).split(sizes)
-        factors = [_vector(0, own) for own in adapters]
+        factors = [_factors(0, own) for own in adapters]
         if any(factor is not None for factor in factors):
             pairs = zip(inputs, factors, strict=True)
-            scaled = [own if factor is None else torch.addcmul(own, own, factor) for own, factor in pairs]
-            x = torch.cat(scaled).view(x.shape)
+            products = [own if factor is None else torch.addcmul(own, own, factor) for own, factor in pairs]
+            x = torch.cat(products).view(x.shape)
         y = self.base(x)
         parts = []
         for own, out, weights in zip(inputs, y.flatten(0, -2).split(sizes), adapters, strict=True):
-            out, factor = out.to(x.dtype), _vector(1, weights)
+            out, factor = out.to(x.dtype), _factors(1, weights)
             if factor is not None:
                 bias = self._bias if len(weights) > 1 else None
                 out = torch.addcmul(out, out if bias is None else out - bias, factor)
@@ -213,7 +213,7 @@ class LoraLinear(LinearWrapper):
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(y.shape)
 
 
-def _vector(side: int, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _factors(side: int, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return what factors of a linear's inputs (side 0) or outputs (1) have over 1 (IA3, DoRA), or None."""
     if len(weights) == 3:
         return weights[1] if side else None
@@ -227,7 +227,7 @@ class LoraSlots:
         self.runs, self._model = LoraSegments(), model
         self.linears: dict[str, LoraLinear] = {}
         self.slots, self.rank, self.dtype = slots, rank, dtype
-        self.scaled_slots: set[int] = set()
+        self.factor_slots: set[int] = set()
         """Slots whose adapter has factors in any linear."""
         self.spares_bias: torch.Tensor | None = None
         """[slots, 1]: 1 where the adapter does not scale biases (DoRA), else 0; None until there is one."""
@@ -295,12 +295,12 @@ class LoraSlots:
         for side, names, slots in self._banks:
             own = torch.stack([self._filled(side, weights.get(name, ()), slots) for name in names])
             if side == 1:
-                factors = torch.tensor([scalings.get(name, 0.0) for name in names])
-                own.mul_(factors.to(own.device)[:, None, None])
+                scaling = torch.tensor([scalings.get(name, 0.0) for name in names])
+                own.mul_(scaling.to(own.device)[:, None, None])
             aside.append(torch.empty_like(slots[:, slot]).copy_(own.transpose(1, 2)))
-        found = {(name, side): _vector(side, own) for name, own in weights.items() for side in (0, 1)}
-        vectors = {place: vector for place, vector in found.items() if vector is not None}
-        for name, side in vectors:
+        found = {(name, side): _factors(side, own) for name, own in weights.items() for side in (0, 1)}
+        factors = {place: own for place, own in found.items() if own is not None}
+        for name, side in factors:
             self.linears[name].make_factors(side)
         dora = any(len(own) == 3 for own in weights.values())
         if dora and self.spares_bias is None:
@@ -311,12 +311,12 @@ class LoraSlots:
         for name, linear in self.linears.items():
             for side, bank in enumerate(linear.factors):
                 if bank is not None:
-                    bank[slot] = vectors.get((name, side), 0.0)
+                    bank[slot] = factors.get((name, side), 0.0)
         if self.spares_bias is not None:
             self.spares_bias[slot] = float(dora)
-        self.scaled_slots.discard(slot)
-        if vectors:
-            self.scaled_slots.add(slot)
+        self.factor_slots.discard(slot)
+        if factors:
+            self.factor_slots.add(slot)
 
     @torch.no_grad()
     def row_norms(self, name: str, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -342,11 +342,11 @@ class LoraSlots:
         """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those:
         captured ones outlive the forward."""
         self.runs.set(runs, self.device, tiles)
-        if scaled := [run for run in runs if run[2] in self.scaled_slots]:
-            rows = np.concatenate([np.arange(start, stop) for start, stop, _ in scaled])
-            slots = np.repeat([slot for _, _, slot in scaled], [stop - start for start, stop, _ in scaled])
+        if own := [run for run in runs if run[2] in self.factor_slots]:
+            rows = np.concatenate([np.arange(start, stop) for start, stop, _ in own])
+            slots = np.repeat([slot for _, _, slot in own], [stop - start for start, stop, _ in own])
             at, of = upload([rows, slots], self.device)
-            self.runs.scaled = at, of, None if self.spares_bias is None else self.spares_bias.index_select(0, of)
+            self.runs.factor_rows = at, of, None if self.spares_bias is None else self.spares_bias.index_select(0, of)
         try:
             yield
         except BaseException:
@@ -356,7 +356,7 @@ class LoraSlots:
             raise
         finally:
             self.runs.set([], self.device)
-            self.runs.scaled = None
+            self.runs.factor_rows = None
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:

@@ -69,7 +69,7 @@ class LoraSegments:
         self.tiles: LoraTiles | None = None
         self.training: Sequence[LoraRows] = ()
         """Adapters of all rows, with autograd, while a fine-tune unit runs; else empty."""
-        self.scaled: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self.factor_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         """Rows whose adapter has factors, their slots, and `LoraSlots.spares_bias` of each; None: there are none."""
         self._all: list[Run] = []
         self._slots: torch.Tensor | None = None

@@ -63,8 +63,8 @@ class ShortLayer:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute what the layer's own `forward` computes, from the same arguments."""
         few, runs = hidden_states.shape[1] <= FEW_ROWS and not torch.is_grad_enabled(), self._lora.runs
-        # The kernels add low-rank updates, and scale nothing (IA3, DoRA).
-        if not few or runs.training or runs.scaled is not None or args or kwargs.get("attention_mask") is not None:
+        # The kernels add low-rank updates, and know no factors (IA3, DoRA).
+        if not few or runs.training or runs.factor_rows is not None or args or kwargs.get("attention_mask") is not None:
             return self.long(hidden_states, *args, **kwargs)
         return self.short(hidden_states[0], *kwargs["position_embeddings"])[None]
 

@@ -225,13 +225,13 @@ def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Kept, ...]:
     return tuple(kind for kind in kinds if setting in ("auto", kind))
 
 
-def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept, scaled: bool = False) -> int:
+def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept, factors: bool = False) -> int:
     """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results.
 
-    Where adapters scale outputs, a graph also has those of the adapted linears from before.
+    With `factors` of outputs (IA3, DoRA) a graph also has the adapted linears' outputs from before these.
     """
     if kind == "graph":
-        before = sum(fan_out for _, fan_out in shape.targets) if scaled else 0
+        before = sum(fan_out for _, fan_out in shape.targets) if factors else 0
         return graph_bytes(shape, settings, dtype) + before * dtype.itemsize * settings.align.window_tokens
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
     # the input.
@@ -242,11 +242,11 @@ def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: K
 
 
 def kept_that_fits(
-    shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float, scaled: bool = False
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float, factors: bool = False
 ) -> Kept:
-    """Return the most that a step may keep in `most` bytes; `scaled` as for `kept_bytes`."""
+    """Return the most that a step may keep in `most` bytes; `factors` as for `kept_bytes`."""
     kinds = kept_kinds(shape, settings.align.keep_graph, cuda)
-    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind, scaled) <= most), "inputs")
+    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind, factors) <= most), "inputs")
 
 
 def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from edged.scheduler.cost.drift import Drift
@@ -244,13 +243,16 @@ class CostModel:
         left_s = limit_s / self._drift.slowness - fixed
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
-        chunk_s = partial(self._chunk_s, base, slope, curve)
+        low, high, past, knee = self._low, self._high, self._past, self._knee
+
+        def chunk_s(count: int) -> float:
+            tokens = base + count
+            packed_s = low * tokens if tokens <= knee else past + high * (tokens - knee)
+            return packed_s + count * (slope + curve * count)
+
         if chunk_s(most) <= left_s:
             return most
         return bisect_right(range(1, most), left_s, key=chunk_s) if chunk_s(1) <= left_s else 0
-
-    def _chunk_s(self, base: int, slope: float, curve: float, count: int) -> float:
-        return self._packed_s(base + count) + count * (slope + curve * count)
 
     def free_tokens(self, load: Load) -> int:
         """Return the tokens up to the knee: they add little to a forward, which reads the weights anyway."""

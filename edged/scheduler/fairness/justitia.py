@@ -55,6 +55,15 @@ class JustitiaOrder(FairOrder):
         at_s, number = self.key(task)
         return self.clock.now if run is None else run.tag, at_s, number
 
+    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+        """Return prompts by their places, twice: live calls by those in their runs at which they were filed."""
+        known = self._runs.get
+        places = [(run.tag, task.queue_key, task) for task in prompts if (run := known(task.task_id))]
+        if len(places) < len(prompts):
+            return super().rank(prompts, now)
+        ranked = [task for _, _, task in sorted(places)]
+        return ranked, ranked
+
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, run by run."""
         # A few are sorted sooner than they are found among all open ones.

@@ -55,11 +55,10 @@ class TurnOrder(FairOrder):
         """Return the user's counter."""
         return self.counters.counter(str(flow))
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Any, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, each as if those before it had been charged."""
-        price, waiting = self.fairness.input, self._waiting
-        counters = self.counters.of([tasks[0].tenant for tasks in flows.values()])
-        firsts = zip(counters, flows.values(), strict=True)
+        price, weights, waiting = self.fairness.input, self.fairness.weights, self._waiting
+        firsts = zip(self.counters.of(flows), flows.values(), strict=True)
         places = sorted([(counter, tasks[0].queue_key, tasks, 1) for counter, tasks in firsts])
         chosen: list[Task] = []
         # Those before are chosen; a user's next prompt is put among those after.
@@ -68,7 +67,7 @@ class TurnOrder(FairOrder):
             chosen.append(task)
             if count < len(tasks):
                 if task.task_id in waiting:
-                    counted += price * task.tokens / self.weight(task.tenant)
+                    counted += price * task.tokens / (self.weight(task.tenant) if weights else 1.0)
                 insort(places, (counted, tasks[count].queue_key, tasks, count + 1), len(chosen))
         return chosen
 

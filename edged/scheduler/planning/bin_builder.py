@@ -166,9 +166,10 @@ class BinBuilder:
 
     def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
         """Grant the `chosen` decodes that find a page, instead of those granted before."""
-        self.tokens_left += len(self.plan.grants)
-        all_pages = free_pages = self.free_pages + self.plan.pages
-        lacking, adapters, context, earliest_s = set[Task](), {0}, 0, math.inf
+        plan, load = self.plan, self.load
+        all_pages = free_pages = self.free_pages + plan.pages
+        lacking: set[Task] = set()
+        adapters, context, earliest_s = {0}, 0, math.inf
         for grant in chosen:
             task = grant.task
             held = task.context
@@ -184,10 +185,10 @@ class BinBuilder:
             if task.deadline_s < earliest_s:
                 earliest_s = task.deadline_s
         grants = [grant for grant in chosen if grant.task not in lacking] if lacking else list(chosen)
-        self.plan.grants, self.plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
-        self.tokens_left -= len(grants)
+        self.tokens_left += len(plan.grants) - len(grants)
+        plan.grants, plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
         self.slack_s = earliest_s - now
-        self.load.decodes, self.load.context, self.load.adapters = len(grants), context, len(adapters) - 1
+        load.decodes, load.context, load.adapters = len(grants), context, len(adapters) - 1
         self._adapters = adapters
 
     def _victims(self, spared: Task | None, holders: list[Task]) -> Iterator[Task]:
@@ -243,9 +244,11 @@ def grant_finetune(
         if tokens > 0:
             draft.take(task, tokens)
     if tokens == task.tokens:
-        left_s = limit_s - cost.forward_s(draft.load)
+        left_s, priced, unit_s = limit_s - cost.forward_s(draft.load), None, 0.0
         for unit in task.units[task.next_unit :]:
-            unit_s = cost.unit_s(unit)
+            # A model's layers are alike.
+            if unit is not priced and unit != priced:
+                priced, unit_s = unit, cost.unit_s(unit)
             if units >= most_units:
                 break
             if plan.predicted_units_s + unit_s > left_s:

@@ -63,7 +63,7 @@ class TaskQueues:
     def first(self, most: int) -> list[Task]:
         """Return the waiting prompts that are next, at most so many."""
         if len(self.flows) < 2:
-            return [task for tasks in self.flows.values() for task in tasks[:most]]
+            return next(iter(self.flows.values()), [])[:most]
         return self.order.first(self.flows, most)
 
     def file(self, task: Task, started: bool = False) -> None:

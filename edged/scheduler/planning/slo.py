@@ -77,10 +77,10 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
     return math.ceil(pace * base_s / spare) if pace * base_s < most * spare else most
 
 
-def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, token_s: float) -> float:
+def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, token_s: float, floor_s: float) -> float:
     """Return the seconds until the prompts, less the tokens `granted` to them now, must run without a break.
 
-    inf without prompts; below zero when it is too late for one of them.
+    inf without prompts; below zero when it is too late for one of them; any value below `floor_s` where it is below.
     """
     least_s, ahead = math.inf, 0
     for task in prompts:
@@ -90,4 +90,6 @@ def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, to
         left_s = MARGIN * (task.deadline_s - now) - ahead * token_s
         if left_s < least_s:
             least_s = left_s
+            if left_s < floor_s:
+                break
     return least_s

@@ -1,12 +1,13 @@
 """Hybrid iterations: serving and fine-tuning share each within a latency budget (MACE 4.2, FlexLLM 6.2)."""
 
-from itertools import filterfalse
+from collections.abc import Iterator
+from itertools import chain, filterfalse
 
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Entry, Fill, Policy
-from edged.scheduler.task import Plan, Resources
+from edged.scheduler.task import Plan, Resources, Task
 
 SMALLEST_CHUNK = 32
 """Least tokens of prompts together, or of an overdue pair's forward, whatever the budget: they go on."""
@@ -26,13 +27,14 @@ class Hybrid(Fill):
         cost, spare = policy.cost, policy.spare
         draft = BinBuilder(queues, now, resources, policy.victims.ranked)
         plan = draft.plan
-        strict = queues.order.strict
-        # Where nobody overtakes, those beyond are looked for only if all of these enter.
-        waiting = queues.first(LOOK_AHEAD if strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
-        draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
-        if not strict:
-            waiting = [*filterfalse(set(queues.started).__contains__, draft.prompts), *waiting[LOOK_AHEAD:]]
-        draft.waiting = waiting
+        # Nobody enters where others are preempted.
+        if queues.started or not draft.preempted:
+            # Where nobody overtakes, those beyond are looked for only if all of these enter.
+            waiting = queues.first(LOOK_AHEAD if queues.order.strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
+            draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
+            if not queues.order.strict:
+                waiting = [*filterfalse(set(queues.started).__contains__, draft.prompts), *waiting[LOOK_AHEAD:]]
+            draft.waiting = waiting
         entry = policy.admission.choose(draft, queues, spare, now)
         if entry.paused:
             draft.pause(entry.paused, now)
@@ -72,10 +74,11 @@ class Hybrid(Fill):
         # A pace for many iterations: at prices, not at the slowness of the moment.
         priced_s, all_tokens, needed = cost.priced_s(load), draft.tokens_left, 0
         runnable = set(entry.runnable)
-        ranked = list(filter(runnable.__contains__, draft.prompts))
-        if len(ranked) < len(runnable):
-            ranked += sorted(runnable.difference(ranked), key=policy.order)
-        for task in ranked:
+
+        def beyond() -> Iterator[Task]:
+            yield from sorted(runnable.difference(draft.prompts), key=policy.order)
+
+        for task in chain(filter(runnable.__contains__, draft.prompts), beyond()):
             if draft.tokens_left <= 0:
                 break
             most = draft.room(task)

@@ -14,7 +14,6 @@ OPEN = ("validating_files", "queued", "running")
 IS_OPEN = f"status IN {OPEN}"
 FILES = ("training_file", "validation_file")
 """Columns with the ids of a job's files."""
-_OF_OWNER = "(:owner IS NULL OR owner = :owner)"
 _CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
 KEPT_CHECKPOINTS = 3
 """Newest checkpoints of a job, which answer; the names of older ones stay taken."""
@@ -88,8 +87,8 @@ def list_jobs(
     wanted = "SELECT 1 FROM json_each(:wanted) AS wanted WHERE NOT EXISTS"
     has = "SELECT 1 FROM json_each(jobs.metadata) AS had WHERE had.key = wanted.key AND had.value = wanted.value"
     values = {"owner": owner, "after": after, "wanted": json.dumps(dict(metadata or {}))}
-    later = "(:after = '' OR rowid < (SELECT rowid FROM jobs WHERE id = :after))"
-    return list(_jobs(db, f"{_OF_OWNER} AND NOT EXISTS ({wanted} ({has})) AND {later}", values, f"DESC LIMIT {most}"))
+    these = "(:owner IS NULL OR owner = :owner) AND (:after = '' OR rowid < (SELECT rowid FROM jobs WHERE id = :after))"
+    return list(_jobs(db, f"{these} AND NOT EXISTS ({wanted} ({has}))", values, f"DESC LIMIT {most}"))
 
 
 def open_jobs(db: Database, base: str) -> list[JobRow]:
@@ -122,27 +121,31 @@ def count_by_status(db: Database) -> dict[str, int]:
 
 
 def has_user_data(db: Database, name: str) -> bool:
-    """Whether anything is stored for a user of this name."""
+    """Whether anything is stored for a user of this name, who may have asked or rated through whatever adapter."""
     tables = ("pairs", "completions", "adapter_versions", "job_checkpoints")
-    return any(first_value(db, f"SELECT 1 FROM {table} WHERE adapter = ? LIMIT 1", [name]) for table in tables)
+    places = [*(f"{table} WHERE adapter" for table in tables), "completions WHERE user", "signals WHERE user"]
+    return any(first_value(db, f"SELECT 1 FROM {place} = ? LIMIT 1", [name]) for place in places)
 
 
-def has_spoken(db: Database, name: str) -> bool:
-    """Whether somebody of this name has asked or rated, through whatever adapter.
-
-    It reads whole tables: not for the writer thread.
-    """
-    tables = ("completions", "signals")
-    return any(first_value(db, f"SELECT 1 FROM {table} WHERE user = ? LIMIT 1", [name]) for table in tables)
+def name_prefix(owner: str) -> str:
+    """Return the beginning of the names that are an owner's for the adapters of its jobs."""
+    name = owner.removeprefix("token:")
+    return f"{'job' if ':' in name else name[:40]}-"
 
 
 def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
     """Return the adapters that open jobs make, and that ended ones have taught, with the jobs' checkpoints, by the
-    jobs' owners."""
+    jobs' owners.
+
+    Those of other names than an owner's are its own only as long as [access] lets it speak for them; all checkpoints.
+    """
+    made: dict[str, set[str]] = {}
     taught = f"{IS_OPEN} OR status = 'succeeded' OR trained_tokens > 0"
-    kept = f"SELECT owner, kept.adapter FROM {_CHECKPOINTS}"
-    sql = f"SELECT owner, json_group_array(adapter) FROM (SELECT owner, adapter FROM jobs WHERE {taught} UNION {kept})"
-    return {owner: frozenset(json.loads(made)) for owner, made in db.execute(f"{sql} GROUP BY owner")}
+    kept = f"SELECT owner, kept.adapter, 1 FROM {_CHECKPOINTS}"
+    for owner, adapter, mine in db.execute(f"SELECT owner, adapter, 0 FROM jobs WHERE {taught} UNION {kept}"):
+        if mine or adapter.startswith(name_prefix(owner)):
+            made.setdefault(owner, set()).add(adapter)
+    return {owner: frozenset(adapters) for owner, adapters in made.items()}
 
 
 def update_job(db: Database, job_id: str, **columns: Any) -> bool:

@@ -228,11 +228,14 @@ def test_an_optimizer_that_fails_leaves_weights_and_moments_as_they_were(
     assert all(torch.equal(value, twin.tensors()[key]) for key, value in made.tensors().items())
 
 
-def test_a_resident_adapter_that_scales_outputs_is_known(tmp_path: Path) -> None:
+def test_a_resident_adapter_that_multiplies_outputs_is_known_and_one_that_multiplies_inputs_is_none(
+    tmp_path: Path,
+) -> None:
     adapter_cache = AdapterCache(spec(), live(rank=4, alpha=8.0), CPU, files(tmp_path))
     adapter_cache.get("ann")
-    assert not adapter_cache.scaled
-    vectors = {name: (fan_out, 1) for name, (_, fan_out) in SHAPES.items()}
-    form = AdapterForm(dict.fromkeys(SHAPES, 1.0), vectors, {"peft_type": "IA3"})
-    adapter_cache.adopt(AdapterState("bob", form, live(), CPU, begin=False))
-    assert adapter_cache.scaled
+    for name, on_inputs in (("bob", True), ("eve", False)):
+        assert not adapter_cache.output_factors
+        vectors = {linear: (1, size[0]) if on_inputs else (size[1], 1) for linear, size in SHAPES.items()}
+        form = AdapterForm(dict.fromkeys(SHAPES, 1.0), vectors, {"peft_type": "IA3"})
+        adapter_cache.adopt(AdapterState(name, form, live(), CPU, begin=False))
+    assert adapter_cache.output_factors

@@ -50,16 +50,22 @@ def test_a_rating_by_itself_is_a_row_with_one_answer_and_its_tokens(desk, signal
     assert (row.chosen.token_ids or row.rejected.token_ids) == tuple(b"hello")
 
 
-def test_nothing_is_learned_of_it_where_that_is_off_or_weighs_nothing_or_says_nothing(desk):
+def test_nothing_is_learned_of_it_where_it_weighs_nothing_or_says_nothing(desk):
     desk.answer("c", "hello"), desk.answer("e", " ")
     assert not desk.report("e", "up").pair_ids
     assert not desk.report("c", "dwell", seconds=60).pair_ids
     assert not desk.report("c", "skip").pair_ids
     desk.settings = desk.settings.model_copy(update={"weight_thumbs": 0.0})
     assert not desk.report("c", "up").pair_ids
-    desk.settings, desk.unpaired = desk.settings.model_copy(update={"weight_thumbs": 1.0}), "off"
-    result = desk.report("c", "down")
-    assert (result.pair_ids, result.reason) == ((), "waits for an answer to the same prompt with the opposite rating")
+
+
+def test_where_ratings_are_not_learned_one_is_kept_until_they_are(desk):
+    desk.unpaired = "off"
+    desk.answer("a", "one"), desk.answer("b", "two")
+    kept = desk.report("a", "up")
+    assert desk.pairs(kept) == [("one", "", "thumbs", 1.0)]
+    assert kept.reason == "kept as a single rating; waits for an answer to the same prompt with the opposite rating"
+    assert desk.report("b", "down").dropped == kept.pair_ids, "a pair has its place"
 
 
 def test_ratings_of_an_account_that_does_not_teach_wait_for_an_opposite_one(desk):

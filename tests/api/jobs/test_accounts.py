@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import socket
 import sqlite3
 import time
@@ -98,6 +99,35 @@ def test_an_adapter_is_of_the_account_whose_job_made_it(tiny: LiveDaemon) -> Non
         assert http.delete(f"/v1/adapters/{model.removeprefix('tiny:')}").status_code == 200
         with pytest.raises(openai.PermissionDeniedError):
             ann.chat.completions.create(model=model, **GREEDY)
+
+
+@root_only
+def test_an_adapter_is_not_of_the_account_that_later_gets_its_name_nor_of_one_that_no_more_speaks_for_it() -> None:
+    settings: dict[str, Any] = {**SETTINGS, "api__socket_mode": "0666"}
+    rules = [{"peers": [f"user:{BOB}"], "roles": ["use", "train"], "users": ["@self", "recipes"]}]
+    with open_folder() as folder:
+        save_tiny(folder / "tiny")
+        with running(folder / "run", folder / "tiny", **settings, access__rules=json.dumps(rules)) as live:
+            with live.openai() as admin, speaking(live, BOB) as bob:
+                for client, name in ((admin, "www-data"), (bob, "recipes")):
+                    made = client.fine_tuning.jobs.create(
+                        model="tiny", training_file=upload(client, chats(1)), suffix=name
+                    )
+                    assert ended(client, made.id).status == "succeeded"
+                    assert client.chat.completions.create(model=f"tiny:{name}", **GREEDY).choices
+            with speaking(live, "www-data") as own:
+                assert own.chat.completions.create(model="tiny:www-data", **GREEDY).choices, "its name is its own"
+            live.stop()
+        with sqlite3.connect(live.data / "edged.db") as database:
+            # As if an account "www" had made it, before there was one of its name.
+            database.execute("UPDATE jobs SET owner = 'www' WHERE adapter = 'www-data'")
+        with running(folder / "run", folder / "tiny", **settings) as live:
+            for account, name in (("www-data", "www-data"), (BOB, "recipes")):
+                with speaking(live, account) as client:
+                    for named in ({"model": f"tiny:{name}"}, {"model": "tiny", "user": name}):
+                        with pytest.raises(openai.PermissionDeniedError, match="is not for"):
+                            client.chat.completions.create(**named, **GREEDY)
+                    assert upload(client, chats(1)), "as an account without a user"
 
 
 @root_only

@@ -417,6 +417,35 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
 
 
+def test_what_a_job_left_stays_on_disk_over_a_restart_and_can_be_gone_back_to(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "store__save_every_s": 0.01, "store__keep_versions": 1, "guard__held_out_share": 0}
+    folder, model = tmp_path / "run", save_tiny(tmp_path / "tiny")
+    with running(folder, model, **settings) as live, live.openai() as client:
+        made = client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, chats(2)), suffix="made")
+        assert ended(client, made.id).status == "succeeded"
+        said = client.chat.completions.create(model="tiny:made", **GREEDY).choices[0].message.content
+        live.stop()
+    with running(folder, model, **settings) as live, live.http() as http, live.openai() as client:
+
+        def versions() -> list[dict[str, Any]]:
+            """Newest first."""
+            return http.get("/v1/adapters/made").json()["versions"]
+
+        left = versions()[0]["version"]
+        for number in range(4):
+            pair = {"user": "made", "prompt": f"{number}?", "chosen": f"yes {number}", "rejected": f"no {number}"}
+            http.post("/v1/feedback", json=pair).raise_for_status()
+            deadline = time.monotonic() + 60
+            while not ((newest := versions()[0])["version"] == left + number + 1 and newest["on_disk"]):
+                assert time.monotonic() < deadline, live.log
+                time.sleep(0.02)
+        on_disk = [each["version"] for each in versions() if each["on_disk"]]
+        assert (left in on_disk, left + 1 in on_disk) == (True, False)
+        http.post("/v1/adapters/made/rollback", json={"version": left}).raise_for_status()
+        assert versions()[0]["restored"] == left
+        assert client.chat.completions.create(model="tiny:made", **GREEDY).choices[0].message.content == said
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from edged.align.adapters.adapter import AdapterFiles, AdapterState
 from edged.align.adapters.form import LoraSpec, served
 from edged.align.adapters.peft_import import ImportRefused, read_adapter
-from edged.align.dpo.decoder import LoraParameters, LoraRows, scaled
+from edged.align.dpo.decoder import LoraParameters, LoraRows, with_scaling
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends
@@ -165,7 +165,7 @@ def test_in_16_bits_factors_near_1_are_trained_as_they_are_served(form: str) -> 
     weights = served({"0": forms[form]}, {"0": slots.row_norms("0", *matrices, 1.0)})
     slots.load(0, weights, {"0": 1.0})
     x = torch.randn(1, 4096, 64).to(torch.bfloat16)
-    leaves = LoraParameters(scaled(weights, {"0": 1.0}, torch.bfloat16), {"0": 1.0}, {})
+    leaves = LoraParameters(with_scaling(weights, {"0": 1.0}, torch.bfloat16), {"0": 1.0}, {})
     plain = linear(x).float()
     with torch.inference_mode(), slots.packed([(0, 4096, 0)]):
         answered = model(x).float()

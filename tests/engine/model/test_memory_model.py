@@ -97,8 +97,8 @@ def test_a_step_keeps_the_most_that_fits() -> None:
     assert [kept("graph", False, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
     assert kept("inputs", False, graph) == "inputs"
     more = 2 * settings.align.window_tokens * sum(fan_out for _, fan_out in shape.targets)
-    assert kept_bytes(shape, settings, torch.bfloat16, "graph", scaled=True) == graph + more
-    fitting = (kept_that_fits(shape, settings, torch.bfloat16, True, graph, scaled) for scaled in (False, True))
+    assert kept_bytes(shape, settings, torch.bfloat16, "graph", factors=True) == graph + more
+    fitting = (kept_that_fits(shape, settings, torch.bfloat16, True, graph, more) for more in (False, True))
     assert list(fitting) == ["graph", "inputs"]
     # The setting was a switch.
     switches = (True, False, "true", "false", 1, 0, "1", "0", "on", "off", "YES", "NO", "TRUE", "FALSE")

@@ -121,6 +121,19 @@ def test_a_clock_that_jumps_back_moves_no_tag() -> None:
     assert [known.tag for known in order_of(world).clock.applications.values()] == tags
 
 
+def test_calls_are_ranked_by_their_places_whatever_happened_since_they_were_filed() -> None:
+    world = world_of(pages=12, max_sequences=6)
+    order, queues = order_of(world), world.scheduler.queues
+    for number in range(40):
+        call(world, 20 + number * 7 % 90, 5 + number % 20, f"run-{number % 8}" if number % 3 else "", f"u{number % 4}")
+    while world.lives:
+        world.step()
+        some = [*queues.any_order, *queues.started, Task(10_000, Kind.PREFILL, world.now)][-9 - world.iterations % 2 :]
+        for prompts in (some, some[:-1]):
+            assert order.rank(prompts, world.now)[0] == sorted(prompts, key=order.place)
+    assert sum(life.preemptions for life in world.done) > 0
+
+
 def test_the_report_has_the_runs_in_the_order_of_their_tags() -> None:
     world = world_of()
     call(world, 400, 100, "ann/long")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +70,12 @@ def test_the_need_is_always_between_nothing_and_all(
 
 def test_slack_counts_what_stands_before_a_prompt_but_not_what_it_is_granted_now() -> None:
     first, second = prompts((100, 1.0), (200, 1.0))
-    full = slack_s([first, second], {}, 0.0, TOKEN_S)
+    full = slack_s([first, second], {}, 0.0, TOKEN_S, -math.inf)
     assert full == pytest.approx(MARGIN * 1.0 - 300 * TOKEN_S)
-    assert slack_s([first, second], {first: 100}, 0.0, TOKEN_S) == pytest.approx(full + 100 * TOKEN_S)
+    assert slack_s([first, second], {first: 100}, 0.0, TOKEN_S, -math.inf) == pytest.approx(full + 100 * TOKEN_S)
+
+
+def test_slack_is_not_sought_behind_a_prompt_for_which_it_is_too_late_anyway() -> None:
+    late, behind = prompts((100, -1.0), (2000, -0.9))
+    assert slack_s([late, behind], {}, 0.0, TOKEN_S, -math.inf) == pytest.approx(MARGIN * -0.9 - 2100 * TOKEN_S)
+    assert slack_s([late, behind], {}, 0.0, TOKEN_S, -0.1) == pytest.approx(MARGIN * -1.0 - 100 * TOKEN_S)

@@ -7,7 +7,7 @@ import pytest
 from edged.scheduler.cost.model import CostModel, Load, Prices
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, TaskOutcome
+from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, UNITS, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
@@ -119,6 +119,18 @@ class TestMaceFineTuning:
         task.deadline_s = 0.0
         assert 9 not in granted(scheduler.plan(0.3, resources()))
         assert granted(scheduler.plan(0.5, resources()))[9][1] >= 1
+
+    @pytest.mark.parametrize("prompts", [0, 1])
+    def test_prompts_that_wait_as_long_outrank_it_also_where_an_answer_loses_its_pages(self, prompts: int) -> None:
+        scheduler = scheduler_of(finetune_max_wait_s=1.0)
+        answers = [add_decode(scheduler, number, context=4 * PAGE) for number in (1, 2)]
+        lesson = Task(3, Kind.FINETUNE, 0.0, units=UNITS, next_unit=1, tokens=0)
+        scheduler.add(lesson, 0.0)
+        for number in range(prompts):
+            add_prompt(scheduler, 4 + number, 100)
+        plan = scheduler.plan(0.9, resources(free=1, total=9))
+        assert plan.preempt == answers[1:]
+        assert (3 in granted(plan)) is (prompts == 0)
 
     def test_when_it_outranks_serving_it_gets_its_share_of_the_time_it_waited(self) -> None:
         scheduler = scheduler_of(finetune_max_wait_s=0.5, finetune_min_share=0.1, idle_quantum_ms=1000.0)

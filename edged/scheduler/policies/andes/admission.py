@@ -34,40 +34,46 @@ class ReaderAdmission(PatientAdmission):
         return entry
 
     def _short(self, draft: BinBuilder) -> bool:
-        """Whether not all can be served, or not as fast as the fastest reader reads."""
+        """Whether not all can be served, readers among them, or not as fast as the fastest reader reads."""
+        paces = [reader.pace for grant in draft.plan.grants if (reader := grant.task.reader) is not None]
+        if not paces and all([task.reader is None for task in draft.waiting[: 2 * LOOK_AHEAD]]):
+            return False
         if draft.sequences_left < len(draft.waiting):
             return True
         asking, least = draft.waiting[:LOOK_AHEAD], (1.0 - SHORT) * draft.total_pages
         if draft.open_pages - draft.most_pages(asking) < least:
-            asked = sum([draft.pages(task, task.tokens) for task in asking])
+            asked = sum([task.pages_for(task.tokens, draft.page_size) for task in asking])
             if asked and draft.open_pages - asked < least:
                 return True
-        paces = [grant.task.reader.pace for grant in draft.plan.grants if grant.task.reader is not None]
         return bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
 
     def _contest(self, draft: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
         """Return the prompts that enter, with their pages promised, and the decodes that stand still; who gives way is
         preempted in `draft`."""
-        decodes, load = [grant.task for grant in draft.plan.grants], draft.load
-        oldest = min((*decodes, *queues.started), key=by_arrival, default=None)
+        grants, load = draft.plan.grants, draft.load
+        # Decodes are queued by arrival.
+        first = [next(grant.task for grant in queues.decodes if grant in grants)] if grants else []
+        oldest = min(first + queues.started, key=by_arrival, default=None)
         contenders = [
-            Contender(task, task.reader, task.held_pages, 0.0)
-            for task in decodes
-            if task.reader is not None and not task.preemptions and task is not oldest
+            Contender(task, reader, task.held_pages, 0.0)
+            for grant in grants
+            if (reader := (task := grant.task).reader) is not None and not task.preemptions and task is not oldest
         ]
         running = len(contenders)
         pages = draft.open_pages + sum([one.pages for one in contenders])
-        prompt_s, needed = self.cost.prompt_s, draft.pages
+        prompt_s, page_size = self.cost.prompt_s, draft.page_size
         for task in draft.waiting[: 2 * LOOK_AHEAD]:
             if (reader := task.reader) is not None:
                 starts_s = prompt_s(task.tokens)
                 late = (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
-                contenders.append(Contender(task, reader, needed(task, task.tokens), starts_s, late))
+                contenders.append(Contender(task, reader, task.pages_for(task.tokens, page_size), starts_s, late))
+        if not contenders:
+            return [], set()
         others, each = load.decodes - running, load.context / max(1, load.decodes)
 
         def token_s(size: int) -> float:
             decodes = others + size
-            return self.cost.priced_s(Load(decodes=decodes, context=round(each * decodes), adapters=load.adapters))
+            return self.cost.priced_s(Load(0, decodes, 0, round(each * decodes), 0.0, load.adapters))
 
         slots = draft.sequences_left + running
         ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self.settings.reader_horizon_s)

@@ -46,27 +46,22 @@ def contest(
     """
     import numpy as np  # late: a process is prepared before numpy starts its threads
 
-    if not contenders:
-        return [], set(), math.inf
-    columns: Any = [
-        np.array([one.reader.dry_s for one in contenders]),
-        np.array([one.starts_s for one in contenders]),
-        np.array([one.reader.pace for one in contenders]),
-        np.array([one.reader.ideal_s for one in contenders]),
-        np.array([one.pages for one in contenders]),
-        np.array([one.urgent for one in contenders]),
-    ]
+    dry_s: Any = np.array([one.reader.dry_s for one in contenders])
+    starts_s: Any = np.array([one.starts_s for one in contenders])
     # Equals stay in this order.
-    first = np.lexsort((columns[0], columns[1] > 0.0))
+    first = np.lexsort((dry_s, starts_s > 0.0))
     contenders = [contenders[one] for one in first.tolist()]
-    dry_s, starts_s, pace, ideal_s, pages_each, urgent = (column[first] for column in columns)
-    needs = pages_each.tolist()
+    dry_s, starts_s, needs = dry_s[first], starts_s[first], [one.pages for one in contenders]
+    pace: Any = np.array([one.reader.pace for one in contenders])
+    ideal_s: Any = np.array([one.reader.ideal_s for one in contenders])
     left_s = np.minimum(np.maximum(dry_s - now, 0.0), horizon_s)
     expected_s = np.maximum(now + horizon_s - ideal_s, 1e-9)
     sizes = batch_sizes(needs, pages, slots, token_s, 1.0 / float(pace.max()))
     rates: Any = np.array([1.0 / token_s(size) for size in sizes]).reshape(-1, 1)
-    gains = np.where(urgent, URGENT, gain(pace, left_s, expected_s, horizon_s, starts_s, rates))
-    orders = np.argsort(-gains / np.maximum(pages_each, 1), kind="stable").tolist()
+    gains: Any = gain(pace, left_s, expected_s, horizon_s, starts_s, rates)
+    if urgent := [at for at, one in enumerate(contenders) if one.urgent]:
+        gains[:, urgent] = URGENT
+    orders = np.argsort(-gains / np.maximum(needs, 1), kind="stable").tolist()
     packed = [
         (sum([values[one] for one in served]), size, order, served, values)
         for size, order, values in zip(sizes, orders, gains.tolist(), strict=True)
@@ -97,10 +92,11 @@ def pack(order: Sequence[int], gains: Sequence[float], needs: Sequence[int], pag
     were chosen so, that one goes first.
     """
     served = _filled(order, needs, pages, most)
-    most_gain = max([gains[one] for one in order if needs[one] <= pages], default=0.0)
-    if most_gain > sum([gains[one] for one in served]):
-        best = next(one for one in order if needs[one] <= pages and gains[one] == most_gain)
-        return _filled([best, *(one for one in order if one != best)], needs, pages, most)
+    gained = sum([gains[one] for one in served])
+    if max(gains, default=0.0) > gained:
+        best = max([one for one in order if needs[one] <= pages], key=gains.__getitem__, default=None)
+        if best is not None and gains[best] > gained:
+            return _filled([best, *(one for one in order if one != best)], needs, pages, most)
     return served
 
 

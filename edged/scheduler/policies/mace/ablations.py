@@ -7,6 +7,7 @@ from dataclasses import replace
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.base import Order, Spare
+from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
 from edged.scheduler.policies.mace.policy import MACE
@@ -29,7 +30,7 @@ class AdmissionByArrival(MaceAdmission):
         return sorted(super()._ranked(queues, draft, now), key=lambda task: (not task.begun, by_arrival(task)))
 
     def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
-        serving = [grant.task for grant in queues.decodes[:1]] + draft.prompts
+        serving = [grant.task for grant in queues.decodes[:1]] + (draft.prompts or queues.first(LOOK_AHEAD))
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 
     def _asking(

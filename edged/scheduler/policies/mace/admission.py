@@ -6,6 +6,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Admission, Entry, Spare
+from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
 from edged.scheduler.task import Kind, Task
@@ -42,16 +43,16 @@ class MaceAdmission(Admission):
         rank = self._priorities.finetune
         able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
         able = [task for task in able if not task.bulk] or able
-        begun = [task for task in able if task.begun]
-        able = begun or able
+        able = [task for task in able if task.begun] or able
         return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
     def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
         """Whether fine-tuning, by the wait of all of it and the loss of its `first`, stands at or above all serving."""
-        priorities, prompts = self._priorities, draft.prompts
+        priorities = self._priorities
         own = priorities.finetune(spare.waited_s(now), first.loss)
         if queues.decodes and own < priorities.decode(now - queues.decodes[0].task.arrival_s):
             return False
+        prompts = draft.prompts or queues.first(LOOK_AHEAD)
         if prompts and own < priorities.prefill(now - min([task.arrival_s for task in prompts])):
             return False
         return bool(queues.decodes or prompts)
@@ -74,7 +75,7 @@ class MaceAdmission(Admission):
         length_s = draft.tokens_left * self.cost.token_s
         running = bool(runnable or draft.load.decodes)
         first_pages = draft.open_pages
-        first = Bin(first_pages, length_s, occupied=running)
+        first = Bin(first_pages, length_s, running)
         upcoming = draft.upcoming(tau_tasks) if waiting else ()
         items = self._asking(draft, asking, upcoming, entry.due, now)
         strict = queues.order.strict
@@ -95,7 +96,7 @@ class MaceAdmission(Admission):
             enters = item.task.kind is Kind.PREFILL and draft.sequences_left > 0
             if enters and item.pages <= draft.open_pages:
                 draft.sequences_left -= 1
-                draft.enter(item.task)
+                draft.promised_pages += item.pages
                 runnable.append(item.task)
             elif strict and item.task.kind is Kind.PREFILL:
                 break

@@ -94,6 +94,8 @@ class MaceSpare(Spare):
         if free <= 0.0:
             return forward_s
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
-        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s))
+        # Below it nothing is left: `headroom` is a half at most.
+        floor_s = -2.0 * forward_s / free
+        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s, floor_s))
         spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
         return max(0.0, forward_s + spare_s * free)

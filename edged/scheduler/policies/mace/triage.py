@@ -1,6 +1,5 @@
 """The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
 
-from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from itertools import chain, islice, takewhile
 from operator import attrgetter
@@ -77,7 +76,7 @@ class Triage(Order):
         # Whose first token is late whatever is done.
         late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
         moves = [(task, FIRST if task.task_id in self._answered else LATE) for task in late]
-        if waited := flows.get(LATE):
+        if (waited := flows.get(LATE)) and overdue_s(waited[0]) <= now:
             moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, waited)]
         for task, flow in moves:
             queues.take_waiting(task)
@@ -88,10 +87,13 @@ class Triage(Order):
         """Return prompts in their order at `now`, and those that can be in time."""
         answered, token_s = self._answered, self.cost.token_s
         hopeful: list[Task] = []
-        others: list[Task] = []
+        others: dict[Task, float] = {}
         for task in prompts:
-            in_time = now + task.tokens * token_s <= task.deadline_s and task.task_id not in answered
-            (hopeful if in_time else others).append(task)
+            if now + task.tokens * token_s <= (deadline_s := task.deadline_s) and task.task_id not in answered:
+                hopeful.append(task)
+            else:
+                # `overdue_s`, of which a call for each would take longer than the rest.
+                others[task] = (arrival_s := task.arrival_s) + PATIENCE * (deadline_s - arrival_s)
         # Two keys in turn: a pair of them is a new tuple for each prompt.
         hopeful.sort(key=_number)
         hopeful.sort(key=_deadline)
@@ -104,11 +106,10 @@ class Triage(Order):
                 break
         if not others:
             return hopeful, hopeful
-        others.sort(key=overdue_s)
-        overdue = bisect_right(others, now, key=overdue_s)
-        first_ones, late = others[:overdue], list[Task]()
-        for task in others[overdue:]:
-            (first_ones if task.task_id in answered else late).append(task)
+        first_ones: list[Task] = []
+        late: list[Task] = []
+        for task in sorted(others, key=others.__getitem__):
+            (first_ones if others[task] <= now or task.task_id in answered else late).append(task)
         return [*first_ones, *hopeful, *late], hopeful
 
 
