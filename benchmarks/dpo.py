@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, markdown, option, parse
+from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, flag, markdown, option, parse
 from benchmarks.support.interleave import (
     Conversation,
     Side,
@@ -69,6 +69,7 @@ class Job:
     pairs_per_step: int
     method: str = "dpo"
     keep_graph: str = "auto"
+    packs: bool = True
     rank: int = 16
     alpha: int = 32
     beta: float = 0.1
@@ -131,7 +132,7 @@ class _EdgedLearner:
 
         settings: dict[str, dict[str, Any]] = {
             # Nothing is served: no decode iterations need be captured.
-            "model": {"device": job.device, "dtype": job.dtype, "graph_memory_mb": 0},
+            "model": {"device": job.device, "dtype": job.dtype, "graph_memory_mb": 0, "pack_weights": job.packs},
             "cache": {"memory_mb": 256},
             "align": {
                 "rank": job.rank,
@@ -318,6 +319,7 @@ def main() -> None:
         option("--pairs-per-step", "pairs of one optimizer step", 4),
         option("--method", "dpo, or supervised: the chosen answers alone", "dpo", choices=("dpo", "supervised")),
         option("--keep-graph", "edged's align.keep_graph", "auto", choices=("auto", "inputs", "lean", "graph")),
+        flag("--unpacked", "edged without a packed copy of the weights (model.pack_weights)"),
         option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
         DEVICE,
         option("--peer", "measure against this side alone", choices=SIDES[1:]),
@@ -340,12 +342,14 @@ def main() -> None:
             pairs_per_step=options.pairs_per_step,
             method=options.method,
             keep_graph=options.keep_graph,
+            packs=not options.unpacked,
         )
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {
             "model": options.size,
             "method": options.method,
             "keep_graph": options.keep_graph,
+            "packed": not options.unpacked,
             "pairs_file": options.pairs.name,
             "prompt_share_at_least": options.prompt_share,
         }

@@ -132,7 +132,7 @@ class SchedulerSettings(Section):
         1.05, "mean time between tokens beside fine-tuning, over that of serving alone, before its min share", ge=1.0
     )
     reader_reserve_s: float = setting(
-        1.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
+        2.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
     )
     reader_horizon_s: Positive = setting(10.0, "andes: span over which it is told what serving a reader gains")
     lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
