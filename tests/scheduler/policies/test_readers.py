@@ -40,7 +40,7 @@ def test_a_reader_who_has_no_more_than_the_reserve_is_due_at_the_target_of_other
     hungry, fed = add_reader(scheduler, 1, ahead_s=0.9), add_reader(scheduler, 2, ahead_s=3.0)
     other = add_decode(scheduler, 3)
     assert hungry.deadline_s == pytest.approx(other.deadline_s, rel=0.1)
-    assert fed.deadline_s == pytest.approx(2.0)
+    assert fed.deadline_s == pytest.approx(1.0)
 
 
 def test_a_reader_who_waits_already_is_overdue(scheduler: Scheduler) -> None:
