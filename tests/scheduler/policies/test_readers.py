@@ -88,7 +88,7 @@ def test_readers_lend_much_and_wait_for_nothing(plans_ahead: bool) -> None:
 
 def answered_s(units: int) -> float:
     """Return the seconds in which answers to four readers are made, one after the other, beside so many units."""
-    world = World(scheduler_of(tbt_slowdown=1.0, finetune_max_wait_s=1e4), resources(), Device())
+    world = World(scheduler_of(tbt_slowdown=1.0, idle_quantum_ms=200.0, finetune_max_wait_s=1e4), resources(), Device())
     if units:
         world.teach(64, [Unit("layer", 64)] * units)
     for number in range(4):
