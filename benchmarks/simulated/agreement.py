@@ -180,6 +180,8 @@ def slowed(device: Device, times: dict[str, float | None]) -> Device:
             (prompts if load.prefill_tokens or load.finetune_tokens else decodes) * device.forward_s(load)
         ),
         unit_s=lambda unit: units * device.unit_s(unit),
+        # What decodes take longer after a chunk is in the measured times.
+        noise=device.noise.model_copy(update={"decode_after_chunk": 0.0}),
         overhead_s=decodes * device.overhead_s,
         rest_s=decodes * device.rest_s,
     )

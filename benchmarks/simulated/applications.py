@@ -6,9 +6,9 @@
 
 Ten kinds of applications, as graphs whose calls are sent when those before have ended; lengths are drawn around the
 means of their groups' public records (Hermes). 72 % are small, 26 % medium, 2 % large, as in Justitia 5.1. `justitia`
-knows each application's cost, wrong by a factor drawn from 1 / --error to --error; `vtc` gives each application a
-counter; `parrot` serves applications in the order in which they came; `srjf` the one with the least left to do. All
-enter in order over the policy mace.
+and `srjf` know each application's cost, wrong by a factor drawn from 1 / --error to --error; `vtc` gives each
+application a counter; `parrot` serves applications in the order in which they came; `srjf` the one with the least left
+to do. All enter in order over the policy mace.
 With --elephants: two document merges beside 60 to 600 mice, one each second.
 """
 

@@ -183,7 +183,7 @@ def slo_figures(
         "tpot_target_ms": tpot_s * 1e3,
         "requests_in_time_share": attainment(answers, first_s, tpot_s),
         "forward_ms_of_mean_prompt": alone_s(sum(prompts) / len(prompts)) * 1e3,
-        "alone_ms": [(n, alone_s(n) * 1e3) for n in sorted({1, *map(int, np.percentile(prompts, range(0, 101, 10)))})],
+        "alone_ms": [(n, alone_s(n) * 1e3) for n in sorted({1, *map(int, np.percentile(prompts, range(0, 101, 2)))})],
     }
 
 

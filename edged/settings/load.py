@@ -129,7 +129,10 @@ class SchedulerSettings(Section):
     batch_tbt_factor: Positive = setting(10.0, "tbt_factor of requests of the batch class")
     batch_tbt_floor_ms: Positive = setting(500.0, "tbt_floor_ms of requests of the batch class")
     tbt_slowdown: float = setting(
-        1.05, "mean time between tokens beside fine-tuning, over that of serving alone, before its min share", ge=1.0
+        1.05,
+        "mean time between tokens beside fine-tuning, over that of serving alone, before its min share",
+        ge=1.0,
+        le=100.0,
     )
     reader_reserve_s: float = setting(
         2.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0

@@ -264,7 +264,7 @@ def test_after_a_power_cut_the_file_is_read_before_it_is_trusted(tmp_path: Path)
     shutil.rmtree(cut)
     cut.mkdir()
     wrecked_copy = shutil.copy(tmp_path / "whole" / "edged.db", cut / "edged.db")
-    wrecked(Path(wrecked_copy), 3)
+    wreck_table(Path(wrecked_copy), "notes")
     (cut / "edged.db-wal").write_bytes(b"torn")
     with pytest.raises(StoreError, match=r"(?s)is damaged .*restore a copy"):
         Store(cut / "edged.db")

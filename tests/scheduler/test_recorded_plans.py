@@ -15,6 +15,7 @@ import pytest
 
 from edged.bench.traces import read_trace
 from edged.scheduler.policies.registry import ROWS
+from edged.scheduler.reader import Pace
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
 from edged.simulator.hardware import SimulatedHardware
@@ -27,6 +28,16 @@ LOADS = {
     "half load": {"rate_per_s": 0.8, "retrain_rate": 0.5, "seconds": 45.0, "seed": 1},
     "overload": {"rate_per_s": 4.0, "retrain_rate": 0.3, "seconds": 25.0, "seed": 2},
     "little memory": {"rate_per_s": 1.5, "retrain_rate": 0.5, "seconds": 45.0, "seed": 3, "memory_mb": 90},
+    "readers": {
+        "rate_per_s": 1.5,
+        "retrain_rate": 0.5,
+        "seconds": 45.0,
+        "seed": 4,
+        "memory_mb": 400,
+        "pace": Pace(8.3),
+    },
+    "fair shares": {"rate_per_s": 3.0, "retrain_rate": 0.3, "seconds": 25.0, "seed": 5, "fairness": "vtc"},
+    "applications": {"rate_per_s": 3.0, "retrain_rate": 0.3, "seconds": 25.0, "seed": 6, "fairness": "justitia"},
 }
 
 
@@ -40,7 +51,8 @@ def recorded(policy: str, load: str) -> dict[str, object]:
     """Number and sums of a simulation's plans."""
     values = dict(LOADS[load])
     cache = {"memory_mb": values.pop("memory_mb", 0)}
-    settings = Settings.model_validate({"scheduler": {"policy": policy}, "cache": cache})
+    fairness = {"policy": values.pop("fairness", "off")}
+    settings = Settings.model_validate({"scheduler": {"policy": policy}, "cache": cache, "fairness": fairness})
     plan = SimulationPlan(
         trace="poisson",
         device="agx-orin-32gb-maxn",

@@ -18,7 +18,7 @@ _LARGEST_ERROR = 1.0
 
 @dataclass(slots=True)
 class _Mean:
-    """Mean relative errors: a recent one, and a lasting one of iterations after the warm-up."""
+    """Mean relative errors, a recent one and a lasting one of iterations after the warm-up, and the seconds of all."""
 
     recent: float = UNKNOWN_ERROR
     count: int = 0

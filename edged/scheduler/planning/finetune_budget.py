@@ -69,10 +69,11 @@ class SlowdownBudget:
         self.left_s = math.inf
         """Seconds of work that may be done now; below zero where more was done."""
 
-    def configure(self, slowdown: float, saved_s: float) -> None:
-        """Allow this slow-down from now on, and save up to so many seconds of work that was not done."""
-        self._share, self._saved_s = 1.0 - 1.0 / slowdown, saved_s
-        self.left_s = min(self.left_s, saved_s)
+    def configure(self, slowdown: float, most_saved_s: float = math.inf) -> None:
+        """Allow this slow-down from now on; work that is not done is saved up for a span, or to `most_saved_s`."""
+        self._share = 1.0 - 1.0 / slowdown
+        self._saved_s = min(most_saved_s, SPAN_S * self._share)
+        self.left_s = min(self.left_s, self._saved_s)
 
     def settle(self, serving_s: float, used_s: float, finetune_s: float, now: float) -> None:
         """Account for an iteration that served requests: the seconds of serving, those of them that more requests could

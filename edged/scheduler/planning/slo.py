@@ -80,7 +80,7 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
 def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, token_s: float, floor_s: float) -> float:
     """Return the seconds until the prompts, less the tokens `granted` to them now, must run without a break.
 
-    inf without prompts; below zero when it is too late for one of them; any value below `floor_s` where it is below.
+    inf without prompts; below zero when it is too late for one of them. The search ends at one below `floor_s`.
     """
     least_s, ahead = math.inf, 0
     for task in prompts:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.planning.finetune_budget import FinetuneDeficit
+from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.mace.priority import Priorities
 from edged.scheduler.task import Kind, Task
 from edged.settings.load import SchedulerSettings
@@ -82,6 +82,30 @@ def test_time_without_any_fine_tune_task_is_no_wait_but_what_was_owed_is_kept() 
 
 def test_a_debt_does_not_grow_without_end() -> None:
     assert arrears_at(0.0, wait_s=0.5).wait_s(1e6) == 5.5
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "load", "share"),
+    [(1.0, 0.5, 0.0), (1.05, 0.5, 0.0122), (3.0, 0.2, 0.2286), (3.0, 0.5, 0.25), (3.0, 0.8, 0.1231), (3.0, 1.0, 0.0)],
+)
+def test_what_may_be_taken_beside_serving_falls_with_the_load(slowdown: float, load: float, share: float) -> None:
+    # Of busy time f = (1 - 1 / slow-down) * (1 - load), so f / (1 - f) of the time that serves.
+    budget, taken_s = SlowdownBudget(), 0.0
+    budget.configure(slowdown, most_saved_s=0.05)
+    for step in range(2000):
+        spent_s = 0.05 if budget.left_s > 0.0 else 0.0
+        budget.settle(0.1 * load, 0.1 * load, spent_s, 0.1 * step)
+        taken_s += spent_s * (step >= 1000)
+    assert taken_s / 100.0 == pytest.approx(share, abs=0.01)
+
+
+def test_a_reload_keeps_what_was_overdrawn() -> None:
+    budget = SlowdownBudget()
+    budget.configure(3.0)
+    assert budget.left_s == pytest.approx(20 / 3)
+    budget.settle(0.0, 0.0, 10.0, 0.0)
+    budget.configure(1.05)
+    assert budget.left_s == pytest.approx(-10 / 3)
 
 
 def test_work_that_was_prepaid_puts_off_the_next_wait() -> None:

@@ -12,8 +12,8 @@ from edged.settings.load import SchedulerSettings
 READ_SLOWDOWN = 3.0
 """How many times longer answers that are read along may take for what their readers lend.
 
-Simulated on a CPU near its capacity, 2 and 3 kept about as many first tokens in time as serving alone, where no bound
-had eleven in a hundred fewer; with 2 large GPUs learned up to a sixth less.
+Simulated on a CPU near its capacity, 2 and 3 kept about as many first tokens in time as serving alone, and with no
+bound there were a twentieth fewer; with 2 large GPUs learned up to a sixth less.
 """
 
 
@@ -28,7 +28,7 @@ class ReaderSpare(MaceSpare):
     """
 
     _lending = False
-    """Whether the iteration under way slows nobody down: all whom it serves are readers with text in hand."""
+    """Whether the iteration under way lends: all whom it serves are readers, and the loan was not used up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +48,16 @@ class ReaderSpare(MaceSpare):
         self.lent_s += lent_s
 
     def begun(self, plan: Plan, now: float) -> None:
-        """Note whether the plan lends: what it takes for fine-tuning slows nobody down."""
-        self._lending = _all_read(plan)
+        """Note whether the plan lends."""
+        self._lending = self._loan.left_s > 0.0 and _all_read(plan)
 
     def limit_s(self, draft: BinBuilder, now: float) -> float:
         """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
-        if _all_read(draft.plan):
-            # Units are long: one may begin on what is left, however little.
-            return self._beside_s(draft, now, math.inf if self._loan.left_s > 0.0 else 0.0)
-        return super().limit_s(draft, now)
+        if not _all_read(draft.plan):
+            return super().limit_s(draft, now)
+        # Units are long: one may begin on what is left of the loan, however little. The loan has the usual slow-down in
+        # it: where it is used up there is no other allowance.
+        return self._beside_s(draft, now, math.inf if self._loan.left_s > 0.0 else 0.0)
 
 
 def _all_read(plan: Plan) -> bool:

@@ -5,7 +5,7 @@ import math
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
-from edged.scheduler.planning.finetune_budget import SPAN_S, FinetuneDeficit, SlowdownBudget
+from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.base import Entry, Spare
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
@@ -28,7 +28,7 @@ class MaceSpare(Spare):
         super().configure(settings, cost)
         self._quantum_s = settings.idle_quantum_ms / 1000.0
         self._deficit.configure(settings)
-        self._budget.configure(settings.tbt_slowdown, SPAN_S * (settings.tbt_slowdown - 1.0))
+        self._budget.configure(settings.tbt_slowdown)
 
     def arrived(self, task: Task, now: float) -> None:
         """Start the wait of fine-tuning at its first task that is not of a job or a pass."""
@@ -94,7 +94,7 @@ class MaceSpare(Spare):
         if free <= 0.0:
             return forward_s
         granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
-        # Below it nothing is left: `headroom` is a half at most.
+        # Below it less than nothing is left of the budget: `headroom` is a half at most.
         floor_s = -2.0 * forward_s / free
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s, floor_s))
         spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
