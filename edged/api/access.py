@@ -23,8 +23,6 @@ from edged.api.sockets import over_tcp
 from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
 
 ADMIN_GROUP = "edged"
-_NO_RULE = "no rule of [access] names it, so it may speak for itself"
-_NAME_TAKEN = "no rule of [access] names it, and its name is that of an adapter of somebody else's fine-tuning job"
 JobAdapters = Mapping[str, frozenset[str]]
 """Adapters that fine-tuning jobs make or have taught, under names that are their owners', by owner."""
 _UCRED = struct.Struct("3i")
@@ -238,8 +236,10 @@ class Access:
 
         An account that came after a job of another's had made an adapter of its name is not that adapter's user.
         """
-        taken = any(peer.name in adapters for owner, adapters in (made or {}).items() if owner != peer.name)
-        own = peer.name if USER_NAME.fullmatch(peer.name) and not taken else ""
+        owners = [owner for owner, adapters in (made or {}).items() if owner != peer.name and peer.name in adapters]
+        own = peer.name if USER_NAME.fullmatch(peer.name) and not owners else ""
+        way_out = f'have that forgotten, or write users = ["{peer.name}"] in a rule of this account'
+        taken = f'; its name is that of an adapter of a fine-tuning job of "{owners[0]}": {way_out}' if owners else ""
         account = partial(Caller, str(peer), peer.name, own or f"uid:{peer.uid}")
         if peer.uid in (0, os.geteuid()):
             who = "root" if peer.uid == 0 else "the daemon's own account"
@@ -247,10 +247,10 @@ class Access:
         for rule in self._rules:
             if rule.fits(peer):
                 users = tuple(own if user == SELF else user for user in rule.users if user != SELF or own)
-                return account(rule.roles, users, rule.where)
+                return account(rule.roles, users, rule.where + taken * (SELF in rule.users))
         if self._admin_gid in peer.gids:
             return account(frozenset({"admin"}), ("*",), f'members of group "{ADMIN_GROUP}" are admins')
-        return account(frozenset({"use", "train"}), (own,) if own else (), _NAME_TAKEN if taken else _NO_RULE)
+        return account(frozenset({"use", "train"}), (own,) if own else (), "no rule of [access] names it" + taken)
 
     def of_token(self, shown: str) -> Caller:
         """Return the caller that holds a token; `shown` is the Authorization header. Raises ApiError (401)."""

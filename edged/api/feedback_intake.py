@@ -48,6 +48,8 @@ class FeedbackIntake:
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
         """Ids of pairs that came while learning was off, or while a job trained their adapter."""
+        self._ratings: set[int] = set()
+        """Ids of single ratings that came while `align.unpaired` was off."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-teacher")
 
     def resume(self) -> int:
@@ -101,11 +103,14 @@ class FeedbackIntake:
     def release(self) -> None:
         """Submit the pairs that were withheld, as the store has them now, if learning is on.
 
-        It is to be called when a job has ended: pairs of adapters that jobs train wait for that.
+        It is to be called when a job has ended: pairs of adapters that jobs train wait for that. Single ratings are not
+        even read while `align.unpaired` is off.
         """
 
         def hand_over() -> None:
             withheld, self._withheld = self._withheld, set()
+            if self.settings.now.align.unpaired != "off":
+                withheld, self._ratings = withheld | self._ratings, set()
             if withheld:
                 self._learn([pair_id for pair_id in self.store.read(open_pairs) if pair_id in withheld])
 
@@ -136,12 +141,12 @@ class FeedbackIntake:
         pairs: list[TokenPair] = []
         in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model))}
         for row in self._rows(pair_ids):
-            off = row.single and self.settings.now.align.unpaired == "off" and row.state != "skipped"
-            if off or row.adapter in in_jobs:
-                self._withheld.add(row.id)
-                continue
             if row.state == "skipped":
                 # Dropped since it was to be submitted.
+                continue
+            off = row.single and self.settings.now.align.unpaired == "off"
+            if off or row.adapter in in_jobs:
+                (self._ratings if off else self._withheld).add(row.id)
                 continue
             try:
                 if self.store.read(partial(checkpoint_of, adapter=row.adapter)):

@@ -54,14 +54,15 @@ async def get_story(request: web.Request) -> Story:
 
 def _waits(services: Services, summary: dict[str, Any], unpaired: dict[str, int], job: str) -> list[dict[str, Any]]:
     """List the user's feedback that waits: how much, why, and the one step that settles it."""
-    name, queued, waits = summary["adapter"], summary["pairs_queued"], []
-    if queued:
-        found, _ = obstacles_of(services, summary["ratings_queued"] > 0, job)
-        found = found or [(f"the next step of {name}", BY_ITSELF)]
-        why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
-        text = f"{story.count(queued, 'pair')} of {name} {why}"
-        step = next((step for _, step in found if step != BY_ITSELF), BY_ITSELF)
-        waits.append({"kind": "queued", "pairs": queued, "text": text, "step": step})
+    name, waits = summary["adapter"], []
+    off = summary["ratings_queued"] if services.settings.align.unpaired == "off" else 0
+    for queued, noun in ((summary["pairs_queued"] - off, "pair"), (off, "rating")):
+        if queued:
+            found = obstacles_of(services, noun == "rating", job)[0] or [(f"the next step of {name}", BY_ITSELF)]
+            why = f"wait{'s' * (queued == 1)}: {'; '.join(why for why, _ in found)}"
+            text = f"{story.count(queued, noun)} of {name} {why}"
+            step = next((step for _, step in found if step != BY_ITSELF), BY_ITSELF)
+            waits.append({"kind": "queued", "pairs": queued, "text": text, "step": step})
     if summary["held"]:
         step = f"edged quarantine release --user {name} if this was you, else edged quarantine drop --user {name}"
         about = {"pairs": summary["pairs_quarantined"], "text": summary["held"], "step": step}

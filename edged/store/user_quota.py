@@ -59,7 +59,7 @@ class UserQuota:
         align = self._settings.now.align
         most = self._settings.now.limits.queued_pairs if align.enabled else 0
         waiting = count_queued(db, user) if most else 0
-        if waiting >= most and align.unpaired == "off":
+        if waiting >= most > 0 and align.unpaired == "off":
             waiting -= first_value(db, _RATINGS_QUEUED, [user])
         if waiting >= most > 0:
             way_out = "send more when some were learned (`edged status` says what fine-tuning waits for), or raise that"

@@ -16,7 +16,9 @@ from edged.api.feedback_intake import FeedbackIntake
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 from edged.store import Store, utc_now
+from edged.store.feedback import PairRow, get_pairs
 from edged.text.tokenizer import Tokenizer
+from tests.align.feedback.desk import Desk
 from tests.models import byte_tokenizer
 
 PAIRS, CHARS = 70, 50_000
@@ -92,3 +94,34 @@ def test_nothing_is_read_while_nothing_is_learned_and_all_of_it_once_that_begins
     feedback_intake.settled().result(60)
     feedback_intake.close()
     assert [pair.pair_id for pair in engine.pairs] == list(range(1, PAIRS + 1))
+
+
+def test_ratings_are_read_once_while_they_are_off_and_are_learned_once_they_are_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def noted(db: Database, pair_ids: list[int], ref_model: str) -> list[PairRow]:
+        read.extend(pair_ids)
+        return get_pairs(db, pair_ids, ref_model)
+
+    monkeypatch.setattr("edged.api.feedback_intake.get_pairs", noted)
+    store = Store(tmp_path / "rated.db")
+    desk = Desk(store)
+    desk.account = "ada"
+    desk.answer("a", "one")
+    (rating,) = desk.report("a", "up").pair_ids
+    (pair,) = desk.pair("ada", "good", "bad", prompt="q").pair_ids
+    feedback_intake, engine = intake(store, unpaired="off")
+    feedback_intake.learn_soon([rating, pair])
+    for _ in range(3):
+        feedback_intake.release()
+    feedback_intake.settled().result(60)
+    assert read == [rating, pair]
+    assert [taken.pair_id for taken in engine.pairs] == [pair]
+    feedback_intake.settings.now = Settings()
+    feedback_intake.release()
+    feedback_intake.settled().result(60)
+    assert [taken.pair_id for taken in engine.pairs] == [pair, rating]
+    feedback_intake.close()
+    store.close()

@@ -132,8 +132,16 @@ def test_an_account_that_came_after_an_adapter_of_its_name_is_not_the_adapters_u
     made = {"ann": frozenset({"ann-web"})}
     late = access().of_peer(Peer(5003, "ann-web", frozenset()), made)
     assert (late.users, late.tenant) == ((), "uid:5003")
-    with pytest.raises(ApiError, match=r"its name is that of an adapter of somebody else's fine-tuning job"):
+    told = (
+        r'; its name is that of an adapter of a fine-tuning job of "ann": have that .*, or write users = \["ann-web"\]'
+    )
+    with pytest.raises(ApiError, match=r"\(no rule of \[access\] names it" + told):
         late.demand_user("ann-web")
+    by_rule = access(rules=[{"peers": ["uid:5003"], "roles": ["use"]}]).of_peer(
+        Peer(5003, "ann-web", frozenset()), made
+    )
+    with pytest.raises(ApiError, match=r"\(access\.rules\[0\]" + told):
+        by_rule.demand_user("ann-web")
     assert access().of_peer(Peer(5001, "ann", frozenset()), made).users == ("ann",)
     rules = [{"peers": ["uid:5003"], "roles": ["use"], "users": ["ann-web"]}]
     assert access(rules=rules).of_peer(Peer(5003, "ann-web", frozenset()), made).speaks_for("ann-web")

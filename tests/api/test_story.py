@@ -86,11 +86,24 @@ def test_what_waits_is_told_with_why_and_the_step_that_settles_it(tmp_path: Path
         of_ratings, of_held = story(http)["waits"]
         assert of_held["text"].startswith(f"{count} pairs of ann are held: ")
         assert of_held["step"].startswith("edged quarantine release --user ann")
-        assert of_ratings["text"] == '1 pair of ann waits: single ratings are not learned (align.unpaired = "off")'
+        assert of_ratings["text"] == '1 rating of ann waits: single ratings are not learned (align.unpaired = "off")'
         assert of_ratings["step"] == 'set align.unpaired = "apo", then edged reload'
         http.post("/v1/quarantine", json={"user": "ann", "action": "drop"}).raise_for_status()
         assert story(http)["waits"] == [of_ratings]
         assert f"{count} pairs, held because of " in story(http)["events"][-1]["text"]
+
+
+def test_a_pair_that_waits_for_its_step_is_not_said_to_wait_as_ratings_do(tmp_path: Path, model: Path) -> None:
+    settings = {**SETTINGS, "align__unpaired": "off", "align__accumulate_s": 3600}
+    with running(tmp_path / "run", model, **settings) as live, live.http() as http, live.openai() as client:
+        for prompt in ("one", "two"):
+            post(http, completion_id=ask(client, "ann", prompt).id, signal="up", user="ann")
+        teach(http)
+        of_pairs, of_ratings = until(lambda: (waits := story(http)["waits"])[1:] and waits)
+        assert of_pairs["text"].startswith("1 pair of ann waits: ")
+        assert "align.unpaired" not in of_pairs["text"] + of_pairs["step"]
+        assert of_ratings["text"].startswith("2 ratings of ann wait: single ratings are not learned")
+        assert of_ratings["step"] == 'set align.unpaired = "apo", then edged reload'
 
 
 def test_learning_that_is_switched_off_is_named_with_the_way_out(tmp_path: Path, model: Path) -> None:

@@ -147,6 +147,12 @@ def test_single_ratings_wait_in_any_number_while_they_are_not_learned(store: Sto
         teach(store, quotas["off"], "good", "one more")
 
 
+def test_no_rating_is_counted_where_any_number_may_wait(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.store.user_quota._RATINGS_QUEUED", "this is no query, and fails where it is asked")
+    limits, align = LimitSettings(queued_pairs=0), AlignSettings(unpaired="off")
+    teach(store, UserQuota(Live(Settings(align=align, limits=limits))), "good")
+
+
 def test_sums_of_so_many_users_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edged.store.user_quota._MOST_USERS", 2)
     counted: list[str] = []

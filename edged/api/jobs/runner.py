@@ -105,6 +105,7 @@ class JobRunner:
         """The pace of the job that is trained."""
         self.adapters_by_owner: dict[str, frozenset[str]] = {}
         """Adapters that jobs make, or made a version of, by the jobs' owners."""
+        self._refreshing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._loop, args=(work, checked), name=f"edged-jobs-{checked:d}", daemon=True)
             for work, checked in ((self._check, False), (self._train, True))
@@ -126,7 +127,8 @@ class JobRunner:
 
     def refresh(self) -> None:
         """Read anew which adapters are of whose jobs. Raises StoreError."""
-        self.adapters_by_owner = self.store.read(jobs.adapters_by_owner)
+        with self._refreshing:
+            self.adapters_by_owner = self.store.read(jobs.adapters_by_owner)
 
     def tell(self, records: Sequence[Record]) -> None:
         """Take in the steps among an engine's records."""
