@@ -468,8 +468,8 @@ class Trainer:
                 queue.advance()
                 self.size.forgive(queue.plan.job_id)
             queue.failed = not left_out
-            whose = (queue.plan.job_id, queue.name, queue.done, version)
-            self.records.append(JobStepped(*whose, error=reason, validated=int(left_out)))
+            whose = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
+            self.records.append(JobStepped(*whose, error=reason, left_out=left_out))
             return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
         # Pairs of a pass in idle time stay learned; "learnt", they are not repeated any more.

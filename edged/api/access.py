@@ -10,7 +10,7 @@ import pwd
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,9 @@ from aiohttp import web
 from edged.api.errors import ApiError
 from edged.api.sockets import over_tcp
 from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
+from edged.store.jobs.jobs import NO_ADAPTERS, JobAdapters
 
 ADMIN_GROUP = "edged"
-JobAdapters = Mapping[str, frozenset[str]]
-"""Adapters that fine-tuning jobs make or have taught, under names that are their owners', by owner."""
 _UCRED = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 _KEPT_S = 30.0
@@ -135,16 +134,18 @@ class Caller:
     roles: frozenset[Role]
     users: tuple[str, ...]
     rule: str
-    job_adapters: frozenset[str] = frozenset()
-    """Adapters that fine-tuning jobs of the caller's make or have taught, under names that begin with its own."""
+    made: JobAdapters = NO_ADAPTERS
+    """Adapters of all fine-tuning jobs; those that `tenant` owns are the caller's."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""
         return role in self.roles or "admin" in self.roles
 
     def speaks_for(self, user: str) -> bool:
-        """Whether the caller may act as a user and read that user's data."""
-        return user in self.job_adapters or any(matches_user(known, user) for known in self.users)
+        """Whether the caller may act as a user and read that user's data; a checkpoint goes with its job's adapter."""
+        if user in self.made.checkpoints and self.speaks_for(user.rpartition("@")[0]):
+            return True
+        return self.made.owners.get(user) == self.tenant or any(matches_user(known, user) for known in self.users)
 
     def sees(self, user: str) -> bool:
         """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
@@ -212,7 +213,7 @@ class Access:
         """Whether TCP callers are identified by tokens."""
         return bool(self._tokens or self._operator)
 
-    async def caller(self, request: web.Request, made: JobAdapters | None = None) -> Caller:
+    async def caller(self, request: web.Request, made: JobAdapters = NO_ADAPTERS) -> Caller:
         """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
         transport = request.transport
         if transport is None:
@@ -231,15 +232,16 @@ class Access:
             raise ApiError(401, message, code="invalid_api_key")
         return self.of_peer(await self._accounts.peer(owner), made)
 
-    def of_peer(self, peer: Peer, made: JobAdapters | None = None) -> Caller:
+    def of_peer(self, peer: Peer, made: JobAdapters = NO_ADAPTERS) -> Caller:
         """Return the caller that a local account is, by the first rule that fits it.
 
         An account that came after a job of another's had made an adapter of its name is not that adapter's user.
         """
-        owners = [owner for owner, adapters in (made or {}).items() if owner != peer.name and peer.name in adapters]
-        own = peer.name if USER_NAME.fullmatch(peer.name) and not owners else ""
+        owner = made.checkpoints.get(peer.name) or made.owners.get(peer.name, peer.name)
+        own = peer.name if USER_NAME.fullmatch(peer.name) and owner == peer.name else ""
         way_out = f'have that forgotten, or write users = ["{peer.name}"] in a rule of this account'
-        taken = f'; its name is that of an adapter of a fine-tuning job of "{owners[0]}": {way_out}' if owners else ""
+        told = f'; its name is that of an adapter of a fine-tuning job of "{owner}": {way_out}'
+        taken = told if owner != peer.name else ""
         account = partial(Caller, str(peer), peer.name, own or f"uid:{peer.uid}")
         if peer.uid in (0, os.geteuid()):
             who = "root" if peer.uid == 0 else "the daemon's own account"

@@ -19,6 +19,7 @@ from edged.api.sockets import over_tcp
 from edged.observe.observer import Observer
 from edged.observe.stalls import StallMonitor
 from edged.settings.load import Settings
+from edged.store.jobs.jobs import NO_ADAPTERS
 
 # A request keeps its caller under a plain string key, about which aiohttp warns.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
@@ -38,9 +39,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         # A route outside the table is for admins; a URL without a route needs no role and gets 404.
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
-            made = {} if lifecycle.services is None else lifecycle.services.job_runner.adapters_by_owner
-            caller = await access.caller(request, made)
-            request[CALLER] = caller = replace(caller, job_adapters=made.get(caller.tenant, frozenset()))
+            made = NO_ADAPTERS if lifecycle.services is None else lifecycle.services.job_runner.adapters
+            request[CALLER] = caller = replace(await access.caller(request, made), made=made)
             caller.demand_role(role)
         # While the model is loading, and from SIGTERM on, no new work is begun.
         problem = lifecycle.problem()

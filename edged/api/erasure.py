@@ -12,7 +12,7 @@ from edged.store import StoreError, erasure, forgetting, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning, forget_reports
 from edged.store.base_models import served_base
 from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
-from edged.store.jobs.jobs import open_jobs_of_user
+from edged.store.jobs.jobs import open_jobs_of_users
 from edged.store.maintenance import Maintenance
 
 log = logging.getLogger("edged.api")
@@ -24,7 +24,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
     It blocks for minutes: not for the event loop.
     """
     store, began_s, stages = services.store, time.monotonic(), services.forgetting_stages
-    folder, now, learned = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), False
+    folder, now, learned, gone = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now()), False, list[str]()
 
     def stage(what: str) -> None:
         stages[name] = what
@@ -32,7 +32,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
 
     try:
         stage("ending its jobs")
-        for job in store.read(lambda db: open_jobs_of_user(db, name)):
+        for job in store.read(lambda db: open_jobs_of_users(db, name)):
             services.job_runner.end(job)
         stage("deleting its rows")
         reports = 0
@@ -48,27 +48,29 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         stage("taking it out of the engine")
         files = [store.path.parent / FILES_FOLDER / file_id for file_id in erased.file_ids]
         # A list: all of them are tried.
-        gone = all([forgetting.deleted(name, partial(file.unlink, missing_ok=True)) for file in files])
+        uploads_gone = all([forgetting.deleted(name, partial(file.unlink, missing_ok=True)) for file in files])
         for adapter in erased.adapters:
             services.reading_speeds.forget(adapter)
             services.version_answers.forget(adapter)
+            whole = uploads_gone
             with suppress(UnknownAdapter):
-                gone &= forgetting.deleted(adapter, services.engine.forget(adapter, erased.pair_ids).result)
+                whole &= forgetting.deleted(adapter, services.engine.forget(adapter, erased.pair_ids).result)
                 learned = True
-            gone &= forgetting.deleted(adapter, partial(forget_files, folder, adapter, store.read(served_base)))
-            services.engine.hold_back(adapter, not gone)
-            # And what the engine recorded of it meanwhile.
-            store.write(partial(forget_learning, adapter=adapter)).result()
-        if not learned and gone and not any(erased.rows.values()):
+            whole &= forgetting.deleted(adapter, partial(forget_files, folder, adapter, store.read(served_base)))
+            services.engine.hold_back(adapter, not whole)
+            gone += [adapter] if whole else []
+        # And what the engine recorded of them meanwhile.
+        store.write(lambda db: forget_learning(db, *erased.adapters)).result()
+        if not learned and gone == erased.adapters and not any(erased.rows.values()):
             store.write(lambda db: erasure.end_forgetting(db, *erased.adapters)).result()
             return None
         stage("searching for what is left")
-        searched = forgetting.search(store, folder, name, erased.texts, now)
+        searched = forgetting.search(store, folder, erased.adapters, erased.texts, now)
         stage("vacuuming")
         vacuumed = _vacuum(services.maintenance)
         if gone:
             # Not before the log is empty, so that a crash leaves the tombstone; then the tombstone's bytes go, too.
-            store.write(lambda db: erasure.end_forgetting(db, *erased.adapters)).result()
+            store.write(lambda db: erasure.end_forgetting(db, *gone)).result()
             vacuumed &= _vacuum(services.maintenance)
     finally:
         stages.pop(name, None)

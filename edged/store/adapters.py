@@ -10,9 +10,9 @@ from sqlite_utils import Database
 from edged.store.data_dir import erase_folder
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
-from edged.store.rows import first_value, insert_row, update_rows
+from edged.store.rows import NAMED, first_value, insert_row, update_rows
 
-_JOBS = "SELECT id FROM jobs WHERE owner = :adapter OR adapter = :adapter"
+_JOBS = f"SELECT id FROM jobs WHERE owner IN {NAMED} OR adapter IN {NAMED}"
 REPORTS_AT_ONCE = 1000
 
 
@@ -90,8 +90,7 @@ def left_by_job(db: Database, adapter: str) -> tuple[int, float | None, float | 
             SELECT 1 FROM adapter_versions WHERE adapter = job.adapter AND version > job.version
             AND (reason = 'job' OR reason IN ('imported', 'rebuilt')
                  OR (reason LIKE 'rollback%' AND coalesce(restored, 0) < job.version)))"""
-    version, change, kl_nats = next(iter(db.execute(sql, [adapter])), (0, None, None))
-    return version, change, kl_nats
+    return next(iter(db.execute(sql, [adapter])), (0, None, None))
 
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:
@@ -108,35 +107,35 @@ def drop_newer(db: Database, adapter: str, version: int) -> None:
     db.execute(f"DELETE FROM alignment_metrics WHERE {newer} AND split = 'held_out'", [adapter, version])
 
 
-def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]]:
-    """Delete everything of this adapter's user, on every base; returns rows per table, and the pairs' ids.
+def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[int]]:
+    """Delete everything of these adapters' users, on every base; returns rows per table, and the pairs' ids.
 
-    This includes what the user said through another adapter, with the pairs that contain it.
+    This includes what the users said through other adapters, with the pairs that contain it, and files of the last one.
     """
-    said = "SELECT id FROM completions WHERE adapter = :adapter OR user = :adapter"
-    signals = f"user = :adapter OR completion_id IN ({said})"
-    pairs = f"""adapter = :adapter OR signal_id IN (SELECT id FROM signals WHERE {signals})
+    said = f"SELECT id FROM completions WHERE adapter IN {NAMED} OR user IN {NAMED}"
+    signals = f"user IN {NAMED} OR completion_id IN ({said})"
+    pairs = f"""adapter IN {NAMED} OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
     learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
+    of_pairs = f"adapter IN {NAMED} OR pair_id IN (SELECT id FROM pairs WHERE {pairs})"
     deletions = {
-        "alignment_metrics": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
-        **dict.fromkeys(learning, "adapter = :adapter"),
-        "quarantine": f"adapter = :adapter OR pair_id IN (SELECT id FROM pairs WHERE {pairs})",
+        **dict.fromkeys(("alignment_metrics", "quarantine"), of_pairs),
+        **dict.fromkeys(learning, f"adapter IN {NAMED}"),
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
-        "completions": "adapter = :adapter OR user = :adapter",
-        "application_runs": "user = :adapter",
+        "completions": f"adapter IN {NAMED} OR user IN {NAMED}",
+        "application_runs": f"user IN {NAMED}",
         "job_events": f"job_id IN ({_JOBS})",
-        "job_checkpoints": f"adapter = :adapter OR job_id IN ({_JOBS})",
+        "job_checkpoints": f"adapter IN {NAMED} OR job_id IN ({_JOBS})",
         "files": "id IN (SELECT value FROM json_each(:files))",
         "jobs": f"id IN ({_JOBS})",
     }
-    named = {"adapter": adapter, "files": json.dumps(file_ids_of_user(db, adapter))}
-    db.execute("UPDATE pairs SET account = NULL WHERE account = :adapter", named)
+    named = {"names": json.dumps(adapters), "files": json.dumps(file_ids_of_user(db, adapters[-1]))}
+    db.execute(f"UPDATE pairs SET account = NULL WHERE account IN {NAMED}", named)
     ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,
         error = CASE WHEN {IS_OPEN} THEN 'the adapter that it began with was forgotten' ELSE error END,
         error_code = CASE WHEN {IS_OPEN} THEN 'invalid_model' ELSE error_code END"""
-    db.execute(f"UPDATE jobs SET {ended}, parent = '', model = '' WHERE parent = :adapter", named)
+    db.execute(f"UPDATE jobs SET {ended}, parent = '', model = '' WHERE parent IN {NAMED}", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids
@@ -145,13 +144,13 @@ def forget_adapter(db: Database, adapter: str) -> tuple[dict[str, int], set[int]
 def forget_reports(db: Database, adapter: str) -> int:
     """Delete some of what a user's jobs reported, which others' writes would wait for as a whole; returns how much."""
     some = f"SELECT id FROM job_events WHERE job_id IN ({_JOBS}) LIMIT {REPORTS_AT_ONCE}"
-    return db.execute(f"DELETE FROM job_events WHERE id IN ({some})", {"adapter": adapter}).rowcount
+    return db.execute(f"DELETE FROM job_events WHERE id IN ({some})", {"names": json.dumps([adapter])}).rowcount
 
 
-def forget_learning(db: Database, adapter: str) -> None:
-    """Delete rows that the engine recorded after the forgetting began; the user's new feedback stays."""
+def forget_learning(db: Database, *adapters: str) -> None:
+    """Delete rows that the engine recorded after the forgetting began; the users' new feedback stays."""
     for table in ("skipped_steps", "adapter_versions"):
-        db.execute(f"DELETE FROM {table} WHERE adapter = ?", [adapter])
+        db.execute(f"DELETE FROM {table} WHERE adapter IN {NAMED}", {"names": json.dumps(adapters)})
 
 
 def forget_files(folder: Path, adapter: str, but: str | None) -> None:

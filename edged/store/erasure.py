@@ -5,7 +5,8 @@ the user did after `started_at` is new and stays.
 """
 
 import json
-from collections import Counter
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.adapters import forget_adapter
+from edged.store.adapters import forget_adapters
 from edged.store.data_dir import paths_under
 from edged.store.jobs.files import file_ids_of_user
-from edged.store.jobs.jobs import JobRow, checkpoints_of_user, open_jobs_of_user
-from edged.store.rows import first_column, first_value
+from edged.store.jobs.jobs import JobRow, checkpoints_of_user, open_jobs_of_users
+from edged.store.rows import NAMED, first_column, first_value
 
 _MOST_TEXTS = 32
 _LEAST_CHARS = 24
@@ -54,34 +55,30 @@ class Erased:
     jobs: list[JobRow]
     """Jobs that were open until then."""
     adapters: list[str]
-    """The user's, and the checkpoints of the user's jobs."""
+    """The checkpoints of the user's jobs, and last the user's."""
 
 
 def begin_forgetting(db: Database, name: str, now: str) -> Erased:
     """Delete the rows of the user and of checkpoints of the user's jobs, and leave tombstones, in one transaction."""
-    texts, file_ids, adapters = _texts_of(db, name), file_ids_of_user(db, name), [*checkpoints_of_user(db, name), name]
-    rows, pair_ids, jobs = Counter[str](), set[int](), list[JobRow]()
-    for adapter in adapters:
-        jobs += open_jobs_of_user(db, adapter)
-        deleted, ids = forget_adapter(db, adapter)
-        rows.update(deleted)
-        pair_ids |= ids
-        db.execute("INSERT OR REPLACE INTO forgetting VALUES (?, ?)", [adapter, now])
+    adapters = [*checkpoints_of_user(db, name), name]
+    texts, file_ids, jobs = _texts_of(db, name), file_ids_of_user(db, name), open_jobs_of_users(db, *adapters)
+    rows, pair_ids = forget_adapters(db, *adapters)
+    db.execute("INSERT OR REPLACE INTO forgetting SELECT value, ? FROM json_each(?)", [now, json.dumps(adapters)])
     return Erased(rows, pair_ids, texts, file_ids, jobs, adapters)
 
 
 def unfinished(db: Database) -> list[tuple[str, str]]:
-    """(user, when it began) of what a crash interrupted."""
-    return db.execute("SELECT adapter, started_at FROM forgetting").fetchall()
+    """(adapter, when it began) of what a crash interrupted, a user's own after the checkpoints that go with it."""
+    return db.execute("SELECT adapter, started_at FROM forgetting ORDER BY started_at, rowid").fetchall()
 
 
 def end_forgetting(db: Database, *names: str) -> None:
     """Delete the tombstones, when everything is gone."""
-    db.execute("DELETE FROM forgetting WHERE adapter IN (SELECT value FROM json_each(?))", [json.dumps(names)])
+    db.execute(f"DELETE FROM forgetting WHERE adapter IN {NAMED}", {"names": json.dumps(names)})
 
 
-def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
-    """Look through every text column for the user's name and texts.
+def search(db: Database, names: Sequence[str], texts: tuple[str, ...], since: str) -> dict[str, Any]:
+    """Look through every text column for the user's names, of which the last may also stand in a path, and texts.
 
     Keys: columns (searched), texts (searched for), found: a list of {table, column, rows, what}; said_by_others: rows
     of other people that hold one of the texts; new_rows: rows that came after `since`.
@@ -90,14 +87,14 @@ def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[
     # As they are, and as JSON writes them.
     forms = [form for text in texts for form in (text, json.dumps(text, ensure_ascii=False)[1:-1])]
     needles = {f"t{number}": form for number, form in enumerate(forms)}
-    values = {"name": name, "since": since, **needles}
+    values = {"name": names[-1], "names": json.dumps(names), "since": since, **needles}
     for table in db.tables:
         if table.name == "forgetting":
             continue
         new = _NEW.get(table.name, "0")
         for column in [column.name for column in table.columns if column.type.upper() == "TEXT"]:
             report["columns"] += 1
-            named = f""""{column}" = :name OR instr("{column}", '/' || :name || '/')"""
+            named = f""""{column}" IN {NAMED} OR instr("{column}", '/' || :name || '/')"""
             said = " OR ".join(f'instr("{column}", :{needle})' for needle in needles) or "0"
             for what, match, others in (("name", named, "0"), ("text", said, _OTHERS.get(table.name, "0"))):
                 hits = f'SELECT count(*) FROM "{table.name}" WHERE ({match})'
@@ -108,18 +105,18 @@ def search(db: Database, name: str, texts: tuple[str, ...], since: str) -> dict[
     return report
 
 
-def search_files(folder: Path, name: str) -> list[str]:
-    """Paths under `folder` that bear the user's name, or whose JSON names the user as their adapter.
+def search_files(folder: Path, names: Sequence[str]) -> list[str]:
+    """Paths under `folder` that bear one of the user's names, or whose JSON has one as its adapter.
 
     A file that cannot be read is another user's trouble, unless it lies under the name: that path is told anyway.
     """
-    found, wanted = [], f'"adapter": {json.dumps(name)}'
+    found, wanted = [], re.compile('"adapter": (' + "|".join(re.escape(json.dumps(name)) for name in names) + ")")
     for path in paths_under(folder):
-        if path.name == name:
+        if path.name in names:
             found.append(str(path))
         elif path.suffix == ".json":
             with suppress(OSError):
-                if wanted in path.read_text(errors="replace"):
+                if wanted.search(path.read_text(errors="replace")):
                     found.append(str(path))
     return found
 

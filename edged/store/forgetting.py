@@ -22,25 +22,23 @@ def forget_stopped(store: Store, name: str) -> dict[str, Any] | None:
     adapters, now = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now())
     had_files = any(adapters.glob(f"*/{name}"))
     erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
-    for kept in erased.adapters[:-1]:
-        _finish(store, adapters, kept, (), now)
-    searched, emptied, _ = _finish(store, adapters, name, erased.texts, now)
+    searched, emptied, _ = _finish(store, adapters, erased.adapters, erased.texts, now)
     return report(erased, searched, emptied) if had_files or any(erased.rows.values()) else None
 
 
 def finish_forgetting(store: Store, adapters: Path) -> list[str]:
     """Finish erasures that a crash, or files that could not be deleted, left undone; before any adapter is read.
 
-    `adapters` is the adapters' folder. Returns the users whose files are still there, which must not be served.
+    `adapters` is the adapters' folder. Returns those whose files are still there, which must not be served.
     """
-    stay = []
-    for name, since in store.read(erasure.unfinished):
-        log.warning("forgetting %s was interrupted: it is finished now", name)
-        # The user's texts went with the rows: only the name is left to search for.
-        *_, gone = _finish(store, adapters, name, (), since)
-        if not gone:
-            stay.append(name)
-    return stay
+    begun = store.read(erasure.unfinished)
+    if not begun:
+        return []
+    names = [name for name, _ in begun]
+    log.warning("forgetting %s was interrupted: it is finished now", ", ".join(names))
+    # The users' texts went with the rows: only names are left to search for.
+    *_, gone = _finish(store, adapters, names, (), begun[0][1])
+    return [name for name in names if name not in gone]
 
 
 def report(erased: erasure.Erased, searched: dict[str, Any], vacuumed: bool) -> dict[str, Any]:
@@ -60,31 +58,32 @@ def deleted(name: str, delete: Callable[[], object]) -> bool:
     return True
 
 
-def search(store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str) -> dict[str, Any]:
+def search(store: Store, adapters: Path, names: list[str], texts: tuple[str, ...], since: str) -> dict[str, Any]:
     """Search for what is left of a user (see `erasure.search`, with `files`), and log the result."""
-    searched = store.read(lambda db: erasure.search(db, name, texts, since))
-    searched["files"] = erasure.search_files(adapters, name)
+    searched = store.read(lambda db: erasure.search(db, names, texts, since))
+    searched["files"] = erasure.search_files(adapters, names)
     if searched["found"] or searched["files"]:
-        log.error("forgetting %s: the search found %s", name, searched)
+        log.error("forgetting %s: the search found %s", names[-1], searched)
     else:
-        log.info("forgetting %s: a search of %d columns and all files found nothing", name, searched["columns"])
+        log.info("forgetting %s: a search of %d columns and all files found nothing", names[-1], searched["columns"])
     return searched
 
 
 def _finish(
-    store: Store, adapters: Path, name: str, texts: tuple[str, ...], since: str
-) -> tuple[dict[str, Any], bool, bool]:
-    """Delete the files, search, and end the forgetting. Returns (search, whether the log is empty, the files gone).
+    store: Store, adapters: Path, names: list[str], texts: tuple[str, ...], since: str
+) -> tuple[dict[str, Any], bool, list[str]]:
+    """Delete the files of these names, search, and end the forgetting of those that are gone.
 
-    The room in the database goes back to the disk with the first sweep after a start, or `edged store prune`.
+    Returns (search, whether the log is empty, the names whose files are gone). The room in the database goes back to
+    the disk with the first sweep after a start, or `edged store prune`.
     """
-    gone = deleted(name, partial(forget_files, adapters, name, None))
-    gone &= deleted(name, lambda: sweep_files(store))
-    store.write(partial(forget_learning, adapter=name)).result()
-    searched = search(store, adapters, name, texts, since)
+    swept = deleted(names[-1], lambda: sweep_files(store))
+    gone = [name for name in names if deleted(name, partial(forget_files, adapters, name, None)) and swept]
+    store.write(lambda db: forget_learning(db, *names)).result()
+    searched = search(store, adapters, names, texts, since)
     emptied = store.write(checkpoint, alone=True).result()
     if gone:
         # Not before the log is empty, so that a crash leaves the tombstone; then the tombstone's bytes go, too.
-        store.write(lambda db: erasure.end_forgetting(db, name)).result()
+        store.write(lambda db: erasure.end_forgetting(db, *gone)).result()
         emptied &= store.write(checkpoint, alone=True).result()
     return searched, emptied, gone

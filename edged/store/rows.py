@@ -10,6 +10,8 @@ from sqlite_utils import Database
 T = TypeVar("T")
 Values = Sequence[Any] | Mapping[str, Any]
 
+NAMED = "(SELECT value FROM json_each(:names))"
+"""SQL's set of what the parameter `names` holds as JSON."""
 JSON_COLUMNS = frozenset({"messages", "prompt_ids", "token_ids", "pair_ids"})
 """Fields whose columns hold an array as JSON."""
 

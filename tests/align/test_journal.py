@@ -11,7 +11,7 @@ from edged.align.feedback.pair import IterationSample, JobStepped, PairRetired, 
 from edged.align.journal import FLUSH_SAMPLES, Journal, load_pasts, requeue_lost
 from edged.align.metrics import summary, versions
 from edged.store import Store, feedback, utc_now
-from edged.store.adapters import forget_adapter, unanswered_versions, update_version
+from edged.store.adapters import forget_adapters, unanswered_versions, update_version
 from edged.store.feedback import get_pairs, taken_back
 from tests.align.learning import published, queue_pairs, scored, trained
 
@@ -130,7 +130,7 @@ def test_a_record_that_does_not_fit_is_logged_and_the_others_stand(store, caplog
 
 def test_records_of_a_forgotten_adapter_leave_nothing(store, caplog):
     (number,) = queue_pairs(store, 1)
-    store.write(lambda db: forget_adapter(db, "ada")).result()
+    store.write(lambda db: forget_adapters(db, "ada")).result()
     append(store, scored(number), trained(number, 1))
     assert rows(store, "alignment_metrics") == rows(store, "pairs") == []
     assert caplog.text == ""

@@ -24,6 +24,7 @@ from edged.api.routes import ROUTES
 from edged.api.services import Lifecycle, Services
 from edged.cli.main import cli
 from edged.settings.load import Settings
+from edged.store.jobs.jobs import NO_ADAPTERS
 from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -179,7 +180,7 @@ async def test_a_route_without_a_role_is_for_admins() -> None:
         return web.Response(text="secret")
 
     app.router.add_get("/v1/new", secret)
-    jobs = SimpleNamespace(adapters_by_owner={})
+    jobs = SimpleNamespace(adapters=NO_ADAPTERS)
     feed = SimpleNamespace(close=lambda: None)
     parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
     lifecycle.phase, lifecycle.services = "ready", cast(Services, parts)

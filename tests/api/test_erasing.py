@@ -98,11 +98,11 @@ def test_the_search_finds_what_a_deletion_left(tmp_path: Path) -> None:
     now = utc_text(utc_now())
     erased = store.write(lambda db: begin_forgetting(db, "ann", now)).result()
     assert any(MARKER in text for text in erased.texts)
-    assert store.read(lambda db: search(db, "ann", erased.texts, now))["found"] == []
+    assert store.read(lambda db: search(db, ["ann"], erased.texts, now))["found"] == []
     reason = f"a note on: good: {MARKER}"
     row = ["2020", "ann", 1, "[]", reason]
     store.write(lambda db: db.execute("INSERT INTO skipped_steps VALUES (NULL, ?, ?, ?, ?, ?)", row)).result()
-    found = store.read(lambda db: search(db, "ann", erased.texts, now))["found"]
+    found = store.read(lambda db: search(db, ["ann"], erased.texts, now))["found"]
     assert {(item["table"], item["column"], item["what"]) for item in found} == {
         ("skipped_steps", "adapter", "name"),
         ("skipped_steps", "reason", "text"),
@@ -125,7 +125,7 @@ def test_what_the_user_left_anew_meanwhile_is_no_leftover(tmp_path: Path) -> Non
         insert_metric(db, now, asdict(score))
 
     store.write(anew).result()
-    report = store.read(lambda db: search(db, "ann", erased.texts, since))
+    report = store.read(lambda db: search(db, ["ann"], erased.texts, since))
     assert report["found"] == []
     assert report["new_rows"] >= 5
     store.close()
@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_read_is_in_the_way_of_no_search(tmp_path: Path) -
         (tmp_path / "base" / user / "edged.json").write_text(text)
     # Whoever reads it gets an I/O error.
     (tmp_path / "base" / "bob" / "broken.json").symlink_to("/proc/self/mem")
-    found = {str(Path(path).relative_to(tmp_path)) for path in search_files(tmp_path, "ann")}
+    found = {str(Path(path).relative_to(tmp_path)) for path in search_files(tmp_path, ["ann"])}
     assert found == {"base/ann", "base/ann/edged.json"}
 
 

@@ -25,6 +25,7 @@ from edged.api.app import make_app
 from edged.api.event_streams import Event, EventReader, Feed
 from edged.api.services import Lifecycle, Services
 from edged.settings.load import Settings
+from edged.store.jobs.jobs import NO_ADAPTERS
 from tests.api.accounts import open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -262,7 +263,7 @@ async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> No
     lets_go = threading.Event()
     feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)})
     lifecycle = Lifecycle(phase="ready")
-    jobs = SimpleNamespace(adapters_by_owner={})
+    jobs = SimpleNamespace(adapters=NO_ADAPTERS)
     parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
     lifecycle.services = cast(Services, parts)
     runner = web.AppRunner(make_app(Settings(), lifecycle), handler_cancellation=True)

@@ -17,6 +17,7 @@ from edged.api.app import make_app
 from edged.api.services import Lifecycle, Services
 from edged.settings.load import Settings
 from edged.store import Store, StoreError, utc_now
+from edged.store.jobs.jobs import NO_ADAPTERS
 
 
 class Failing:
@@ -40,7 +41,7 @@ async def test_an_export_that_fails_midway_ends_without_a_second_response(
     for i in range(3):
         store.write(lambda db, i=i: record_pair(db, "ann", f"good {i}", "bad", utc_now(), prompt="q")).result()
     feed = SimpleNamespace(close=lambda: None)
-    jobs = SimpleNamespace(adapters_by_owner={})
+    jobs = SimpleNamespace(adapters=NO_ADAPTERS)
     services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
     runner = web.AppRunner(make_app(Settings(), Lifecycle("ready", cast(Services, services))))
     await runner.setup()

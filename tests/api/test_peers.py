@@ -17,6 +17,7 @@ from edged.api.access import Access, AccessError, Accounts, Peer, is_loopback, l
 from edged.api.errors import ApiError
 from edged.settings.access import AccessToken, token_hash
 from edged.settings.load import AccessSettings
+from edged.store.jobs.jobs import JobAdapters
 
 
 def access(**settings: object) -> Access:
@@ -129,7 +130,7 @@ def test_without_a_rule_an_account_speaks_for_itself_and_one_without_a_name_for_
 
 
 def test_an_account_that_came_after_an_adapter_of_its_name_is_not_the_adapters_user() -> None:
-    made = {"ann": frozenset({"ann-web"})}
+    made = JobAdapters({"ann-web": "ann"}, {"recipes@2": "bob"})
     late = access().of_peer(Peer(5003, "ann-web", frozenset()), made)
     assert (late.users, late.tenant) == ((), "uid:5003")
     told = (
@@ -143,6 +144,7 @@ def test_an_account_that_came_after_an_adapter_of_its_name_is_not_the_adapters_u
     with pytest.raises(ApiError, match=r"\(access\.rules\[0\]" + told):
         by_rule.demand_user("ann-web")
     assert access().of_peer(Peer(5001, "ann", frozenset()), made).users == ("ann",)
+    assert access().of_peer(Peer(5004, "recipes@2", frozenset()), made).users == ()
     rules = [{"peers": ["uid:5003"], "roles": ["use"], "users": ["ann-web"]}]
     assert access(rules=rules).of_peer(Peer(5003, "ann-web", frozenset()), made).speaks_for("ann-web")
 

@@ -18,7 +18,7 @@ from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.live import Live
 from edged.settings.load import FairnessSettings, Settings
 from edged.store import Store, StoreError, maintenance
-from edged.store.adapters import forget_adapter
+from edged.store.adapters import forget_adapters
 from edged.store.application_runs import MOST_RUNS, latest_runs
 from edged.store.maintenance import Maintenance
 from tests.api.live import LiveDaemon, running
@@ -196,7 +196,7 @@ async def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone(store: Stor
     clock.now = 11.0
     assert [told["user"] for told in runs.types(lambda user: user == "ann")] == ["ann"]
     assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann", "bob"]
-    store.write(lambda db: forget_adapter(db, "bob")).result()
+    store.write(lambda db: forget_adapters(db, "bob")).result()
     await runs.forget_user("bob")
     assert [told["user"] for told in runs.runs("mail", lambda _: True)] == ["ann"]
     assert await runs.forget("mail", lambda user: user == "bob") == 0
@@ -250,7 +250,7 @@ async def test_of_who_is_forgotten_open_runs_leave_nothing_and_demand_is_that_of
         runs.end(call(runs, user, ""), 100, [answer])
     still_open = [call(runs, "ann", "r"), call(runs, "ann", "")]
     assert call(runs, "bob", "").predicted == call_cost(100, 40)
-    store.write(lambda db: forget_adapter(db, "ann")).result()
+    store.write(lambda db: forget_adapters(db, "ann")).result()
     await runs.forget_user("ann")
     for run in still_open:
         runs.end(run, 100, [1000])

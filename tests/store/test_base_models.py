@@ -9,7 +9,7 @@ import pytest
 from edged.align.feedback.pair import PairRetired, Record, StepSkipped, VersionSaved
 from edged.align.journal import Journal
 from edged.store import Store
-from edged.store.adapters import forget_adapter
+from edged.store.adapters import forget_adapters
 from edged.store.base_models import SHELVES, OtherBase, refuse_other_base, serve_base
 from edged.store.feedback import open_pairs
 from tests.align.learning import published, queue_pairs, scored, trained
@@ -124,7 +124,7 @@ def test_the_same_base_again_changes_nothing(store):
 def test_forgetting_reaches_the_shelves(store):
     learned_on(store, "A")
     serve(store, "B")
-    store.write(lambda db: forget_adapter(db, "ada")).result()
+    store.write(lambda db: forget_adapters(db, "ada")).result()
     shelves = (*SHELVES.values(), "shelved_progress")
     assert rows(store, *shelves) == {table: [] for table in shelves}
     serve(store, "A")

@@ -427,7 +427,7 @@ def test_a_search_counts_what_is_left_of_a_name_and_of_texts_by_table(rows: Rows
     rows.do(insert_completion, completion("old", "fine", asked=text, user="ann", created_at="2025-01-01"))
     rows.do(insert_completion, completion("new", text, user="ann", created_at="2025-03-03"))
     rows.do(insert_completion, completion("bobs", text, user="bob", created_at="2025-01-01"))
-    found = rows.do(erasure.search, "ann", (text,), "2025-02-02")
+    found = rows.do(erasure.search, ["ann"], (text,), "2025-02-02")
     assert found["found"] == [
         {"table": "completions", "column": "user", "rows": 1, "what": "name"},
         {"table": "completions", "column": "adapter", "rows": 1, "what": "name"},
@@ -437,7 +437,7 @@ def test_a_search_counts_what_is_left_of_a_name_and_of_texts_by_table(rows: Rows
     assert found["columns"] > 60
 
     def nothing(db: Database) -> dict[str, Any]:
-        return erasure.search(db, "eve", (), "2025-02-02")
+        return erasure.search(db, ["eve"], (), "2025-02-02")
 
     none = rows.do(nothing)
     assert (none["found"], none["said_by_others"], none["new_rows"], none["texts"]) == ([], 0, 0, 0)

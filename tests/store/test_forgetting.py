@@ -153,7 +153,7 @@ def test_files_that_bear_the_name_or_name_the_adapter_are_found(tmp_path: Path) 
     (tmp_path / "bob" / "a.txt").write_text('{"adapter": "ann"}')
     (tmp_path / "bob" / "c.json").mkdir()
     (tmp_path / "bob" / "d.json").write_bytes(b'\xff{"adapter": "ann"}')
-    found = erasure.search_files(tmp_path, "ann")
+    found = erasure.search_files(tmp_path, ["ann"])
     assert found[0] == str(tmp_path / "ann")
     assert sorted(found[1:]) == [str(tmp_path / "bob" / "a.json"), str(tmp_path / "bob" / "d.json")]
 
@@ -180,7 +180,7 @@ def test_the_search_passes_over_versions_that_come_and_go(tmp_path: Path) -> Non
     saving.start()
     try:
         for _ in range(400):
-            assert erasure.search_files(tmp_path, "bob") == []
+            assert erasure.search_files(tmp_path, ["bob"]) == []
     finally:
         ended.set()
         saving.join()
@@ -238,6 +238,57 @@ def test_checkpoints_of_a_users_jobs_are_forgotten_with_the_user(store: Store) -
     found = store.read(lambda db: find_job(db, "later"))
     assert found is not None
     assert (found.status, found.parent) == ("failed", "")
+
+
+def with_checkpoints(store: Store, job: str, steps: range) -> None:
+    """A job of ann's."""
+    row = JobRow(job, MOMENT, "ann", "base", "tiny", "", "anns", "dpo", {}, 1, "file", {}, "succeeded")
+
+    def begin(db: Database) -> None:
+        insert_job(db, row)
+        for step in steps:
+            assert keep_checkpoint(db, MOMENT, job, step, f"anns@{step}", True)
+
+    store.write(begin).result()
+
+
+def test_a_checkpoint_whose_files_stay_is_told_and_is_all_that_is_not_forgotten(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_checkpoints(store, "job", range(2, 5))
+    stays, *others = [make(store, name) for name in ("anns@2", "anns@3", "anns@4", "ann")]
+    real = erase_folder
+
+    def erase(folder: Path) -> None:
+        if folder == stays.parent:
+            raise PermissionError("not this one")
+        real(folder)
+
+    monkeypatch.setattr("edged.store.adapters.erase_folder", erase)
+    told = forget_stopped(store, "ann")
+    assert told is not None
+    assert told["verified"] is False
+    assert sorted(told["searched"]["files"]) == [str(stays.parent), str(stays / "edged.json")]
+    assert not any(folder.parent.exists() for folder in others)
+    assert [name for name, _ in store.read(erasure.unfinished)] == ["anns@2"]
+    assert finish_forgetting(store, store.path.parent / "adapters") == ["anns@2"]
+    monkeypatch.undo()
+    assert finish_forgetting(store, store.path.parent / "adapters") == []
+    assert store.read(erasure.unfinished) == []
+
+
+def test_forgetting_asks_as_much_whatever_the_number_of_checkpoints(store: Store) -> None:
+    asked: list[int] = []
+    for steps in (range(2), range(2, 60)):
+        with_checkpoints(store, f"job-{len(steps)}", steps)
+        said: list[str] = []
+        store.write(lambda db, said=said: db.conn.set_trace_callback(said.append)).result()
+        told = forget_stopped(store, "ann")
+        assert told is not None
+        assert told["rows_deleted"]["job_checkpoints"] == len(steps)
+        # A row's trigger is told as a comment.
+        asked.append(sum(not line.startswith("--") for line in said))
+    assert asked[0] == asked[1]
 
 
 def test_a_checkpoint_has_a_name_that_is_free_and_a_job(store: Store) -> None:

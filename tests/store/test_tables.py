@@ -10,7 +10,7 @@ import pytest
 
 from edged.align.feedback.pair import VersionPublished
 from edged.store import Store, StoreError
-from edged.store.adapters import forget_adapter, insert_version
+from edged.store.adapters import forget_adapters, insert_version
 from edged.store.application_runs import add_run, forget_runs, latest_runs, salt
 from edged.store.completions import (
     Choice,
@@ -155,7 +155,7 @@ def test_forgetting_removes_everything_of_that_user_and_nothing_else(store):
         store.write(lambda db, s=sides, u=user: insert_pair(db, pair(*s, f"fb-c-{u}", u), "key")).result()
         made = asdict(VersionPublished(user, 1, 0, "trained"))
         store.write(lambda db, made=made: insert_version(db, MOMENT, made)).result()
-    deleted, _ = store.write(lambda db: forget_adapter(db, "zoe")).result()
+    deleted, _ = store.write(lambda db: forget_adapters(db, "zoe")).result()
     assert {table: count for table, count in deleted.items() if count} == {
         "adapter_versions": 1,
         "pairs": 1,
@@ -183,7 +183,7 @@ def test_forgetting_takes_what_the_user_said_through_another_adapter_and_leaves_
     store.write(lambda db: insert_pair(db, pair(*sides, "fb-own", "bob"), "k")).result()
     made = asdict(VersionPublished("bob", 1, 0, "trained"))
     store.write(lambda db: insert_version(db, MOMENT, made)).result()
-    deleted, _ = store.write(lambda db: forget_adapter(db, "ann")).result()
+    deleted, _ = store.write(lambda db: forget_adapters(db, "ann")).result()
     assert (deleted["completions"], deleted["signals"], deleted["pairs"], deleted["adapter_versions"]) == (1, 1, 2, 0)
     assert ids(store) == ["own"]
     assert store.read(lambda db: pair_ids_of(db, "bob")) == numbers[:1]

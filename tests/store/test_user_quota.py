@@ -13,7 +13,7 @@ from edged.align.feedback.signals import Feedback, record_pair, record_signal
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, LimitSettings, Settings
 from edged.store import Store, utc_now, utc_text
-from edged.store.adapters import forget_adapter
+from edged.store.adapters import forget_adapters
 from edged.store.completions import Choice, Completion, insert_completion
 from edged.store.feedback import set_pair_state
 from edged.store.user_quota import PairQueueFull, StorageFull, UserQuota, stored_bytes
@@ -90,7 +90,7 @@ def test_what_feedback_refers_to_stays_and_more_is_refused(store: Store) -> None
     with pytest.raises(StorageFull, match=r'MiB of user "ann" are kept, and limits.stored_mb'):
         store.write(lambda db: footprint.demand_room(db, "ann")).result()
     store.write(lambda db: footprint.demand_room(db, "bob")).result()
-    store.write(lambda db: forget_adapter(db, "ann")).result()
+    store.write(lambda db: forget_adapters(db, "ann")).result()
     now[0] += 60
     store.write(lambda db: footprint.demand_room(db, "ann")).result()
 

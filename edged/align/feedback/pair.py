@@ -178,10 +178,10 @@ class IterationSample:
 
 @dataclass(frozen=True, slots=True)
 class JobStepped:
-    """The record of a step of a fine-tuning job, or with an `error` of the reason why the job cannot go on.
+    """The record of a step of a fine-tuning job, or of validation examples after it.
 
-    `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`. Where it is that of validation
-    examples after the step, they count `validated` times in it; with an `error` only they are left out.
+    `step` counts the job's steps from 1; `loss` is the mean objective of its `tokens`, or that of the `validated`
+    examples. With an `error` the job cannot go on, or where `left_out` it goes on without the validation.
     """
 
     job_id: str
@@ -195,6 +195,7 @@ class JobStepped:
     learning_rate: float = 0.0
     error: str = ""
     validated: int = 0
+    left_out: bool = False
 
 
 Record = (

@@ -53,16 +53,13 @@ async def create(request: web.Request) -> Job:
             if file.sha256 in hashes:
                 raise bad_request("both files have the same content: give one with other examples", param)
             hashes.add(file.sha256)
-    job_id = f"ftjob-{secrets.token_hex(12)}"
+    job_id, now = f"ftjob-{secrets.token_hex(12)}", utc_text(utc_now())
     adapter = body.suffix or f"{jobs.name_prefix(caller.tenant)}{job_id.removeprefix('ftjob-')[:12]}"
     if not USER_NAME.fullmatch(adapter):
-        raise bad_request(
-            f'suffix "{adapter}" cannot name an adapter: use letters, digits, ".", "_", "@", "-"', "suffix"
-        )
+        raise bad_request(f'suffix "{adapter}" cannot name an adapter: use letters, digits, . _ @ -', "suffix")
     await _demand_name(services, caller, adapter)
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
     about = (services.feedback_intake.ref_model, model, parent or "", adapter, method, hyperparameters, seed)
-    now = utc_text(utc_now())
     more = (body.training_file, body.metadata or {})
     row = jobs.JobRow(job_id, now, caller.tenant, *about, *more, validation_file=body.validation_file or None)
     # Shielded from the client's disconnect: the runner would not hear of the job.
@@ -106,16 +103,15 @@ async def _demand_name(services: Services, caller: Caller, adapter: str) -> None
     """Raise ApiError where the caller's jobs may not make an adapter of this name.
 
     They may make those that the caller speaks for, and those that begin with the caller's name, unless somebody else
-    is meant by them. The adapters are the caller's then.
+    is meant by them. The latter are the caller's then, so none of them may be another account's name.
     """
-    if not caller.speaks_for(adapter):
-        access = services.settings.access
-        granted = [user for grant in (*access.rules, *access.tokens) for user in grant.users if user != "*"]
-        prefix = jobs.name_prefix(caller.tenant)
-        foreign = not adapter.startswith(prefix) or any(matches_user(user, adapter) for user in granted)
-        if foreign or await asyncio.to_thread(id_of, "user", adapter) is not None:
-            told = f'suffix "{adapter}" is not for {caller.label}: let it begin with "{prefix}", or leave it out'
-            raise ApiError(403, told, "suffix", "forbidden_user")
+    access, prefix = services.settings.access, jobs.name_prefix(caller.tenant)
+    granted = [user for grant in (*access.rules, *access.tokens) for user in grant.users if user != "*"]
+    own = adapter.startswith(prefix) and adapter != caller.tenant
+    foreign = not caller.speaks_for(adapter) and (not own or any(matches_user(user, adapter) for user in granted))
+    if foreign or (own and await asyncio.to_thread(id_of, "user", adapter) is not None):
+        told = f'let it begin with "{prefix}" and be no account\'s name, or leave it out'
+        raise ApiError(403, f'suffix "{adapter}" is not for {caller.label}: {told}', "suffix", "forbidden_user")
     if services.engine.version(adapter) is not None or adapter in services.engine.adapter_files.left:
         raise _suffix_taken(f'adapter "{adapter}" exists: give another suffix')
 
@@ -201,13 +197,14 @@ def _event(event: jobs.JobEvent) -> JobReport:
 async def checkpoints(request: web.Request) -> CheckpointList:
     """The versions of a job after its epochs that answer, newest first.
 
-    The last three before the end, each an adapter SUFFIX@STEP, and the result of a job that has succeeded.
+    The last three before the end and those that open jobs begin with, each an adapter SUFFIX@STEP, and the result of a
+    job that has succeeded.
     """
     services, row = services_of(request), await asyncio.to_thread(_found, request)
     limit, after = _page(request)
 
     def read(db: Database) -> list[Checkpoint]:
-        kept = jobs.checkpoints(db, row.id)[: jobs.KEPT_CHECKPOINTS]
+        kept = jobs.checkpoints(db, row.id)
         if row.status == "succeeded":
             kept.insert(0, (services.job_runner.plan(row).steps, row.adapter, row.finished_at or ""))
         return [_checkpoint(db, services, row, each) for each in kept if services.engine.version(each[1]) is not None]

@@ -24,6 +24,7 @@ from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_formats import Pair
 from edged.align.feedback.pair_tokens import tokenize_pair
 from edged.align.jobs import MOST_STEPS, JobPace, JobPlan, auto, job_settings
+from edged.api.access import id_of, matches_user
 from edged.engine.engine import Engine
 from edged.engine.request import EngineStopping
 from edged.runtime import logs
@@ -103,8 +104,8 @@ class JobRunner:
         """Tokens that jobs have trained on since the start."""
         self.paces: dict[str, JobPace] = {}
         """The pace of the job that is trained."""
-        self.adapters_by_owner: dict[str, frozenset[str]] = {}
-        """Adapters that jobs make, or made a version of, by the jobs' owners."""
+        self.adapters = jobs.NO_ADAPTERS
+        """Adapters that jobs make, or made a version of."""
         self._refreshing = threading.Lock()
         self._threads = [
             threading.Thread(target=self._loop, args=(work, checked), name=f"edged-jobs-{checked:d}", daemon=True)
@@ -128,7 +129,7 @@ class JobRunner:
     def refresh(self) -> None:
         """Read anew which adapters are of whose jobs. Raises StoreError."""
         with self._refreshing:
-            self.adapters_by_owner = self.store.read(jobs.adapters_by_owner)
+            self.adapters = self.store.read(jobs.job_adapters)
 
     def tell(self, records: Sequence[Record]) -> None:
         """Take in the steps among an engine's records."""
@@ -352,7 +353,7 @@ class JobRunner:
         on_disk = self.engine.adapter_files
         version, _ = on_disk.newest(source)
         if not version:
-            raise JobFailed(f'adapter "{source}" has no version on disk', "invalid_model", "model")
+            raise JobFailed(f'adapter "{source}" has no version on disk: name another model', "invalid_model", "model")
         found = on_disk.load(source, version)
         self._result(self.engine.import_adapter(adapter, found.weights, "imported", found.form))
 
@@ -383,20 +384,27 @@ class JobRunner:
         It is on disk then, as the job's own version is; the job's older ones are forgotten.
         """
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
-        granted = any(name in grant.users for grant in (*access.rules, *access.tokens))
+        others = [user for grant in (*access.rules, *access.tokens) for user in grant.users]
+        granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in others)
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
-        about = (utc_text(utc_now()), job.id, step, name, not known and bool(USER_NAME.fullmatch(name)))
+        valid = USER_NAME.fullmatch(name) is not None
+        about = (utc_text(utc_now()), job.id, step, name, valid and not known and id_of("user", name) is None)
         if not self.store.write(lambda db: jobs.keep_checkpoint(db, *about)).result():
-            self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" is another\'s name, or none')
+            why = "is somebody's: give another suffix" if valid else "has over 64 characters: give a shorter suffix"
+            self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" {why}')
             return
         self.refresh()
-        if not engine.version(name):
-            self._result(engine.save(job.adapter))
-            self._copy(job.adapter, name)
-        for _, old, _ in self.store.read(partial(jobs.checkpoints, job_id=job.id))[jobs.KEPT_CHECKPOINTS :]:
+        with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile
+            if not engine.version(name):
+                self._result(engine.save(job.adapter))
+                self._copy(job.adapter, name)
+            self._result(engine.save(name))
+        lost = [name] if self.store.read(partial(jobs.checkpoint_of, adapter=name)) != job.id else []
+        for old in (*lost, *self.store.read(partial(jobs.old_checkpoints, job_id=job.id))):
             if engine.version(old) is not None:
-                self._result(engine.forget(old))
-                self.store.write(partial(forget_learning, adapter=old)).result()
+                with contextlib.suppress(UnknownAdapter):  # somebody forgets it, too
+                    self._result(engine.forget(old))
+                self.store.write(partial(lambda db, name: forget_learning(db, name), name=old)).result()
 
     def _yield_turn(self, job: jobs.JobRow) -> None:
         """Raise _JobStopped where a job's turn has ended and another owner's job waits."""
@@ -415,9 +423,9 @@ class JobRunner:
             if self._must_stop(job.id) or not (self._steps or self._may_train):
                 raise _JobStopped
             step = self._steps.popleft() if self._steps else None
-        if step is None:
-            return None
-        if step.error and not step.validated:
+        if step is None or step.left_out:
+            return step
+        if step.error:
             raise JobFailed(step.error)
         left = 0
         if job.validation_file:
@@ -428,7 +436,7 @@ class JobRunner:
         return step
 
     def _validation(self, job: jobs.JobRow, plan: JobPlan) -> tuple[JobPlan, int]:
-        """Return the plan of a job's validation batches, and how many of them follow an epoch but the last one."""
+        """Return the plan of a job's validation batches, and the number of those after each epoch but the last."""
         valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
         return valid, min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
 

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.rows import first_column, first_value, insert_row, update_rows
+from edged.store.rows import NAMED, first_column, first_value, insert_row, update_rows
 
 OPEN = ("validating_files", "queued", "running")
 """Statuses of jobs that have not ended."""
@@ -15,7 +15,7 @@ IS_OPEN = f"status IN {OPEN}"
 FILES = ("training_file", "validation_file")
 """Columns with the ids of a job's files."""
 _CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
-KEPT_CHECKPOINTS = 3
+_KEPT_CHECKPOINTS = 3
 """Newest checkpoints of a job, which answer; the names of older ones stay taken."""
 _KEPT = 20
 """Ended jobs of one owner that never began and are kept."""
@@ -51,6 +51,19 @@ class JobRow:
     error_param: str | None = None
     result_file: str | None = None
     validation_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobAdapters:
+    """Adapters that fine-tuning jobs made or make."""
+
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """The owners of those whose names begin with their owners' own."""
+    checkpoints: Mapping[str, str] = field(default_factory=dict)
+    """The jobs' owners of all checkpoints ADAPTER@STEP, also retired ones; who speaks for ADAPTER speaks for them."""
+
+
+NO_ADAPTERS = JobAdapters()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +109,10 @@ def open_jobs(db: Database, base: str) -> list[JobRow]:
     return list(_jobs(db, f"{IS_OPEN} AND base = :base", {"base": base}))
 
 
-def open_jobs_of_user(db: Database, name: str) -> list[JobRow]:
-    """Return the open jobs of a user, or that make the user's adapter or begin with it."""
-    return list(_jobs(db, f"(owner = :name OR :name IN (adapter, parent)) AND {IS_OPEN}", {"name": name}))
+def open_jobs_of_users(db: Database, *names: str) -> list[JobRow]:
+    """Return the open jobs of users, or that make a user's adapter or begin with it."""
+    theirs = " OR ".join(f"{column} IN {NAMED}" for column in ("owner", "adapter", "parent"))
+    return list(_jobs(db, f"({theirs}) AND {IS_OPEN}", {"names": json.dumps(names)}))
 
 
 def open_job_of(db: Database, adapter: str, base: str = "") -> str:
@@ -133,19 +147,15 @@ def name_prefix(owner: str) -> str:
     return f"{'job' if ':' in name else name[:40]}-"
 
 
-def adapters_by_owner(db: Database) -> dict[str, frozenset[str]]:
-    """Return the adapters that open jobs make, and that ended ones have taught, with the jobs' checkpoints, by the
-    jobs' owners.
+def job_adapters(db: Database) -> JobAdapters:
+    """Return the adapters that open jobs make, and that ended ones have taught, with the jobs' checkpoints.
 
-    Those of other names than an owner's are its own only as long as [access] lets it speak for them; all checkpoints.
+    A job's adapter of another name than its owner's own is the owner's only as long as [access] says so.
     """
-    made: dict[str, set[str]] = {}
     taught = f"{IS_OPEN} OR status = 'succeeded' OR trained_tokens > 0"
-    kept = f"SELECT owner, kept.adapter, 1 FROM {_CHECKPOINTS}"
-    for owner, adapter, mine in db.execute(f"SELECT owner, adapter, 0 FROM jobs WHERE {taught} UNION {kept}"):
-        if mine or adapter.startswith(name_prefix(owner)):
-            made.setdefault(owner, set()).add(adapter)
-    return {owner: frozenset(adapters) for owner, adapters in made.items()}
+    made = db.execute(f"SELECT adapter, owner FROM jobs WHERE {taught} ORDER BY rowid")
+    owners = {adapter: owner for adapter, owner in made if adapter.startswith(name_prefix(owner))}
+    return JobAdapters(owners, dict(db.execute(f"SELECT kept.adapter, owner FROM {_CHECKPOINTS}").fetchall()))
 
 
 def update_job(db: Database, job_id: str, **columns: Any) -> bool:
@@ -245,9 +255,15 @@ def checkpoint_of(db: Database, adapter: str) -> str:
 
 
 def checkpoints(db: Database, job_id: str) -> list[tuple[int, str, str]]:
-    """Return (step, adapter, when it was made) of a job's checkpoints, newest first; only `KEPT_CHECKPOINTS` answer."""
+    """Return (step, adapter, when it was made) of a job's checkpoints, newest first, also of retired ones."""
     sql = "SELECT step, adapter, created_at FROM job_checkpoints WHERE job_id = ? ORDER BY step DESC"
     return db.execute(sql, [job_id]).fetchall()
+
+
+def old_checkpoints(db: Database, job_id: str) -> list[str]:
+    """Return the checkpoints that a job need not keep: beyond the newest, but for those that open jobs begin with."""
+    old = f"SELECT adapter FROM job_checkpoints WHERE job_id = ? ORDER BY step DESC LIMIT -1 OFFSET {_KEPT_CHECKPOINTS}"
+    return first_column(db, f"SELECT * FROM ({old}) EXCEPT SELECT parent FROM jobs WHERE {IS_OPEN}", [job_id])
 
 
 def checkpoints_of_user(db: Database, name: str) -> list[str]:

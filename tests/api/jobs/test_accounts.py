@@ -16,10 +16,12 @@ import httpx2
 import openai
 import pytest
 
+from edged.settings.access import token_hash
 from tests.api.accounts import ANN, BOB, account, open_folder, root_only
 from tests.api.jobs.test_jobs import GREEDY, SETTINGS, chats, ended, lines, preferences, upload
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
+from tests.page.browser import free_port
 
 LONG: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
 SHORT: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 1}}}
@@ -114,20 +116,37 @@ def test_an_adapter_is_not_of_the_account_that_later_gets_its_name_nor_of_one_th
                         model="tiny", training_file=upload(client, chats(1)), suffix=name
                     )
                     assert ended(client, made.id).status == "succeeded"
-                    assert client.chat.completions.create(model=f"tiny:{name}", **GREEDY).choices
+                    for model in (f"tiny:{name}", f"tiny:{name}@1"):
+                        assert client.chat.completions.create(model=model, **GREEDY).choices
             with speaking(live, "www-data") as own:
                 assert own.chat.completions.create(model="tiny:www-data", **GREEDY).choices, "its name is its own"
             live.stop()
         with sqlite3.connect(live.data / "edged.db") as database:
             # As if an account "www" had made it, before there was one of its name.
             database.execute("UPDATE jobs SET owner = 'www' WHERE adapter = 'www-data'")
-        with running(folder / "run", folder / "tiny", **settings) as live:
-            for account, name in (("www-data", "www-data"), (BOB, "recipes")):
+        rules[0] |= {"peers": [f"user:{ANN}"], "users": ["recipes"]}
+        with running(folder / "run", folder / "tiny", **settings, access__rules=json.dumps(rules)) as live:
+            with speaking(live, ANN) as ann:
+                assert ann.chat.completions.create(model="tiny:recipes@1", **GREEDY).choices, "it goes with recipes"
+            for account, name in (("www-data", "www-data"), (BOB, "recipes"), (BOB, "recipes@1")):
                 with speaking(live, account) as client:
                     for named in ({"model": f"tiny:{name}"}, {"model": "tiny", "user": name}):
                         with pytest.raises(openai.PermissionDeniedError, match="is not for"):
                             client.chat.completions.create(**named, **GREEDY)
                     assert upload(client, chats(1)), "as an account without a user"
+
+
+def test_no_job_makes_an_adapter_under_the_name_of_another_account_whatever_the_rule(tmp_path: Path) -> None:
+    token = {"name": "www", "sha256": token_hash("www"), "roles": ["use", "train"], "users": ["www-*"]}
+    port = free_port()
+    settings: dict[str, Any] = {**SETTINGS, "api__listen": f"127.0.0.1:{port}", "access__tokens": json.dumps([token])}
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="www", max_retries=0)
+    with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), **settings), client as www:
+        file_id = upload(www, chats(1))
+        with pytest.raises(openai.PermissionDeniedError, match="and be no account's name"):
+            www.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="www-data")
+        made = www.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="www-dates")
+        assert ended(www, made.id).status == "succeeded"
 
 
 @root_only

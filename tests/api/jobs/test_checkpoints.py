@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.api.jobs.test_jobs import GREEDY, SETTINGS, ended, preferences, upload
 from tests.api.live import LiveDaemon, running
+from tests.api.test_erasing import kept_by_the_disk
 from tests.models import save_tiny
 
 
@@ -124,15 +125,16 @@ def test_a_name_that_is_somebodys_is_left_to_him(client: openai.OpenAI, tiny: Li
     assert kept(client, job.id) == [(8, "tiny:tom"), (6, "tiny:tom@6")]
     assert kept(client, before.id) == [(2, "tiny:tom@4")]
     told = [event.message for event in client.fine_tuning.jobs.list_events(job.id).data if event.level == "warn"]
-    assert [message[:32] for message in told] == [
-        'Step 4 has no checkpoint: "tom@4',
-        'Step 2 has no checkpoint: "tom@2',
+    assert told == [
+        f'Step {step} has no checkpoint: "tom@{step}" is somebody\'s: give another suffix' for step in (4, 2)
     ]
     assert client.models.retrieve("tiny:tom@4")
     with tiny.http() as http:
         assert [each["version"] for each in http.get("/v1/adapters/tom@4").json()["versions"]] == [2, 1]
     long = trained(client, "l" * 64, 2)
     assert kept(client, long.id) == [(4, f"tiny:{'l' * 64}")]
+    told = [event.message for event in client.fine_tuning.jobs.list_events(long.id).data if event.level == "warn"]
+    assert told[0].endswith('@2" has over 64 characters: give a shorter suffix')
 
 
 def test_a_checkpoint_stays_as_it_is(client: openai.OpenAI, tiny: LiveDaemon) -> None:
@@ -179,6 +181,24 @@ def test_forgetting_a_jobs_adapter_forgets_its_checkpoints(client: openai.OpenAI
             assert db.execute(f"SELECT * FROM {table} WHERE adapter LIKE 'gone%'").fetchall() == []
         assert db.execute("SELECT * FROM forgetting").fetchall() == []
     assert trained(client, "gone", 2).fine_tuned_model == "tiny:gone"
+
+
+def test_a_checkpoint_whose_files_stay_keeps_no_other_from_being_forgotten(
+    client: openai.OpenAI, tiny: LiveDaemon
+) -> None:
+    trained(client, "stays", 3)
+    (files,) = tiny.data.glob("adapters/*/stays@2")
+    with tiny.http() as http:
+        export = http.get("/v1/adapters/stays/export").content
+        with kept_by_the_disk(files):
+            told = http.delete("/v1/adapters/stays").json()
+            assert told["verified"] is False
+            assert str(files) in told["searched"]["files"]
+            refused = http.post("/v1/adapters/stays@2/import", content=export)
+            assert refused.json()["error"]["code"] == "not_forgotten_yet"
+            for name in ("stays@4", "stays"):
+                assert http.post(f"/v1/adapters/{name}/import", content=export).status_code == 200
+        assert http.delete("/v1/adapters/stays@2").json()["verified"] is True
 
 
 def test_a_job_that_ends_early_keeps_the_checkpoints_that_it_has(client: openai.OpenAI) -> None:

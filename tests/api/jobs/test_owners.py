@@ -18,16 +18,16 @@ from edged.store.jobs import jobs
 def test_an_older_reading_never_takes_the_place_of_a_later_one(tmp_path: Path, monkeypatch: Any) -> None:
     store = Store(tmp_path / "edged.db")
     runner = JobRunner(store, cast(Any, None), cast(Any, None), Live(Settings()), "base", "tiny", lambda: None)
-    has_read, may_go_on, read = threading.Event(), threading.Event(), jobs.adapters_by_owner
+    has_read, may_go_on, read = threading.Event(), threading.Event(), jobs.job_adapters
 
-    def held(db: Database) -> dict[str, frozenset[str]]:
+    def held(db: Database) -> jobs.JobAdapters:
         found = read(db)
         if not has_read.is_set():
             has_read.set()
             may_go_on.wait(60)
         return found
 
-    monkeypatch.setattr("edged.store.jobs.jobs.adapters_by_owner", held)
+    monkeypatch.setattr("edged.store.jobs.jobs.job_adapters", held)
     earlier, later = (threading.Thread(target=runner.refresh) for _ in range(2))
     earlier.start()
     assert has_read.wait(60)
@@ -38,5 +38,5 @@ def test_an_older_reading_never_takes_the_place_of_a_later_one(tmp_path: Path, m
     may_go_on.set()
     for thread in (earlier, later):
         thread.join(60)
-    assert runner.adapters_by_owner == {"ann": {"ann-1"}}
+    assert runner.adapters.owners == {"ann-1": "ann"}
     store.close()

@@ -179,7 +179,7 @@ def test_the_estimated_end_counts_the_validation_that_is_left(client: openai.Ope
     while (estimated := client.fine_tuning.jobs.retrieve(made.id).estimated_finish) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert estimated > time.time(), "its only step was taken, and most of 3000 batches are left"
+    assert estimated > time.time() + 2, "its only step was taken, and most of 3000 batches are left"
     client.fine_tuning.jobs.cancel(made.id)
 
 
