@@ -348,6 +348,6 @@ def test_a_validation_batch_that_is_not_finite_is_left_out_and_a_job_that_must_e
         engine.feed_job("made", 2, [good])
         engine.forget("made").result(30)
         client.wait(lambda: len(client.of(JobStepped)) == 4)
-    told = [(record.step, record.validated, record.error) for record in client.of(JobStepped)]
-    assert told[:3] == [(1, 0, ""), (1, 1, "loss is nan"), (2, 0, "")]
-    assert told[3] in [(2, 0, "the adapter was forgotten"), (2, 1, "")]
+    told = [(record.step, record.left_out, record.error) for record in client.of(JobStepped)]
+    assert told[:3] == [(1, False, ""), (1, True, "loss is nan"), (2, False, "")]
+    assert told[3] in [(2, False, "the adapter was forgotten"), (2, False, "")]
