@@ -143,9 +143,8 @@ class SameTargets(Simulation):
     alone_ms: Sequence[tuple[int, float]]
 
     def _lone_ttft(self, trace: RequestTrace) -> Callable[[float], float]:
-        return lambda tokens: (
-            float(np.interp(tokens, [n for n, _ in self.alone_ms], [ms for _, ms in self.alone_ms])) / 1e3
-        )
+        counts, ms = zip(*self.alone_ms, strict=True)
+        return lambda tokens: float(np.interp(tokens, counts, ms)) / 1e3
 
 
 def simulated(options: Namespace, profile: Path, config: Path, policy: str, measured: dict[str, Any]) -> dict[str, Any]:
@@ -173,17 +172,15 @@ def simulated(options: Namespace, profile: Path, config: Path, policy: str, meas
 
 def slowed(device: Device, times: dict[str, float | None]) -> Device:
     """Return a device on which each part of an iteration takes so many times longer; None for those that do not run."""
-    prompts, decodes, units = (times[part] or 1.0 for part in PARTS)
+    slower = {part: times[part] or 1.0 for part in PARTS}
     return replace(
         device,
-        forward_s=lambda load: (
-            (prompts if load.prefill_tokens or load.finetune_tokens else decodes) * device.forward_s(load)
-        ),
-        unit_s=lambda unit: units * device.unit_s(unit),
+        forward_s=lambda load: slower[load.part] * device.forward_s(load),
+        unit_s=lambda unit: slower["units"] * device.unit_s(unit),
         # What decodes take longer after a chunk is in the measured times.
         noise=device.noise.model_copy(update={"decode_after_chunk": 0.0}),
-        overhead_s=decodes * device.overhead_s,
-        rest_s=decodes * device.rest_s,
+        overhead_s=slower["decode"] * device.overhead_s,
+        rest_s=slower["decode"] * device.rest_s,
     )
 
 

@@ -98,6 +98,11 @@ class Load:
         """Number of tokens of the forward."""
         return self.prefill_tokens + self.decodes + self.finetune_tokens
 
+    @property
+    def part(self) -> str:
+        """The part of an iteration, of PARTS, whose errors its forward counts to."""
+        return "prefill" if self.prefill_tokens or self.finetune_tokens else "decode"
+
     def features(self, knee_tokens: int) -> tuple[float, ...]:
         """Return the amounts of its features in the order of FORWARD_PRICES."""
         tokens = self.tokens
@@ -313,8 +318,7 @@ class CostModel:
                 finetune_s = result.forward_s * (1.0 - without_s / forward_s)
             row = load.features(self._knee)
             usual_s = self._fit.usual_s(row)
-            part = "prefill" if load.prefill_tokens or load.finetune_tokens else "decode"
-            parts[part] = forward_s, usual_s, result.forward_s
+            parts[load.part] = forward_s, usual_s, result.forward_s
             learned.append((self._fit, row, self.priced_s(load), usual_s, result.forward_s))
         slowness = self._drift.slowness
         known: dict[Unit, tuple[OnlineRegression, tuple[float, ...], float, float]] = {}
