@@ -106,6 +106,11 @@ class AccessSettings(Section):
     rules: list[AccessRule] = setting([], "of peers of the Unix socket, the first that fits counts")
     tokens: list[AccessToken] = setting([], "of TCP callers, as edged token new prints them")
 
+    @property
+    def granted_users(self) -> list[str]:
+        """Users, by name or pattern, that a rule or a token speaks for."""
+        return [user for grant in (*self.rules, *self.tokens) for user in grant.users]
+
     @field_validator("rules", "tokens", mode="before")
     @classmethod
     def _from_the_environment(cls, value: Any) -> Any:

@@ -106,9 +106,10 @@ async def _demand_name(services: Services, caller: Caller, adapter: str) -> None
     is meant by them. The latter are the caller's then, so none of them may be another account's name.
     """
     access, prefix = services.settings.access, jobs.name_prefix(caller.tenant)
-    granted = [user for grant in (*access.rules, *access.tokens) for user in grant.users if user != "*"]
     own = adapter.startswith(prefix) and adapter != caller.tenant
-    foreign = not caller.speaks_for(adapter) and (not own or any(matches_user(user, adapter) for user in granted))
+    foreign = not caller.speaks_for(adapter) and (
+        not own or any(user != "*" and matches_user(user, adapter) for user in access.granted_users)
+    )
     if foreign or (own and await asyncio.to_thread(id_of, "user", adapter) is not None):
         told = f'let it begin with "{prefix}" and be no account\'s name, or leave it out'
         raise ApiError(403, f'suffix "{adapter}" is not for {caller.label}: {told}', "suffix", "forbidden_user")

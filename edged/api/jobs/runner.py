@@ -384,8 +384,7 @@ class JobRunner:
         It is on disk then, as the job's own version is; the job's older ones are forgotten.
         """
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
-        others = [user for grant in (*access.rules, *access.tokens) for user in grant.users]
-        granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in others)
+        granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in access.granted_users)
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
         valid = USER_NAME.fullmatch(name) is not None
         about = (utc_text(utc_now()), job.id, step, name, valid and not known and id_of("user", name) is None)
