@@ -58,7 +58,9 @@ class Run:
     seed: int
 
 
-def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_ms: float, seconds: float) -> Any:
+def simulated(
+    run: Run, device: str, model: str, trace: str, arrivals: str, slo_ms: float, seconds: float, step_pairs: int
+) -> Any:
     """Return the run with its figures."""
     serving = SEPARATE.get(run.strategy)
     policy = "fcfs" if serving else "temporal" if run.strategy in TEMPORAL else run.strategy
@@ -70,7 +72,8 @@ def simulated(run: Run, device: str, model: str, trace: str, arrivals: str, slo_
         "ttft_floor_ms": TTFT_MS,
         "temporal_every": TEMPORAL.get(run.strategy, 128),
     }
-    settings = Settings.model_validate({"align": {"epochs": 100_000}, "scheduler": scheduler})
+    align = {"epochs": 100_000, "micro_batch_pairs": step_pairs}
+    settings = Settings.model_validate({"align": align, "scheduler": scheduler})
     rate_per_s = run.rate_per_s * 4 / serving if serving else run.rate_per_s
     load = {"rate_per_s": rate_per_s, "retrain_rate": 0.0, "seconds": seconds, "seed": run.seed}
     process = Arrivals.parse(arrivals)
@@ -138,6 +141,7 @@ def table(
 @click.option("--seeds", default="0,1,2")
 @click.option("--slo-ms", type=float, required=True)
 @click.option("--seconds", type=float, default=60.0)
+@click.option("--step-pairs", type=int, default=4, help="Pairs of an optimizer step.")
 @click.option("--strategies", default="", help="By comma; all by default.")
 @click.option("--jobs", type=int, default=2)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
