@@ -8,6 +8,7 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.data_dir import erase_folder
+from edged.store.feedback import last_pair_id
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import NAMED, first_value, insert_row, update_rows
@@ -137,6 +138,7 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
         error_code = CASE WHEN {IS_OPEN} THEN 'invalid_model' ELSE error_code END"""
     db.execute(f"UPDATE jobs SET {ended}, parent = '', model = '' WHERE parent IN {NAMED}", named)
     pair_ids = {row[0] for row in db.execute(f"SELECT id FROM pairs WHERE {pairs}", named)}
+    db.execute(f"PRAGMA user_version = {last_pair_id(db)}")
     deletes = {table: f"DELETE FROM {table} WHERE {where}" for table, where in deletions.items()}
     return {table: db.execute(delete, named).rowcount for table, delete in deletes.items()}, pair_ids
 

@@ -153,6 +153,12 @@ def set_signal_pairs(db: Database, signal_id: str, pair_ids: Sequence[int], reas
     update_rows(db, "signals", {"pair_ids": tuple(pair_ids), "reason": reason}, id=signal_id)
 
 
+def last_pair_id(db: Database) -> int:
+    """Return the highest id that a pair has, or had before it was forgotten: others may still know that one by it."""
+    highest = "SELECT max(user_version, coalesce((SELECT max(id) FROM pairs), 0)) FROM pragma_user_version"
+    return int(first_value(db, highest))
+
+
 def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id."""
     row = {name: value for name, value in field_values(pair).items() if name not in _OTHERWISE}
@@ -160,7 +166,7 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
         row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
     direct = pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter)
-    return insert_row(db, "pairs", {**row, "prompt_key": key, "direct": direct})
+    return insert_row(db, "pairs", {**row, "id": last_pair_id(db) + 1, "prompt_key": key, "direct": direct})
 
 
 def teaches(db: Database, account: str | None, adapter: str) -> bool:

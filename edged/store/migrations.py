@@ -161,9 +161,14 @@ def m016_users(db: Database) -> None:
     db.execute("CREATE INDEX signals_by_user ON signals (user)")
 
 
+def m017_accounts(db: Database) -> None:
+    """An index of which account reported a pair: writes would wait for seconds while forgetting looked at all pairs."""
+    db.execute("CREATE INDEX pairs_by_account ON pairs (account)")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
-    *(m013_jobs, m014_validation, m015_checkpoints, m016_users),
+    *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
 )
 
 

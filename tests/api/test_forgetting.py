@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from edged.align.feedback.pair import VersionPublished
+from edged.align.feedback.pair import PairRetired, VersionPublished
 from edged.align.feedback.signals import record_pair
 from edged.api.access import Caller
 from edged.api.adapters import forget
@@ -27,12 +27,14 @@ from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.settings.access import Role
 from edged.settings.live import Live
-from edged.settings.load import FairnessSettings, LimitSettings, Settings
+from edged.settings.load import AlignSettings, FairnessSettings, LimitSettings, Settings
 from edged.store import Store, utc_now
 from edged.store.adapters import insert_version
 from edged.store.base_models import serve_base
 from edged.store.maintenance import Maintenance
 from edged.text.tokenizer import Tokenizer
+from tests.align.feedback.desk import Desk
+from tests.engine.harness import BuiltEngine, Client, running_engine
 from tests.models import byte_tokenizer
 
 
@@ -82,20 +84,22 @@ class Engine:
 class Scene:
     """A daemon's parts, with a pair of ann's that is on its way into the engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: Any = None) -> None:
         self.store, self.tokenizer = Store(folder / "edged.db"), SlowCodec()
-        self.engine = Engine(self.store)
+        self.engine, self._said = engine or Engine(self.store), 0
         self.feedback_intake = FeedbackIntake(self.store, self.tokenizer, cast(Any, self.engine), Live(Settings()), "")
         self.store.write(lambda db: serve_base(db, "now")).result()
         pair = self.store.write(lambda db: record_pair(db, "ann", "good", "bad", utc_now(), prompt="Well?")).result()
         self.feedback_intake.learn_soon(pair.pair_ids)
         self.maintenance = Maintenance(self.store, Live(Settings()))
         self._app = web.Application()
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Called when ann's rows are deleted, before the engine hears of it."""
         services = SimpleNamespace(
             store=self.store,
             engine=self.engine,
             feedback_intake=self.feedback_intake,
-            job_runner=SimpleNamespace(refresh=lambda: None),
+            job_runner=SimpleNamespace(refresh=lambda: self.meanwhile()),
             forgetting=set(),
             eraser=None,
             forgetting_stages={},
@@ -111,6 +115,13 @@ class Scene:
         request = make_mocked_request("DELETE", "/v1/adapters/ann", match_info={"name": "ann"}, app=self._app)
         request["caller"] = Caller("the operator", "root", "root", frozenset({role}), ("*",), "admin")
         return asyncio.create_task(forget(request))
+
+    def teach(self, user: str) -> None:
+        """A pair of a user, on its way into the engine."""
+        written = self.store.write(lambda db: record_pair(db, user, "yes", "no", utc_now(), prompt=f"{self._said}?"))
+        written.add_done_callback(self.feedback_intake.learn_from)
+        written.result()
+        self._said += 1
 
     def rows(self) -> int:
         counts = (f"(SELECT count(*) FROM {table})" for table in ("pairs", "signals", "adapter_versions"))
@@ -191,6 +202,48 @@ async def test_feedback_that_came_meanwhile_stays(scene: Scene) -> None:
     scene.engine.may_forget.set()
     await answer
     assert scene.store.read(lambda db: db.execute("SELECT chosen FROM pairs").fetchall()) == [("new",)]
+
+
+@pytest.fixture
+def learning(tmp_path: Path) -> Iterator[tuple[Scene, BuiltEngine, Client]]:
+    """A scene with an engine, which has ann's pair and opens no steps."""
+    with running_engine(tmp_path) as (engine, client):
+        scene = Scene(tmp_path, engine)
+        engine.pause_finetuning(True)
+        scene.tokenizer.may.set()
+        scene.feedback_intake.settled().result(10)
+        yield scene, engine, client
+        scene.feedback_intake.close()
+        scene.store.close()
+
+
+async def test_a_pair_that_comes_while_somebody_else_is_forgotten_is_learned(
+    learning: tuple[Scene, BuiltEngine, Client],
+) -> None:
+    scene, engine, client = learning
+    scene.meanwhile = lambda: scene.teach("bob")
+    await scene.forget()
+    engine.pause_finetuning(False)
+    await asyncio.to_thread(client.wait, lambda: client.of(PairRetired))
+    assert [(each.adapter, each.state) for each in client.of(PairRetired)] == [("bob", "trained")]
+
+
+async def test_no_pair_is_learned_twice_for_a_rating_that_waited_and_was_forgotten(
+    learning: tuple[Scene, BuiltEngine, Client],
+) -> None:
+    scene, engine, _ = learning
+    scene.feedback_intake.settings.now = Settings(align=AlignSettings(unpaired="off"))
+    desk = Desk(scene.store)
+    desk.account = "ann"
+    desk.answer("a", "an answer", user="ann")
+    scene.feedback_intake.learn_soon(desk.report("a", "up", user="ann").pair_ids)
+    await scene.forget()
+    for _ in range(2):
+        scene.teach("bob")
+    scene.feedback_intake.settings.now = Settings()
+    scene.feedback_intake.release()
+    scene.feedback_intake.settled().result(10)
+    assert engine.commands.ask(lambda: engine.trainer.pair_queues.pairs_queued).result(10) == 2
 
 
 async def test_its_files_of_all_bases_go_and_other_adapters_files_stay(scene: Scene, tmp_path: Path) -> None:

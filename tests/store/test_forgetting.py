@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import VersionPublished
-from edged.store import Store, erasure
+from edged.align.feedback.signals import record_pair
+from edged.store import Store, erasure, utc_now
 from edged.store.adapters import forget_reports, insert_version
 from edged.store.completions import insert_completion, users_of_completion
 from edged.store.data_dir import erase_folder
@@ -69,6 +71,26 @@ def test_a_stopped_daemons_user_goes_with_files_of_all_bases_and_the_log(store: 
     assert store.read(erasure.unfinished) == []
     assert store.log_path.stat().st_size == 0
     assert b"ann" not in store.path.read_bytes()
+
+
+def test_no_pair_has_the_id_of_one_that_was_forgotten(tmp_path: Path) -> None:
+    ids = list[int]()
+    for user in ("ann", "bob", "ann", "ann", "bob"):
+        with closing(Store(tmp_path / "edged.db")) as store:
+            pair = (user, "good", f"bad {ids}", utc_now())
+            ids += store.write(lambda db, pair=pair: record_pair(db, *pair, prompt="Well?")).result().pair_ids
+            forget_stopped(store, "ann")
+    assert ids == [1, 2, 3, 4, 5]
+
+
+def test_forgetting_looks_at_no_pairs_of_others(store: Store) -> None:
+    said: list[str] = []
+    store.write(lambda db: db.conn.set_trace_callback(said.append)).result()
+    forget_stopped(store, "ann")
+    changes = [sql for sql in said if " pairs " in sql and sql.startswith(("UPDATE", "DELETE", "SELECT id"))]
+    assert any("account" in sql for sql in changes)
+    plans = store.read(lambda db: [row[3] for sql in changes for row in db.execute(f"EXPLAIN QUERY PLAN {sql}")])
+    assert not [step for step in plans if step == "SCAN pairs"]
 
 
 def test_nothing_stored_is_told_and_files_alone_are_something(store: Store) -> None:
