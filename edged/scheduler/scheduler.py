@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 from edged.runtime import logs
 from edged.scheduler.cost.model import CostModel, Load
@@ -18,7 +18,7 @@ from edged.scheduler.lookahead import LookaheadPlan, advanced
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets
-from edged.scheduler.policies.base import Happened, Part, Policy
+from edged.scheduler.policies.base import Part, Policy
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task
@@ -26,6 +26,7 @@ from edged.settings.load import FairnessSettings, SchedulerSettings
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Happened = TypeVarTuple("Happened")
 
 
 class Scheduler:
@@ -204,7 +205,8 @@ class Scheduler:
 
     def _tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
         try:
-            self.policy.tell(hook, *happened)
+            for heard in self.policy.hooks[hook]:
+                heard(*happened)
         except Exception as error:
             self._degrade(error)
 

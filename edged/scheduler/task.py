@@ -22,6 +22,10 @@ class Kind(StrEnum):
     FINETUNE = "finetune"
 
 
+PREFILL, DECODE, FINETUNE = Kind
+"""The members, for what is asked many times in a plan: to read one from the class takes as long as a call."""
+
+
 CUTTABLE_UNITS = frozenset({"score", "head", "layer"})
 """Kinds of units whose last rows can be computed without the others."""
 

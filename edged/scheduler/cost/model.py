@@ -6,7 +6,6 @@ All times are seconds.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -249,15 +248,17 @@ class CostModel:
         slope, curve = (extra, 0.0) if finetune else (pair * context, 0.5 * pair)
 
         low, high, past, knee = self._low, self._high, self._past, self._knee
-
-        def chunk_s(count: int) -> float:
+        # Bisection by hand: with a call for each of its steps it would take twice as long.
+        fits, beyond, count = 0, most + 1, most
+        while beyond - fits > 1:
             tokens = base + count
             packed_s = low * tokens if tokens <= knee else past + high * (tokens - knee)
-            return packed_s + count * (slope + curve * count)
-
-        if chunk_s(most) <= left_s:
-            return most
-        return bisect_right(range(1, most), left_s, key=chunk_s) if chunk_s(1) <= left_s else 0
+            if packed_s + count * (slope + curve * count) <= left_s:
+                fits = count
+            else:
+                beyond = count
+            count = (fits + beyond) // 2
+        return fits
 
     def free_tokens(self, load: Load) -> int:
         """Return the tokens up to the knee: they add little to a forward, which reads the weights anyway."""

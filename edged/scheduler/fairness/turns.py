@@ -13,7 +13,7 @@ from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
-from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.scheduler.task import DECODE, IterationResult, Kind, Plan, Task
 from edged.settings.load import FairnessSettings
 
 
@@ -92,7 +92,7 @@ class TurnOrder(FairOrder):
         entering: list[Task] = []
         # Decodes, which wait no more, are granted first.
         for grant in reversed(plan.grants):
-            if grant.task.kind is Kind.DECODE:
+            if grant.task.kind is DECODE:
                 break
             if grant.task.task_id in self._waiting:
                 entering.append(grant.task)

@@ -8,7 +8,7 @@ from itertools import chain
 
 from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.task import Grant, Kind, Plan, Resources, Task
+from edged.scheduler.task import FINETUNE, Grant, Plan, Resources, Task
 
 VictimOrder = Callable[[list[Task]], list[Task]]
 
@@ -45,8 +45,14 @@ class BinBuilder:
         """The next waiting prompts in the order of the policy: see `upcoming`."""
         if serves:
             self._add_decodes(now)
-        size, begun = self.page_size, [task for task in (*queues.started, *queues.finetunes) if task.context]
-        self.promised_pages = sum([task.pages_for(task.tokens, size) for task in begun if task not in self.preempted])
+        gone, started, size, promised = self.preempted, queues.started, self.page_size, 0
+        self.started = [task for task in started if task not in gone] if gone else started
+        """Prompts under way that keep their pages."""
+        for task in (*self.started, *queues.finetunes):
+            # As `Task.pages_for`, of which a call for each would take longer than the rest.
+            if task.context and task.tokens and (missing := task.context + task.tokens - task.capacity) > 0:
+                promised += 0 if task in gone else -(-missing // size)
+        self.promised_pages = promised
 
     def upcoming(self, most: int) -> Iterator[Task]:
         """Yield the next waiting prompts in the order of the policy, about as many as an admission looks at."""
@@ -96,7 +102,7 @@ class BinBuilder:
         self.promised_pages -= pages
         self.plan.pages += pages
         self.tokens_left -= tokens
-        self.load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
+        self.load.add_chunk(tokens, task.context, task.kind is FINETUNE)
         if task.adapter not in self._adapters:
             self._adapters.add(task.adapter)
             self.load.adapters += 1
@@ -179,7 +185,7 @@ class BinBuilder:
                     lacking.add(task)
                     continue
                 free_pages -= pages
-            context += held - task.pruned
+            context += held - task.pruned if task.pruned else held
             if task.adapter not in adapters:
                 adapters.add(task.adapter)
             if task.deadline_s < earliest_s:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TypeVarTuple
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
@@ -14,8 +13,6 @@ from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
-
-Happened = TypeVarTuple("Happened")
 
 
 class Part:
@@ -220,7 +217,8 @@ class Policy:
             cost.price_cut_units()
         self.row_order = self.flow_order
         self.take_order(self.flow_order)
-        self.tell(Part.configure, settings, cost)
+        for configure in self.hooks[Part.configure]:
+            configure(settings, cost)
 
     def take_order(self, order: Order) -> None:
         """Order prompts by `order`, which may ask that of the row about those of one flow."""
@@ -234,12 +232,8 @@ class Policy:
         parts = (*orders, self.admission, self.spare, self.victims, self.due, self.fill)
         hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}
         idle = {hook for hook in hooks.values() if hook is not Part.configure}
-        self._hooks = {
+        self.hooks: dict[Callable[..., None], list[Callable[..., None]]] = {
             hook: [getattr(part, name) for part in parts if getattr(type(part), name) not in idle]
             for name, hook in hooks.items()
         }
-
-    def tell(self, hook: Callable[[Part, *Happened], None], *happened: *Happened) -> None:
-        """Call a hook of each part that has it."""
-        for heard in self._hooks[hook]:
-            heard(*happened)
+        """The hooks of `Part`, each with those of the parts that hear it."""

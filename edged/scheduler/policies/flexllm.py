@@ -105,8 +105,8 @@ class CoServing(Fill):
 
     def _add_prompts(self, draft: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
         """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""
-        for task in queues.started:
-            tokens = 0 if task in draft.preempted else self._chunk(draft, task, cost)
+        for task in draft.started:
+            tokens = self._chunk(draft, task, cost)
             if tokens:
                 draft.grant(task, tokens)
         for task in queues.first(max(0, draft.sequences_left)):

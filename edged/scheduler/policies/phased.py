@@ -62,11 +62,10 @@ def serve_only(
     Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
     """
     draft = BinBuilder(queues, now, resources, policy.victims.ranked)
-    for task in queues.started:
-        if task not in draft.preempted:
-            tokens = draft.room(task)
-            if tokens > 0:
-                draft.grant(task, tokens)
+    for task in draft.started:
+        tokens = draft.room(task)
+        if tokens > 0:
+            draft.grant(task, tokens)
     for task in queues.first(max(0, draft.sequences_left)):
         full = not draft.tokens_left or draft.sequences_left <= 0
         if full or task.arrival_s >= before_s or draft.pages(task, task.tokens) > draft.open_pages:

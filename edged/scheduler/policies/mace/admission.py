@@ -1,6 +1,7 @@
 """MACE's admission: the tasks of an iteration and those that enter memory for it, by priority and Algorithm 1."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
@@ -9,7 +10,7 @@ from edged.scheduler.policies.base import Admission, Entry, Spare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import FINETUNE, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -32,7 +33,7 @@ class MaceAdmission(Admission):
     def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
         """Choose the prompts that may run, and the step by the wait that `spare` knows."""
         tuning = self._ranked(queues, draft, now) if queues.finetunes and not queues.throttled else []
-        entry = Entry([task for task in queues.started if task not in draft.preempted])
+        entry = Entry(draft.started.copy())
         entry.due = bool(tuning) and not tuning[0].bulk and self._outranks_serving(draft, queues, tuning[0], spare, now)
         self._admit(draft, queues, tuning, entry, now)
         return entry
@@ -40,10 +41,11 @@ class MaceAdmission(Admission):
     def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
         """Return fine-tune tasks with work to do, by priority: only those in the middle of a step where there are any,
         for they hold memory, of no use before the end; those of jobs and passes where there are no others."""
-        rank = self._priorities.finetune
-        able = [task for task in queues.finetunes if task.has_work and task not in draft.preempted]
+        rank, gone, tasks = self._priorities.finetune, draft.preempted, queues.finetunes
+        # `has_work` and `begun`, of which calls for each would take longer than the rest.
+        able = [task for task in tasks if (task.tokens or task.next_unit < len(task.units)) and task not in gone]
         able = [task for task in able if not task.bulk] or able
-        able = [task for task in able if task.begun] or able
+        able = [task for task in able if task.underway or task.context or task.next_unit] or able
         return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
     def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
@@ -85,7 +87,7 @@ class MaceAdmission(Admission):
             bins = best_fit(self.settings, items, first, draft.total_pages, length_s)
             # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
             packed = [item for room in bins for item in room.items]
-        step = next((item for item in packed if item.task.kind is Kind.FINETUNE and item.pages <= first_pages), None)
+        step = next((item for item in packed if item.task.kind is FINETUNE and item.pages <= first_pages), None)
         if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
             entry.step = step.task
             draft.enter(entry.step)
@@ -93,15 +95,16 @@ class MaceAdmission(Admission):
             # The pages that it lacks are those that come free next: nobody enters before it.
             return
         for item in packed:
-            enters = item.task.kind is Kind.PREFILL and draft.sequences_left > 0
-            if enters and item.pages <= draft.open_pages:
+            if item.task.kind is FINETUNE:
+                continue
+            if draft.sequences_left > 0 and item.pages <= draft.open_pages:
                 draft.sequences_left -= 1
                 draft.promised_pages += item.pages
                 runnable.append(item.task)
-            elif strict and item.task.kind is Kind.PREFILL:
+            elif strict:
                 break
         if begun is not None and draft.sequences_left > 0:
-            entered = set(runnable)
+            entered = set(runnable[len(draft.started) :])
             upcoming = draft.upcoming(tau_tasks + 1) if waiting else ()
             head = next((task for task in upcoming if task not in entered), None)
             entry.in_the_way = head is not None and draft.pages(head, head.tokens) > draft.open_pages
@@ -112,18 +115,12 @@ class MaceAdmission(Admission):
         """Yield the tasks that ask for memory, by priority.
 
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
-        missed its target anyway, and many that are in time would wait with it.
+        missed its target anyway, and many that are in time would wait with it. A step has no deadline.
         """
         token_s, most, size = self.cost.token_s, draft.tokens_left, draft.page_size
-        # One that would never fit asks for nothing.
-        able = (
-            Item(task, asks, min(task.tokens, most) * token_s)
-            for task in tuning
-            if (asks := task.pages_for(task.tokens, size)) <= draft.total_pages
-        )
-        if due:
-            yield from able
-        for task in waiting:
-            patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
-            yield Item(task, task.pages_for(task.tokens, size), min(task.tokens, most) * token_s, patient)
-        yield from able
+        for task in chain(tuning, waiting) if due else chain(waiting, tuning):
+            asks = task.pages_for(task.tokens, size)
+            # A step that would never fit asks for nothing.
+            if asks <= draft.total_pages or task.kind is not FINETUNE:
+                patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
+                yield Item(task, asks, min(task.tokens, most) * token_s, patient)

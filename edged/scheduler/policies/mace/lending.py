@@ -3,10 +3,9 @@
 import math
 
 from edged.scheduler.cost.model import CostModel
-from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import SlowdownBudget
 from edged.scheduler.policies.mace.spare import MaceSpare
-from edged.scheduler.task import Kind, Plan
+from edged.scheduler.task import FINETUNE, Plan
 from edged.settings.load import SchedulerSettings
 
 READ_SLOWDOWN = 3.0
@@ -51,20 +50,19 @@ class ReaderSpare(MaceSpare):
         """Note whether the plan lends."""
         self._lending = self._loan.left_s > 0.0 and _all_read(plan)
 
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
-        """Return the latency budget: the slack of readers, if all are, as free slots and pages allow."""
-        if not _all_read(draft.plan):
-            return super().limit_s(draft, now)
+    def _most_s(self, plan: Plan) -> float:
+        """Return the most seconds of fine-tuning: where all are readers their slack, as free slots and pages allow."""
+        if not _all_read(plan):
+            return super()._most_s(plan)
         # Units are long: one may begin on what is left of the loan, however little. The loan has the usual slow-down in
         # it: where it is used up there is no other allowance.
-        return self._beside_s(draft, now, math.inf if self._loan.left_s > 0.0 else 0.0)
+        return math.inf if self._loan.left_s > 0.0 else 0.0
 
 
 def _all_read(plan: Plan) -> bool:
     """Whether a plan serves anybody, and readers alone."""
-    finetune = Kind.FINETUNE
     for grant in plan.grants:
-        if grant.task.reader is None and grant.task.kind is not finetune:
+        if grant.task.reader is None and grant.task.kind is not FINETUNE:
             return False
     # Fine-tuning is granted last.
-    return bool(plan.grants) and plan.grants[0].task.kind is not finetune
+    return bool(plan.grants) and plan.grants[0].task.kind is not FINETUNE

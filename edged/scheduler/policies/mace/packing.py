@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import PREFILL, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -52,7 +52,6 @@ def best_fit(
     length) or `tau_tasks` items were looked at.
     """
     bins = [first]
-    lambda_memory, lambda_latency = settings.lambda_memory, settings.lambda_latency
     full = total_pages * (1.0 - settings.tau_memory)
 
     asking = islice(items, settings.tau_tasks)
@@ -68,7 +67,7 @@ def best_fit(
         for room in bins:
             if room.free_pages >= item.pages:
                 pages, seconds = abs(room.free_pages - item.pages), abs(room.free_s - item.latency_s)
-                score = lambda_memory * pages / total_pages + lambda_latency * seconds / length_s
+                score = settings.lambda_memory * pages / total_pages + settings.lambda_latency * seconds / length_s
                 if score < least:
                     best, least = room, score
         if best is None:
@@ -86,6 +85,6 @@ def in_order(settings: SchedulerSettings, items: Iterable[Item], first: Bin) -> 
     while first.free_s > 0.0 and (item := next(asking, None)):
         if item.pages <= first.free_pages:
             first.put(item)
-        elif item.task.kind is Kind.PREFILL:
+        elif item.task.kind is PREFILL:
             break
     return first.items

@@ -85,10 +85,6 @@ class MaceSpare(Spare):
         """
         if not (draft.load.decodes or draft.load.prefill_tokens):
             return self._quantum_s
-        return self._beside_s(draft, now, max(0.0, self._budget.left_s))
-
-    def _beside_s(self, draft: BinBuilder, now: float, most_s: float) -> float:
-        """Return the latency budget beside serving, of which fine-tuning has `most_s` at most."""
         forward_s = draft.plan.predicted_forward_s
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         if free <= 0.0:
@@ -97,5 +93,9 @@ class MaceSpare(Spare):
         # Below it less than nothing is left of the budget: `headroom` is a half at most.
         floor_s = -2.0 * forward_s / free
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s, floor_s))
-        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, most_s)
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, self._most_s(draft.plan))
         return max(0.0, forward_s + spare_s * free)
+
+    def _most_s(self, plan: Plan) -> float:
+        """Return the most seconds of fine-tuning beside what `plan` serves."""
+        return max(0.0, self._budget.left_s)

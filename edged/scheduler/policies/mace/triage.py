@@ -1,7 +1,7 @@
 """The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
 
 from collections.abc import Hashable, Mapping
-from itertools import chain, islice, takewhile
+from itertools import takewhile
 from operator import attrgetter
 
 from edged.scheduler.planning.queues import TaskQueues
@@ -46,7 +46,8 @@ class Triage(Order):
 
     def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
         """Return the next prompts, flow by flow."""
-        return list(islice(chain(*[flows[flow] for flow in (FIRST, HOPEFUL, LATE) if flow in flows]), most))
+        first_ones, hopeful, late = flows.get(FIRST, []), flows.get(HOPEFUL, []), flows.get(LATE, [])
+        return [*first_ones[:most], *hopeful[:most], *late[:most]][:most]
 
     def key(self, task: Task) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
@@ -76,8 +77,8 @@ class Triage(Order):
         # Whose first token is late whatever is done.
         late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
         moves = [(task, FIRST if task.task_id in self._answered else LATE) for task in late]
-        if (waited := flows.get(LATE)) and overdue_s(waited[0]) <= now:
-            moves += [(task, FIRST) for task in takewhile(lambda task: overdue_s(task) <= now, waited)]
+        if (waited := flows.get(LATE)) and waited[0].queue_key[0] <= now:
+            moves += [(task, FIRST) for task in takewhile(lambda task: task.queue_key[0] <= now, waited)]
         for task, flow in moves:
             queues.take_waiting(task)
             self._flows[task.task_id] = flow
@@ -87,13 +88,19 @@ class Triage(Order):
         """Return prompts in their order at `now`, and those that can be in time."""
         answered, token_s = self._answered, self.cost.token_s
         hopeful: list[Task] = []
-        others: dict[Task, float] = {}
+        first_ones: dict[Task, float] = {}
+        late: dict[Task, float] = {}
         for task in prompts:
-            if now + task.tokens * token_s <= (deadline_s := task.deadline_s) and task.task_id not in answered:
+            in_time = now <= (deadline_s := task.deadline_s) and now + task.tokens * token_s <= deadline_s
+            if in_time and task.task_id not in answered:
                 hopeful.append(task)
+                continue
+            # `overdue_s`, of which a call for each would take longer than the rest.
+            due_s = (arrival_s := task.arrival_s) + PATIENCE * (deadline_s - arrival_s)
+            if due_s > now and not (task.preemptions and task.task_id in answered):
+                late[task] = due_s
             else:
-                # `overdue_s`, of which a call for each would take longer than the rest.
-                others[task] = (arrival_s := task.arrival_s) + PATIENCE * (deadline_s - arrival_s)
+                first_ones[task] = due_s
         # Two keys in turn: a pair of them is a new tuple for each prompt.
         hopeful.sort(key=_number)
         hopeful.sort(key=_deadline)
@@ -104,13 +111,8 @@ class Triage(Order):
                 # Of equals the one that is due first.
                 hopeful.sort(key=_rest)
                 break
-        if not others:
-            return hopeful, hopeful
-        first_ones: list[Task] = []
-        late: list[Task] = []
-        for task in sorted(others, key=others.__getitem__):
-            (first_ones if others[task] <= now or task.task_id in answered else late).append(task)
-        return [*first_ones, *hopeful, *late], hopeful
+        urgent = sorted(first_ones, key=first_ones.__getitem__)
+        return [*urgent, *hopeful, *sorted(late, key=late.__getitem__)], hopeful
 
 
 class PatientAdmission(MaceAdmission):
