@@ -20,7 +20,7 @@ from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
 from edged.store.feedback import PairRow, count_queued, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
-from edged.store.jobs.jobs import checkpoint_of, open_jobs
+from edged.store.jobs.jobs import open_jobs
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -149,8 +149,6 @@ class FeedbackIntake:
                 (self._ratings if off else self._withheld).add(row.id)
                 continue
             try:
-                if self.store.read(partial(checkpoint_of, adapter=row.adapter)):
-                    raise UnusablePrompt(f"{row.adapter} is a checkpoint of a fine-tuning job, which stays as it is")
                 pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)

@@ -138,7 +138,7 @@ def send(
 def _send(
     client: Client, user: str | None, pair: dict[str, Any] | str, result: ImportedLines, advance: Callable[..., None]
 ) -> str:
-    """Post one line's pair and count it in `result`; returns what is wrong with the pair, or "".
+    """Post one line's pair and count it in `result`; returns what is wrong with it, or why it teaches nothing, or "".
 
     Retries while the daemon takes no more (429). Raises DaemonError for errors that would meet the next pairs, too.
     """
@@ -159,6 +159,8 @@ def _send(
             time.sleep(BUSY_WAIT_S)
     if answer.get("duplicate"):
         result.waiting_already += 1
+    elif answer.get("pair_ids") == []:
+        return str(answer["reason"])
     else:
         result.feedback_ids.append(answer["id"])
     return ""

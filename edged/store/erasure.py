@@ -17,7 +17,7 @@ from sqlite_utils import Database
 from edged.store.adapters import forget_adapters
 from edged.store.data_dir import paths_under
 from edged.store.jobs.files import file_ids_of_user
-from edged.store.jobs.jobs import JobRow, checkpoints_of_user, open_jobs_of_users
+from edged.store.jobs.jobs import JobRow, add_event, checkpoints_of_user, open_jobs_of_users
 from edged.store.rows import NAMED, first_column, first_value
 
 _MOST_TEXTS = 32
@@ -62,7 +62,10 @@ def begin_forgetting(db: Database, name: str, now: str) -> Erased:
     """Delete the rows of the user and of checkpoints of the user's jobs, and leave tombstones, in one transaction."""
     adapters = [*checkpoints_of_user(db, name), name]
     texts, file_ids, jobs = _texts_of(db, name), file_ids_of_user(db, name), open_jobs_of_users(db, *adapters)
+    kept = db.execute("SELECT job_id, step FROM job_checkpoints WHERE adapter = ?", [name]).fetchall()
     rows, pair_ids = forget_adapters(db, *adapters)
+    for job_id, step in kept:
+        add_event(db, now, job_id, f"The checkpoint after step {step} was forgotten", step=step)
     db.execute("INSERT OR REPLACE INTO forgetting SELECT value, ? FROM json_each(?)", [now, json.dumps(adapters)])
     return Erased(rows, pair_ids, texts, file_ids, jobs, adapters)
 

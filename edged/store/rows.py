@@ -56,10 +56,10 @@ def record_of(kind: type[T], row: Mapping[str, Any], **others: Any) -> T:
 
 
 def column_value(value: Any) -> Any:
-    """`value` as a column holds it: arrays as JSON, and text as UTF-8 can say it.
+    """`value` as a column holds it: arrays and objects as JSON, and text as UTF-8 can say it.
 
     JSON may carry half a surrogate pair, which becomes "?".
     """
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, dict)):
         value = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -47,6 +47,7 @@ from edged.store.completions import (
     prompt_key,
 )
 from edged.store.feedback import PairRow, Side, Signal
+from edged.store.jobs.jobs import checkpoint_of
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
 """Signals that an application may report."""
@@ -148,12 +149,11 @@ def record_pair(
     if waiting is not None:
         pair_id, signal_id = waiting
         return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
-    signal = Signal(_new_id(), utc_text(now), user, "pair")
-    if not settings.feedback.weight_pair:
-        reason = "feedback.weight_pair is 0: explicit pairs are not learned from"
-        feedback.insert_signal(db, replace(signal, reason=reason))
-        return FeedbackResult(signal.id, reason=reason)
+    why = "" if settings.feedback.weight_pair else "feedback.weight_pair is 0: explicit pairs are not learned from"
+    signal = Signal(_new_id(), utc_text(now), user, "pair", reason=why or _why_untaught(db, user))
     feedback.insert_signal(db, signal)
+    if signal.reason:
+        return FeedbackResult(signal.id, reason=signal.reason)
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.feedback.weight_pair
@@ -188,7 +188,8 @@ def note_next_turn(
 
 def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | None = None) -> FeedbackResult:
     """Store a valid signal with its pairs, unless it is stored already; `account` reported it."""
-    earlier, alone = _duplicate(answer, signal), _counts_alone(db, answer, signal, account)
+    earlier, untaught = _duplicate(answer, signal), _why_untaught(db, signal.user)
+    alone = not untaught and _counts_alone(db, answer, signal, account)
     if earlier is not None and (earlier.pair_ids or not alone):
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
     # All signals on an answer are read for each further one: one without pairs is replaced by the next of its kind.
@@ -199,8 +200,9 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | No
     else:
         feedback.insert_signal(db, signal)
     rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
-    pair_ids = _direct_pairs(db, rated, signal, account) + _rating_pairs(db, rated, signal, account)
-    reason, dropped = "" if pair_ids else _why_no_pair(rated, signal), []
+    about = (db, rated, signal, account)
+    pair_ids = [] if untaught else _direct_pairs(*about) + _rating_pairs(*about)
+    reason, dropped = "" if pair_ids else untaught or _why_no_pair(rated, signal), []
     # A pair of somebody else's may yet be held: what those who teach have said stays beside it.
     if pair_ids and (account is None or feedback.teaches(db, account, signal.user)):
         sides = [side for pair in feedback.get_pairs(db, pair_ids) for side in (pair.chosen, pair.rejected)]
@@ -304,21 +306,21 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 
 def _insert(
-    db: Database,
-    signal: Signal,
-    account: str | None,
-    asked: Asked,
-    sides: tuple[Side, Side],
-    source: str,
-    weight: float,
+    db: Database, signal: Signal, account: str | None, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
 ) -> int:
     """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
 
-    `sides` are the chosen and the rejected answer.
+    `pair` has the chosen and the rejected answer.
     """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, *sides, state="queued", account=account)
+    row = PairRow(0, *about, *pair, state="queued", account=account)
     return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
+
+
+def _why_untaught(db: Database, adapter: str) -> str:
+    """Return why no feedback teaches an adapter; "" where it may."""
+    told = f"{adapter} is a checkpoint of a fine-tuning job, which stays as it is: no feedback teaches it"
+    return told if checkpoint_of(db, adapter) else ""
 
 
 def _why_no_pair(answer: RatedAnswer, signal: Signal) -> str:

@@ -191,7 +191,7 @@ async def events(request: web.Request) -> EventList:
 
 def _event(event: jobs.JobEvent) -> JobReport:
     about: dict[str, Any] = {"level": event.level, "message": event.message, "data": event.data}
-    about |= {"type": "message" if event.step is None else "metrics", "created_at": unix_s(event.created_at)}
+    about |= {"type": "metrics" if event.data else "message", "created_at": unix_s(event.created_at)}
     return JobReport(id=f"{_EVENT}{event.id}", object="fine_tuning.job.event", **about)
 
 

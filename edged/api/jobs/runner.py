@@ -381,8 +381,11 @@ class JobRunner:
     def _keep_checkpoint(self, job: jobs.JobRow, step: int) -> None:
         """Keep the version after a step as an adapter SUFFIX@STEP, unless that was done, or the name is another's.
 
-        It is on disk then, as the job's own version is; the job's older ones are forgotten.
+        It is on disk then, as the job's own version is; the job's older ones are forgotten. One that somebody forgot
+        is not made again.
         """
+        if self.store.read(partial(jobs.was_forgotten, job_id=job.id, step=step)):
+            return
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
         granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in access.granted_users)
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left

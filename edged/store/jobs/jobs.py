@@ -68,7 +68,7 @@ NO_ADAPTERS = JobAdapters()
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """A line of a job's report: a message, or the metrics of a `step` in `data`."""
+    """A line of a job's report: a message, of which `data` is empty, or the metrics of a `step` in `data`."""
 
     id: int
     created_at: str
@@ -80,8 +80,7 @@ class JobEvent:
 
 def insert_job(db: Database, job: JobRow) -> None:
     """Add a job; the owner's oldest ones that ended before they began go."""
-    row = asdict(job) | {name: json.dumps(getattr(job, name)) for name in ("hyperparameters", "metadata")}
-    insert_row(db, "jobs", row)
+    insert_row(db, "jobs", asdict(job))
     old = f"""SELECT id FROM jobs WHERE owner = ? AND examples = 0 AND NOT {IS_OPEN}
               ORDER BY rowid DESC LIMIT -1 OFFSET {_KEPT}"""
     db.execute(f"DELETE FROM job_events WHERE job_id IN ({old})", [job.owner])
@@ -162,8 +161,7 @@ def update_job(db: Database, job_id: str, **columns: Any) -> bool:
     """Set columns of an open job; returns whether it is open."""
     is_open = first_value(db, f"SELECT 1 FROM jobs WHERE id = ? AND {IS_OPEN}", [job_id]) is not None
     if is_open:
-        stored = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in columns.items()}
-        update_rows(db, "jobs", stored, id=job_id)
+        update_rows(db, "jobs", columns, id=job_id)
     return is_open
 
 
@@ -184,7 +182,7 @@ def add_event(
     """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`."""
     row = {"created_at": created_at, "job_id": job_id, "level": level, "message": message, "step": step}
     condition = "EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)"
-    insert_row(db, "job_events", row | {"data": json.dumps(dict(data or {}))}, condition=condition)
+    insert_row(db, "job_events", row | {"data": dict(data or {})}, condition=condition)
 
 
 def record_step(db: Database, created_at: str, step: Mapping[str, Any]) -> None:
@@ -247,6 +245,12 @@ def keep_checkpoint(db: Database, created_at: str, job_id: str, step: int, adapt
         row = {"adapter": adapter, "job_id": job_id, "step": step, "created_at": created_at}
         insert_row(db, "job_checkpoints", row, condition="EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)")
     return checkpoint_of(db, adapter) == job_id
+
+
+def was_forgotten(db: Database, job_id: str, step: int) -> bool:
+    """Whether a job's checkpoint after a step was forgotten: only of that a step has a message without metrics."""
+    sql = "SELECT 1 FROM job_events WHERE job_id = ? AND step = ? AND data = '{}'"
+    return first_value(db, sql, [job_id, step]) is not None
 
 
 def checkpoint_of(db: Database, adapter: str) -> str:

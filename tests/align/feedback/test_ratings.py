@@ -50,6 +50,23 @@ def test_a_rating_by_itself_is_a_row_with_one_answer_and_its_tokens(desk, signal
     assert (row.chosen.token_ids or row.rejected.token_ids) == tuple(b"hello")
 
 
+def test_no_feedback_teaches_a_checkpoint_and_each_says_so(desk):
+    job = JobRow("job", "2025", "ada", "base", "tiny", "", "ada", "dpo", {}, 1, "file", {}, "running")
+    desk.store.write(lambda db: jobs.insert_job(db, job)).result()
+    desk.store.write(lambda db: jobs.keep_checkpoint(db, "2025", "job", 2, "ada@2", True)).result()
+    about = {"user": "ada", "adapter": "ada@2"}
+    desk.answer("a", "one", "two", asked="How are you?", **about)
+    desk.answer("b", "three", asked="How are you?", **about)
+    turn = desk.answer("c", "four", asked=chat("How are you?", "three", "No, I meant the weather."), **about)
+    told = [turn, desk.pair("ada@2", "good", "bad", prompt="q"), desk.report("a", "chosen", 0), desk.report("b", "up")]
+    told += [desk.report("b", "down"), desk.report("a", "edit", 0, "five"), desk.report("a", "chosen", 0)]
+    assert [result.duplicate for result in told] == [False] * 6 + [True]
+    assert {(result.pair_ids, result.reason) for result in told} == {
+        ((), "ada@2 is a checkpoint of a fine-tuning job, which stays as it is: no feedback teaches it")
+    }
+    assert desk.pairs() == []
+
+
 def test_nothing_is_learned_of_it_where_it_weighs_nothing_or_says_nothing(desk):
     desk.answer("c", "hello"), desk.answer("e", " ")
     assert not desk.report("e", "up").pair_ids

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import openai
 import pytest
 from safetensors.torch import load_file
 
+from edged.cli.feedback import send
+from edged.client.client import Address, Client
 from tests.api.jobs.test_jobs import GREEDY, SETTINGS, ended, preferences, upload
 from tests.api.live import LiveDaemon, running
 from tests.api.test_erasing import kept_by_the_disk
@@ -144,14 +146,14 @@ def test_a_checkpoint_stays_as_it_is(client: openai.OpenAI, tiny: LiveDaemon) ->
     pair = {"user": "firm@2", "prompt": "word", "chosen": "yes", "rejected": "no"}
     with tiny.http() as http:
         for body in (edit, pair):
-            given = http.post("/v1/feedback", json=body).json()["id"]
-            deadline = time.monotonic() + 60
-            while not (progress := http.get(f"/v1/feedback/{given}").json())["settled"]:
-                assert time.monotonic() < deadline, progress
-                time.sleep(0.05)
-            (told,) = progress["pairs"]
-            assert (told["state"], told["adapter"]) == ("skipped", "firm@2")
-            assert told["text"] == "not learned: firm@2 is a checkpoint of a fine-tuning job, which stays as it is"
+            told = http.post("/v1/feedback", json=body).json()
+            progress = http.get(f"/v1/feedback/{told['id']}").json()
+            assert (told["pair_ids"], progress["pairs"], progress["settled"]) == ([], [], True)
+            reason = "firm@2 is a checkpoint of a fine-tuning job, which stays as it is: no feedback teaches it"
+            assert {told["reason"], progress["reason"]} == {reason}
+        with closing(Client(Address(sockets=(tiny.socket,)), 30.0)) as sender:
+            imported = send(sender, "firm@2", iter([(1, pair)]), lambda *_: None)
+        assert (imported.bad, imported.feedback_ids) == ([{"line": 1, "error": reason}], [])
         export = http.get("/v1/adapters/firm@2/export").content
         changes = [
             http.post("/v1/adapters/firm@2/import", content=export),
@@ -170,13 +172,15 @@ def test_forgetting_a_jobs_adapter_forgets_its_checkpoints(client: openai.OpenAI
     with tiny.http() as http:
         assert http.delete("/v1/adapters/gone@8").json()["verified"]
         assert [step for step, _ in kept(client, job.id)] == [10, 6, 4], "what is left of it"
+        told = client.fine_tuning.jobs.list_events(job.id).data[0]
+        assert (told.type, told.message) == ("message", "The checkpoint after step 8 was forgotten")
         told = http.delete("/v1/adapters/gone").json()
         assert told["verified"]
         assert told["rows_deleted"]["job_checkpoints"] == 3
         assert told["rows_deleted"]["completions"] == 1
     assert not [model.id for model in client.models.list() if "gone" in model.id]
     assert not [path for path in tiny.data.glob("adapters/*/*") if "gone" in path.name]
-    with contextlib.closing(sqlite3.connect(tiny.data / "edged.db", timeout=30)) as db:
+    with closing(sqlite3.connect(tiny.data / "edged.db", timeout=30)) as db:
         for table in ("job_checkpoints", "adapter_versions", "completions"):
             assert db.execute(f"SELECT * FROM {table} WHERE adapter LIKE 'gone%'").fetchall() == []
         assert db.execute("SELECT * FROM forgetting").fetchall() == []

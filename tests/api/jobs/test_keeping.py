@@ -104,6 +104,17 @@ def test_a_checkpoint_that_is_forgotten_while_it_is_written_ends_no_job(
         assert kept(keeping) == ["made@4"]
 
 
+def test_a_checkpoint_that_was_forgotten_is_not_made_again(tmp_path: Path) -> None:
+    with keeper(tmp_path) as keeping:
+        keeping._keep_checkpoint(JOB, 2)
+        forgets(keeping, "made@2").result(20)
+        for step in (2, 4):
+            keeping._keep_checkpoint(JOB, step)
+        assert kept(keeping) == ["made@4"]
+        (event,) = keeping.store.read(lambda db: jobs.list_events(db, "job", 2**62, 9))
+        assert (event.message, event.step, event.level) == ("The checkpoint after step 2 was forgotten", 2, "info")
+
+
 def test_no_step_follows_before_a_checkpoint_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with keeper(tmp_path) as keeping:
         files = keeping.engine.adapter_files
