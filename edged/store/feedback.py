@@ -96,11 +96,9 @@ def insert_signal(db: Database, signal: Signal) -> None:
 
 def renew_signal(db: Database, signal: Signal) -> None:
     """A signal that led to no pair is reported anew under its id: it counts as the latest."""
-    db.execute(
-        "UPDATE signals SET rowid = (SELECT max(rowid) + 1 FROM signals), created_at = ?, text = ?, seconds = ? "
-        "WHERE id = ?",
-        [signal.created_at, column_value(signal.text), signal.seconds, signal.id],
-    )
+    latest = "rowid = (SELECT max(rowid) + 1 FROM signals), created_at = ?, text = ?, seconds = ?"
+    values = [signal.created_at, column_value(signal.text), signal.seconds, signal.id]
+    db.execute(f"UPDATE signals SET {latest} WHERE id = ?", values)
 
 
 def signals_of(db: Database, completion_ids: Sequence[str]) -> list[Signal]:
@@ -276,12 +274,10 @@ def set_pair_state(db: Database, pair_id: int, state: str, epochs_done: int, ver
 
     A pair that was dropped meanwhile stays so.
     """
-    db.execute(
-        f"""UPDATE pairs SET state = :state, epochs_done = :epochs_done,
+    sql = f"""UPDATE pairs SET state = :state, epochs_done = :epochs_done,
                trained_version = coalesce(:version, trained_version), note = CASE :note WHEN '' THEN note ELSE :note END
-           WHERE id = :id AND {_NOT_DROPPED}""",
-        {"id": pair_id, "state": state, "epochs_done": epochs_done, "version": version, "note": note},
-    )
+             WHERE id = :id AND {_NOT_DROPPED}"""
+    db.execute(sql, {"id": pair_id, "state": state, "epochs_done": epochs_done, "version": version, "note": note})
 
 
 def set_pair_note(db: Database, pair_id: int, note: str) -> None:
@@ -302,19 +298,12 @@ def requeue_newer(db: Database, adapter: str, version: int) -> int:
     the version that tested it first is lost, so is that score: it is tested anew.
     """
     values = {"adapter": adapter, "version": version}
-    db.execute(
-        f"""UPDATE pairs SET epochs_done = 0
-           WHERE {_LEARNED_AFTER} AND EXISTS (
-               SELECT 1 FROM alignment_metrics AS tested
-               WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version)""",
-        values,
-    )
-    db.execute(
-        f"""DELETE FROM alignment_metrics
-           WHERE adapter = :adapter AND split = 'prequential' AND version > :version
-               AND pair_id IN (SELECT id FROM pairs WHERE {_LEARNED_AFTER})""",
-        values,
-    )
+    tested = """SELECT 1 FROM alignment_metrics AS tested
+                WHERE tested.pair_id = pairs.id AND tested.split = 'prequential' AND tested.version >= :version"""
+    db.execute(f"UPDATE pairs SET epochs_done = 0 WHERE {_LEARNED_AFTER} AND EXISTS ({tested})", values)
+    lost = f"""adapter = :adapter AND split = 'prequential' AND version > :version
+               AND pair_id IN (SELECT id FROM pairs WHERE {_LEARNED_AFTER})"""
+    db.execute(f"DELETE FROM alignment_metrics WHERE {lost}", values)
     return _requeue(db, adapter, version, "'queued again: version ' || trained_version || ' was lost'")
 
 
@@ -332,12 +321,9 @@ def requeue_taken_back(db: Database, adapter: str, restored: int) -> int:
 
 def _requeue(db: Database, adapter: str, version: int, note: str) -> int:
     """Queue the pairs again that versions after `version` learned, for one epoch more; `note` is a SQL expression."""
-    return db.execute(
-        f"""UPDATE pairs SET state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1),
-               note = {note}
-           WHERE {_LEARNED_AFTER}""",
-        {"adapter": adapter, "version": version},
-    ).rowcount
+    again = f"state = 'queued', trained_version = NULL, epochs_done = max(0, epochs_done - 1), note = {note}"
+    values = {"adapter": adapter, "version": version}
+    return db.execute(f"UPDATE pairs SET {again} WHERE {_LEARNED_AFTER}", values).rowcount
 
 
 def foreign_since(db: Database, adapter: str, version: int) -> list[int]:

@@ -123,8 +123,7 @@ def open_job_of(db: Database, adapter: str, base: str = "") -> str:
 def count_jobs(db: Database, owner: str) -> tuple[int, int]:
     """Return the numbers of an owner's open jobs, and of those that began or may begin."""
     sql = f"SELECT count(*) FILTER (WHERE {IS_OPEN}), count(*) FROM jobs WHERE owner = ? AND (examples OR {IS_OPEN})"
-    open_, kept = db.execute(sql, [owner]).fetchone()
-    return open_, kept
+    return db.execute(sql, [owner]).fetchone()
 
 
 def count_by_status(db: Database) -> dict[str, int]:
