@@ -289,6 +289,10 @@ def compare(
     return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text
 
 
+_POLICIES_ABREAST = 6
+"""Policies in one table: cells of more are not to be read on a terminal."""
+
+
 def tables(rows: list[dict[str, Any]]) -> Iterator[Renderable]:
     """Yield for each load a sentence on every policy against the BASELINES that ran, and a table of medians."""
     from edged.bench.summary import BASELINES, METRICS, PAIRS, THROUGHPUT, TTFT
@@ -314,18 +318,16 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[Renderable]:
         title = f"{point[0]:.2f} requests/s{share}, pairs with {percent(point[1])} of them; median (range) over seeds"
         if bases:
             title += f"; below: ratio to {' and '.join(bases)} at the same seeds"
-        made = make_table("", *(f">{policy}" for policy in here), title=title, fold=True)
-        for metric in METRICS:
-            if any(metrics[metric.path]["value"] for metrics in here.values()):
-                made.add_row(
-                    metric.title,
-                    *(
-                        f"{middle(metrics[metric.path]['value'], metric.digits)}\n"
-                        + " ".join(ratio(policy, metric, base) for base in bases)
-                        for policy, metrics in here.items()
-                    ),
-                )
-        yield made
+        policies = list(here)
+        for first in range(0, len(policies), _POLICIES_ABREAST):
+            abreast = policies[first : first + _POLICIES_ABREAST]
+            made = make_table("", *(f">{policy}" for policy in abreast), title=None if first else title, fold=True)
+            for metric in METRICS:
+                if any(metrics[metric.path]["value"] for metrics in here.values()):
+                    cells = [middle(here[policy][metric.path]["value"], metric.digits) for policy in abreast]
+                    ratios = [" ".join(ratio(policy, metric, base) for base in bases) for policy in abreast]
+                    made.add_row(metric.title, *map("\n".join, zip(cells, ratios, strict=True)))
+            yield made
 
 
 def middle(value: dict[str, float] | None, digits: int) -> str:

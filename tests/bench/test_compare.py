@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from edged.bench.compare import MANIFEST, Axes, CompareError, Run, compare
 from edged.bench.summary import METRICS, Done, Middle, Runs, summarise
+from edged.cli.bench import tables
 from edged.cli.main import cli
+from edged.scheduler.policies.registry import ROWS
 from tests.bench.conftest import tiny_workload
 
 POLICIES = ("fcfs", "mace")
@@ -120,6 +124,17 @@ def test_figures_are_medians_over_seeds_and_ratios_are_taken_seed_by_seed() -> N
     assert (fcfs["runs"], mace["runs"]) == (3, 4)
     assert Middle.of([]) is None
     assert len({metric.path for metric in METRICS}) == len(METRICS)
+
+
+def test_the_names_of_all_policies_are_whole_on_a_terminal() -> None:
+    runs = [Done(Run(policy, 0.1, 2.0, None, 0), {"tbt_ms": {"p50": 1234.5, "mean": 2345.6}}) for policy in ROWS]
+    console = Console(width=120, file=io.StringIO())
+    for part in tables(summarise(Runs({}, runs, {}))):
+        console.print(part)
+    printed = console.file.getvalue()
+    shown = [cell.strip() for line in printed.splitlines() if line.startswith("┃") for cell in line.split("┃")]
+    assert [name for name in shown if name] == list(ROWS)
+    assert printed.count("1,234.50") == len(ROWS)
 
 
 @pytest.mark.slow
