@@ -74,8 +74,8 @@ class Work:
     open: int = 0
     next: int = 0
     end_s: float = 0.0
-    late_s: float = 0.0
-    """By how much it ended later than under fair sharing, where `JustitiaOrder` tells."""
+    late_s: float | None = None
+    """Seconds by which it ended later than under fair sharing; None where the order does not know."""
 
     @property
     def run(self) -> str:
@@ -180,8 +180,9 @@ class Play:
             idle = not self._open and coming
             engine.run(START_S + coming[-1].at_s + 1e-6 if idle else engine.now + _LOOK_S)
         assert not scheduler.degraded, scheduler.degraded
-        for work in self.works:
-            work.late_s = scheduler.late_s(work.run)
+        if known == "justitia":
+            for work in self.works:
+                work.late_s = scheduler.late_s(work.run)
         return self.works
 
     def _send(self, engine: SimulatedEngine, work: Work) -> None:
@@ -270,8 +271,10 @@ def told(report: dict[str, Any]) -> str:
 
 
 def _told_elephant(row: dict[str, Any]) -> str:
-    late = f"{row['late_s']:.1f} s later than under fair sharing, mice {row['mice_s']:.1f} s"
-    return f"{row['mice']} mice, {row['policy']}: the elephant {row['elephant_s']:.1f} s, {late}"
+    late = "" if row["late_s"] is None else f" ({row['late_s']:.1f} s later than under fair sharing)"
+    return (
+        f"{row['mice']} mice, {row['policy']}: the elephant {row['elephant_s']:.1f} s{late}, mice {row['mice_s']:.1f} s"
+    )
 
 
 def _numbers(text: str) -> list[float]:

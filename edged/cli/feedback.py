@@ -75,8 +75,9 @@ def feedback() -> None:
 def import_(client: Client, file: Path, user: str | None, format_: Any, as_json: bool, **how: Any) -> None:
     """Learn from the preference pairs of FILE, and wait until each has its outcome.
 
-    FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair are reported by
-    number and left out; the others are kept. Exit code 1 says that there were such lines, or that it had to stop early.
+    FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair, or whose pair
+    teaches nothing, are reported by number; the others are learned. Exit code 1 says that there were such lines, or
+    that it had to stop early.
     Ctrl-C while the pairs are learned ends the command alone.
     """
     from edged.align.feedback.pair_formats import count_lines, read_pairs
@@ -117,9 +118,10 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
 def send(
     client: Client, user: str | None, rows: Iterator[tuple[int, dict[str, Any] | str]], advance: Callable[..., None]
 ) -> ImportedLines:
-    """Post every pair for `user`, or for the pair's own user without one; a refused pair counts as a bad line.
+    """Post every pair for `user`, or for the pair's own user without one.
 
-    Calls `advance(done)` after each line, and `advance(done, reason)` while the daemon takes no more.
+    A line whose pair is refused, or teaches nothing, counts as bad. Calls `advance(done)` after each line, and
+    `advance(done, reason)` while the daemon takes no more.
     A DaemonError or Ctrl-C ends it early, with the reason in `stopped`.
     """
     result = ImportedLines()
@@ -264,7 +266,7 @@ def _report(result: ImportedLines, user: str | None) -> None:
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")
     if result.bad:
-        parts.append(f"{len(result.bad)} bad lines left out")
+        parts.append(f"{len(result.bad)} bad lines not learned")
     click.echo(", ".join(parts))
 
 

@@ -134,7 +134,7 @@ export class AnswerGroup {
       if (answer.duplicate) this.say("Said before: nothing changes.");
       else if (pairs.length) this.say(`${answer.reason ? "Rating" : pairs.length > 1 ? "Pairs" : "Pair"} ${pairs.join(", ")} for ${this.user}.`);
       if (pairs.length) follow(answer.id, this.user, (text, settled) => this.tell(text, settled));
-      else this.say(`Noted${answer.reason ? `; no pair yet: ${answer.reason}` : "."}`);
+      else this.say(`Noted${answer.reason ? `: ${answer.reason}` : "."}`);
       return true;
     } catch (error) {
       this.say(error instanceof ApiError ? error.message : "The daemon does not answer.", true);

@@ -162,8 +162,14 @@ def m016_users(db: Database) -> None:
 
 
 def m017_accounts(db: Database) -> None:
-    """An index of which account reported a pair: writes would wait for seconds while forgetting looked at all pairs."""
+    """An index of which account reported a pair: writes would wait for seconds while forgetting looked at all pairs.
+
+    Pairs of jobs' checkpoints, which no feedback teaches any more, are skipped.
+    """
     db.execute("CREATE INDEX pairs_by_account ON pairs (account)")
+    note, checkpoints = "a checkpoint of a fine-tuning job stays as it is", "SELECT adapter FROM job_checkpoints"
+    skipped = "UPDATE pairs SET state = 'skipped', note = ? WHERE state = 'queued' AND adapter IN"
+    db.execute(f"{skipped} ({checkpoints})", [note])
 
 
 MIGRATIONS: tuple[Migration, ...] = (

@@ -240,7 +240,7 @@ def test_import_keeps_good_lines_and_reports_bad_ones_by_number(daemon: Daemon, 
     assert "line 2: " in result.stderr
     assert "line 3: " in result.stderr
     assert "line 1: " not in result.stderr
-    assert result.stdout == "2 pairs imported for carl, 2 bad lines left out\n2 of 2 have their outcome: 2 learned\n"
+    assert result.stdout == "2 pairs imported for carl, 2 bad lines not learned\n2 of 2 have their outcome: 2 learned\n"
     exported = [json.loads(line) for line in daemon.run("feedback", "export", "--user", "carl").stdout.splitlines()]
     assert [pair["chosen"] for pair in exported] == [" one", " three"]
 

@@ -83,6 +83,17 @@ def test_backups_and_rebuilds_take_a_database_of_an_earlier_schema_as_it_is(vers
     assert applied(tmp_path / "edged.db") == before
 
 
+def test_queued_pairs_of_checkpoints_are_not_learned_any_more(tmp_path):
+    path = tmp_path / "edged.db"
+    schemas.load(16, path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE pairs SET state = 'queued'")
+        db.execute("UPDATE job_checkpoints SET adapter = (SELECT adapter FROM pairs)")
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT state FROM pairs").fetchall() == [("skipped",)]
+
+
 @pytest.mark.parametrize("version", FROM_BEFORE)
 def test_a_database_from_before_the_first_release_keeps_its_time_of_migration(version, tmp_path):
     path = tmp_path / "edged.db"

@@ -384,16 +384,15 @@ class JobRunner:
         It is on disk then, as the job's own version is; the job's older ones are forgotten. One that somebody forgot
         is not made again.
         """
-        if self.store.read(partial(jobs.was_forgotten, job_id=job.id, step=step)):
-            return
         name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
         granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in access.granted_users)
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
         valid = USER_NAME.fullmatch(name) is not None
         about = (utc_text(utc_now()), job.id, step, name, valid and not known and id_of("user", name) is None)
         if not self.store.write(lambda db: jobs.keep_checkpoint(db, *about)).result():
-            why = "is somebody's: give another suffix" if valid else "has over 64 characters: give a shorter suffix"
-            self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" {why}')
+            if not self.store.read(partial(jobs.was_forgotten, job_id=job.id, step=step)):
+                why = "is somebody's: give another suffix" if valid else "has over 64 characters: give a shorter suffix"
+                self._warn_once(job, name, f'Step {step} has no checkpoint: "{name}" {why}')
             return
         self.refresh()
         with contextlib.suppress(UnknownAdapter):  # forgotten meanwhile

@@ -218,14 +218,14 @@ def list_events(db: Database, job_id: str, before: int, most: int) -> list[JobEv
 
 def metrics_after(db: Database, job_id: str, step: int, most: int) -> list[dict[str, Any]]:
     """Return the metrics of up to `most` steps after `step`, in their order."""
-    sql = "SELECT json_group_array(json(data)) FROM job_events WHERE job_id = ? AND step > ? GROUP BY step LIMIT ?"
-    steps = db.execute(sql, [job_id, step, most])
+    sql = "SELECT json_group_array(json(data)) FROM job_events WHERE job_id = ? AND step > ?"
+    steps = db.execute(f"{sql} AND data != '{{}}' GROUP BY step LIMIT ?", [job_id, step, most])
     return [{name: value for part in json.loads(parts) for name, value in part.items()} for (parts,) in steps]
 
 
 def drop_later_steps(db: Database, job_id: str, step: int) -> None:
     """Delete the metrics of steps after `step`, which were lost and are taken again."""
-    db.execute("DELETE FROM job_events WHERE job_id = ? AND step > ?", [job_id, step])
+    db.execute("DELETE FROM job_events WHERE job_id = ? AND step > ? AND data != '{}'", [job_id, step])
 
 
 def trained_tokens(db: Database, job_id: str) -> int:
@@ -239,8 +239,9 @@ def trained_tokens(db: Database, job_id: str) -> int:
 
 
 def keep_checkpoint(db: Database, created_at: str, job_id: str, step: int, adapter: str, free: bool) -> bool:
-    """Add an adapter as a job's checkpoint after a step, where its name is `free`; returns whether it is that."""
-    if free and not (has_user_data(db, adapter) or open_job_of(db, adapter)):
+    """Add an adapter as a job's checkpoint after a step, where its name is `free`, and that one was not forgotten;
+    returns whether it is that."""
+    if free and not (was_forgotten(db, job_id, step) or has_user_data(db, adapter) or open_job_of(db, adapter)):
         row = {"adapter": adapter, "job_id": job_id, "step": step, "created_at": created_at}
         insert_row(db, "job_checkpoints", row, condition="EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)")
     return checkpoint_of(db, adapter) == job_id
