@@ -16,7 +16,7 @@ LOAD = {"device": "agx-orin-32gb-maxn", "model": "mistral-3b", "trace": "poisson
 
 
 def figures(strategy: str, rate_per_s: float) -> dict[str, Any]:
-    row: dict[str, Any] = simulated(Run(strategy, rate_per_s, 0), **LOAD, slo_ms=90.0, seconds=15.0)
+    row: dict[str, Any] = simulated(Run(strategy, rate_per_s, 0), **LOAD, slo_ms=90.0, seconds=15.0, step_pairs=4)
     return row
 
 
