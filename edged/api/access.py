@@ -237,7 +237,7 @@ class Access:
 
         An account that came after a job of another's had made an adapter of its name is not that adapter's user.
         """
-        owner = made.checkpoints.get(peer.name) or made.owners.get(peer.name, peer.name)
+        owner = made.owner(peer.name) or peer.name
         own = peer.name if USER_NAME.fullmatch(peer.name) and owner == peer.name else ""
         way_out = f'have that forgotten, or write users = ["{peer.name}"] in a rule of this account'
         told = f'; its name is that of an adapter of a fine-tuning job of "{owner}": {way_out}'

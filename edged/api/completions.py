@@ -55,8 +55,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     caller.demand_user(body.user, adapter)
     named = body.user or adapter
     # Each job would give its owner further limits.
-    of_job = named in caller.made.owners or named in caller.made.checkpoints
-    tenant = caller.tenant if named is None or of_job else named
+    tenant = caller.tenant if named is None or caller.made.owner(named) else named
     # Refuse before the work of tokenizing what can be refused there.
     limits.demand(tenant, body.choices)
     completion = await _record(services, body, model, adapter or body.user, caller.tenant)

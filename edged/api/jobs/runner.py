@@ -359,14 +359,15 @@ class JobRunner:
 
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
-        fed, self.paces[job.id] = done, JobPace()
+        fed, ended, self.paces[job.id] = done, 0, JobPace()
         self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
         while True:
-            if done and not done % plan.epoch_steps:
+            if done != ended and not done % plan.epoch_steps:
                 self._validate(job, plan, done)
                 if done == plan.steps:
                     return
                 self._keep_checkpoint(job, done)
+                ended = done
             # No step is taken before the version that it changes is validated and kept.
             ends = plan.epoch_steps * (done // plan.epoch_steps + 1)
             while fed < min(ends, done + 1 + _STEPS_AHEAD):

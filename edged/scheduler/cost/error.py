@@ -33,13 +33,16 @@ class PredictionError:
 
     def __init__(self) -> None:
         self._means = {name: _Mean() for name in ("all", *PARTS)}
-        self.recent = UNKNOWN_ERROR
-        """Mean relative error of the latest iterations as a whole."""
 
     @property
     def iterations(self) -> int:
         """Number of iterations that were predicted."""
         return self._means["all"].count
+
+    @property
+    def recent(self) -> float:
+        """Mean relative error of the latest iterations as a whole."""
+        return self._means["all"].recent
 
     def observe(self, parts: dict[str, tuple[float, float, float]]) -> None:
         """Take in an iteration's (predicted, usual, measured) seconds by part, of PARTS; the measured above zero."""
@@ -54,7 +57,6 @@ class PredictionError:
             if warm:
                 mean.lasting_sum += error
                 mean.lasting_count += 1
-        self.recent = self._means["all"].recent
 
     def report(self) -> dict[str, Any]:
         """Return percentages by part, None where nothing was measured, and the seconds of all iterations.

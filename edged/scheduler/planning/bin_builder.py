@@ -185,7 +185,7 @@ class BinBuilder:
                     lacking.add(task)
                     continue
                 free_pages -= pages
-            context += held - task.pruned if task.pruned else held
+            context += held - task.pruned
             if task.adapter not in adapters:
                 adapters.add(task.adapter)
             if task.deadline_s < earliest_s:

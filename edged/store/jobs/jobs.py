@@ -62,6 +62,10 @@ class JobAdapters:
     checkpoints: Mapping[str, str] = field(default_factory=dict)
     """The jobs' owners of all checkpoints ADAPTER@STEP, also retired ones; who speaks for ADAPTER speaks for them."""
 
+    def owner(self, adapter: str) -> str:
+        """Return the owner of an adapter or of a checkpoint; "" where no job's owner is it."""
+        return self.checkpoints.get(adapter) or self.owners.get(adapter, "")
+
 
 NO_ADAPTERS = JobAdapters()
 

@@ -97,7 +97,7 @@ class Triage(Order):
                 continue
             # `overdue_s`, of which a call for each would take longer than the rest.
             due_s = (arrival_s := task.arrival_s) + PATIENCE * (deadline_s - arrival_s)
-            if due_s > now and not (task.preemptions and task.task_id in answered):
+            if due_s > now and task.task_id not in answered:
                 late[task] = due_s
             else:
                 first_ones[task] = due_s
