@@ -23,7 +23,7 @@ from edged.align.jobs import JobPlan
 from edged.align.trainer import Trainer
 from edged.engine.build import build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
-from edged.engine.finetuning import FinetuneJobs
+from edged.engine.finetuning import StepTable
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.base_files import base_fingerprint, files_digest
@@ -107,7 +107,7 @@ class Engine:
             sequences.on_publish,
             writer.bring,
         )
-        finetuning = self.finetuning = FinetuneJobs(
+        finetuning = self.finetuning = StepTable(
             self._live, runner, scheduler, trainer, slots, loader, writer, stats, journal
         )
         limits = self.limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning)

@@ -1,4 +1,4 @@
-"""Fine-tune jobs: takes pairs in, opens steps when they are due, has versions published and rolled back."""
+"""Open steps: takes pairs in, opens steps when they are due, has versions published and rolled back."""
 
 import logging
 import math
@@ -21,8 +21,8 @@ from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
-from edged.engine.model.memory_model import free_bytes, kept_that_fits, open_steps, unused_bytes
-from edged.engine.model_runner import FineTuneJob, ModelRunner
+from edged.engine.model.memory_model import free_bytes, kept_that_fits, max_open_steps, unused_bytes
+from edged.engine.model_runner import ModelRunner, OpenStep
 from edged.engine.stats.counters import Counters
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
@@ -38,7 +38,7 @@ _MOST_TRIED = 256
 """Number of adapters for which one iteration tries to find a slot."""
 
 
-class FinetuneJobs:
+class StepTable:
     """Fine-tune steps as tasks of the scheduler. Used by the engine thread alone, except `report` and `under_way`."""
 
     def __init__(
@@ -68,8 +68,8 @@ class FinetuneJobs:
         """Whether governors forbid steps."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
-        self._most_open = open_steps(settings.now.align.max_loaded_adapters)
-        self.jobs: dict[int, FineTuneJob] = {}
+        self._max_open = max_open_steps(settings.now.align.max_loaded_adapters)
+        self.open_steps: dict[int, OpenStep] = {}
         """Steps and tests under way, by task id."""
         self.resumes_s = math.inf
         """When steps are opened again after memory ran out; inf when nothing waits."""
@@ -114,19 +114,19 @@ class FinetuneJobs:
         if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
         self._make_way(bool(ready), slots_wanted)
-        if self._under_way >= self._most_open:
+        if self._under_way >= self._max_open:
             return
         for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
-            if self._under_way >= self._most_open or not self._rested(now):
+            if self._under_way >= self._max_open or not self._rested(now):
                 return
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
-        if self._trainer.jobs and not (ready or self.jobs):
+        if self._trainer.jobs and not (ready or self.open_steps):
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        if not (ready or self.jobs) and (adapter := self._trainer.pair_queues.repeating()):
+        if not (ready or self.open_steps) and (adapter := self._trainer.pair_queues.repeating()):
             if not sum(self._scheduler.counts().values()):
                 self._try_begin(adapter, now, 0, False)
             elif self._trainer.pair_queues.queues[adapter].idle_versions:
@@ -139,21 +139,25 @@ class FinetuneJobs:
         It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them. A pass
         also ends for its adapter's own work, and for a job.
         """
-        bulk = [job for job in self.jobs.values() if job.task.bulk]
-        for job in list(bulk):
-            queue = self._trainer.pair_queues.queues[job.step.adapters[0]]
+        bulk = [open_step for open_step in self.open_steps.values() if open_step.task.bulk]
+        for open_step in list(bulk):
+            queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
             wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
             if wanted and of_idle_pass(queue.taken):
                 self.abandon(queue.name)
-                bulk.remove(job)
+                bulk.remove(open_step)
         if not bulk:
             return
-        if slots_wanted or (ready and (self._under_way >= self._most_open or not self._slots.idle)):
-            for job in bulk:
-                self.abandon(job.step.adapters[0])
+        if slots_wanted or (ready and (self._under_way >= self._max_open or not self._slots.idle)):
+            for open_step in bulk:
+                self.abandon(open_step.step.adapters[0])
             return
-        asking = [job.task for job in self.jobs.values() if not (job.task.bulk or job.task.begun)]
-        holding = [job.task for job in bulk if job.task.held_pages]
+        asking = [
+            open_step.task
+            for open_step in self.open_steps.values()
+            if not (open_step.task.bulk or open_step.task.begun)
+        ]
+        holding = [open_step.task for open_step in bulk if open_step.task.held_pages]
         if asking and holding:
             # Beside serving a step begins where it leaves as many pages as it takes.
             pages = [task.pages_for(task.tokens, self._pages.page_size) for task in (*asking, *asking, *holding)]
@@ -175,7 +179,7 @@ class FinetuneJobs:
         if self._trainer.adapter_cache.resident(adapter):
             return self._open_step(adapter, now, spare)
         slot = overdue or self._slots.idle > spare
-        if slot and self._loader.count < self._most_open:
+        if slot and self._loader.count < self._max_open:
             self._loader.fetch(adapter)
         return slot
 
@@ -204,7 +208,7 @@ class FinetuneJobs:
 
     def under_way(self, adapter: str) -> bool:
         """Whether a step or test of an adapter is under way; may be called on any thread."""
-        return any(adapter in job.step.adapters for job in list(self.jobs.values()))
+        return any(adapter in open_step.step.adapters for open_step in list(self.open_steps.values()))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -341,8 +345,8 @@ class FinetuneJobs:
 
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
-        jobs = list(self.jobs.values())
-        bulk = (job.step.adapters[0] for job in jobs if job.task.bulk)
+        open_steps = list(self.open_steps.values())
+        bulk = (open_step.step.adapters[0] for open_step in open_steps if open_step.task.bulk)
         return {
             "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
             "held": self._held,
@@ -353,8 +357,8 @@ class FinetuneJobs:
             "repeating": next((name for name in bulk if name not in self._trainer.jobs), ""),
             "passes_due": self.passes_due,
             "steps": self._trainer.steps,
-            "active_adapters": list(jobs[0].step.adapters) if jobs else [],
-            "testing": any(not isinstance(job.step, DpoStep) for job in jobs),
+            "active_adapters": list(open_steps[0].step.adapters) if open_steps else [],
+            "testing": any(not isinstance(open_step.step, DpoStep) for open_step in open_steps),
             "alarms": list(self.alarms),
             "adapters_active": self._slots.adapters,
             "adapters_loaded": self._trainer.adapter_cache.count,
@@ -404,8 +408,8 @@ class FinetuneJobs:
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
         task.bulk = adapter in self._trainer.jobs or of_idle_pass(self._trainer.pair_queues.queues[adapter].taken)
-        job = self.jobs[task.task_id] = FineTuneJob(step, task, slots, now)
-        self._sync(job)
+        open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now)
+        self._sync(open_step)
         self._scheduler.add(task, now)
         return True
 
@@ -424,7 +428,7 @@ class FinetuneJobs:
         if serves or self._trainer.size.graphs_fail:
             return "inputs"
         # Open steps may not have allocated their memory yet.
-        most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.jobs))
+        most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.open_steps))
         about = self._model.shape, self._settings.now, self._model.dtype, device.type == "cuda", most
         return kept_that_fits(*about, self._trainer.adapter_cache.output_factors)
 
@@ -434,19 +438,19 @@ class FinetuneJobs:
         `failed` has the error of each task whose unit raised, by task id. `suspects` are (adapter, version) of answers
         that were not finite, removed here; where the version is the cause, an earlier one is served.
         """
-        for task_id, job in list(self.jobs.items()):
+        for task_id, open_step in list(self.open_steps.items()):
             if task_id in failed:
                 self._give_up(task_id, failed[task_id], now)
-            elif job.step.finished:
+            elif open_step.step.finished:
                 self._drop(task_id)
                 strikes = self._trainer.size.strikes
-                self._trainer.close(job.step, now - job.opened_s)
+                self._trainer.close(open_step.step, now - open_step.opened_s)
                 if self._trainer.size.strikes > strikes:
                     self.resumes_s = now + self._trainer.size.pause_s
             else:
-                self._look_ahead(job.step, now)
-                self._sync(job)
-                self._scheduler.update(job.task)
+                self._look_ahead(open_step.step, now)
+                self._sync(open_step)
+                self._scheduler.update(open_step.task)
         while suspects:
             adapter, version = suspects.popleft()
             if self._trainer.versions.suspect(adapter, version):
@@ -462,12 +466,14 @@ class FinetuneJobs:
     @property
     def _under_way(self) -> int:
         """Number of micro-batches under way, each of which holds its layers' inputs."""
-        return len(self.jobs) + sum(job.step.packing is not job.step.group for job in self.jobs.values())
+        return len(self.open_steps) + sum(
+            open_step.step.packing is not open_step.step.group for open_step in self.open_steps.values()
+        )
 
     def _look_ahead(self, step: FineTuneStep, now: float) -> None:
         """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""
         fills = self._scheduler.policy.fills_ahead and self._settings.now.align.fill_ahead
-        if not fills or not isinstance(step, DpoStep) or self._under_way >= self._most_open or not self._rested(now):
+        if not fills or not isinstance(step, DpoStep) or self._under_way >= self._max_open or not self._rested(now):
             return
         try:
             step.look_ahead()
@@ -478,28 +484,28 @@ class FinetuneJobs:
 
     def _drop(self, task_id: int) -> FineTuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""
-        job = self.jobs.pop(task_id)
+        open_step = self.open_steps.pop(task_id)
         self._scheduler.remove(task_id)
-        self._release(job.slots)
-        return job.step
+        self._release(open_step.slots)
+        return open_step.step
 
     def abandon(self, adapter: str) -> None:
         """Drop the step that trains this adapter; the pairs of all adapters in it stay queued."""
-        for task_id, job in list(self.jobs.items()):
-            if adapter in job.step.adapters:
+        for task_id, open_step in list(self.open_steps.items()):
+            if adapter in open_step.step.adapters:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
     def abandon_all(self) -> None:
         """Drop every step; the pairs stay queued."""
-        for job in list(self.jobs.values()):
-            self.abandon(job.step.adapters[0])
+        for open_step in list(self.open_steps.values()):
+            self.abandon(open_step.step.adapters[0])
 
     # -- an iteration ------------------------------------------------------------------------------------------------
 
-    def _sync(self, job: FineTuneJob) -> None:
-        """Copy the state of a job's step into its task."""
-        task, step = job.task, job.step
+    def _sync(self, open_step: OpenStep) -> None:
+        """Copy the state of an open step into its task."""
+        task, step = open_step.task, open_step.step
         streams = step.streams
         task.tokens, task.next_unit = step.group.tokens_left, 0
         task.ahead = 0 if task.tokens else step.packing.tokens_left
@@ -513,38 +519,40 @@ class FinetuneJobs:
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Free a step's pages, so that its forward starts again. False when the task is not a fine-tune task."""
-        job = self.jobs.get(task_id)
-        if job is None:
+        open_step = self.open_steps.get(task_id)
+        if open_step is None:
             return False
-        job.step.restart()
-        self._scheduler.restart(job.task, job.step.group.tokens_left, now)
-        job.task.underway = job.step.groups_done > 0
-        self._sync(job)
-        self._scheduler.update(job.task)
+        open_step.step.restart()
+        self._scheduler.restart(open_step.task, open_step.step.group.tokens_left, now)
+        open_step.task.underway = open_step.step.groups_done > 0
+        self._sync(open_step)
+        self._scheduler.update(open_step.task)
         return True
 
     def restart_above(self, page: int) -> None:
         """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""
-        for task_id, job in list(self.jobs.items()):
-            if any((stream.pages >= page).any() for stream in job.step.streams):
+        for task_id, open_step in list(self.open_steps.items()):
+            if any((stream.pages >= page).any() for stream in open_step.step.streams):
                 self.preempt(task_id, time.monotonic())
 
     # -- failures and lack of memory ---------------------------------------------------------------------------------
 
     def fail(self, task_ids: set[int], reason: str) -> None:
         """Skip the steps of a failed iteration, with the reason on record."""
-        for task_id in task_ids & self.jobs.keys():
+        for task_id in task_ids & self.open_steps.keys():
             self._trainer.skip(self._drop(task_id), reason)
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """Skip a failed step; one that kept its graph is tried again without, since it may have been too large."""
-        job, reason = self.jobs[task_id], logs.first_line(error, with_kind=True)
+        open_step, reason = self.open_steps[task_id], logs.first_line(error, with_kind=True)
         if out_of_memory(error):
             self.starved({task_id}, reason, now)
             message = f"memory ran out in fine-tuning, which waits {self._trainer.size.pause_s:.3g} s ({reason})"
             logs.event(log, logging.WARNING, "memory_short", message)
-        elif isinstance(job.step, DpoStep) and job.step.keeps_graph:
-            log.warning("a step of %s failed with its graph kept; steps go on without", ", ".join(job.step.adapters))
+        elif isinstance(open_step.step, DpoStep) and open_step.step.keeps_graph:
+            log.warning(
+                "a step of %s failed with its graph kept; steps go on without", ", ".join(open_step.step.adapters)
+            )
             self._trainer.size.distrust_graphs()
             self._trainer.abandon(self._drop(task_id).adapters[0])
         else:
@@ -552,7 +560,7 @@ class FinetuneJobs:
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Drop steps in which memory ran out: their pairs come again in smaller steps, or are skipped if hopeless."""
-        starved = task_ids & self.jobs.keys()
+        starved = task_ids & self.open_steps.keys()
         for task_id in starved:
             self._trainer.starved(self._drop(task_id), len(starved) == 1, reason)
         self._shrink(now)

@@ -61,9 +61,14 @@ class Runner(Protocol):
         """Return free memory to the system."""
 
     def run(
-        self, plan: Plan, sequences: Any, jobs: Any, interrupted: Callable[[], bool], while_waiting: Callable[[], None]
+        self,
+        plan: Plan,
+        sequences: Any,
+        open_steps: Any,
+        interrupted: Callable[[], bool],
+        while_waiting: Callable[[], None],
     ) -> RunnerOutput:
-        """Run a plan over `sequences` and fine-tune `jobs`, both by task id; see `ModelRunner.run`."""
+        """Run a plan over `sequences` and `open_steps`, both by task id; see `ModelRunner.run`."""
 
     def close(self) -> None:
         """End: no plan follows."""
@@ -84,12 +89,12 @@ class Limits(Protocol):
 
 
 class Finetuning(Protocol):
-    """The interface of `FinetuneJobs`: fine-tune steps as tasks."""
+    """The interface of `StepTable`: fine-tune steps as tasks."""
 
     resumes_s: float
 
     @property
-    def jobs(self) -> Mapping[int, Any]:
+    def open_steps(self) -> Mapping[int, Any]:
         """Open steps and tests, by task id."""
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
@@ -99,7 +104,7 @@ class Finetuning(Protocol):
         """Free a step's pages; False when the task is no step."""
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
-        """Take finished steps in; see `FinetuneJobs.close_finished`."""
+        """Take finished steps in; see `StepTable.close_finished`."""
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Drop steps in which memory ran out."""
@@ -168,10 +173,10 @@ class EngineLoop:
             with self.recovery.iteration(plan):
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
-                sequences, jobs = self._sequences.by_task, self._finetuning.jobs
+                sequences, open_steps = self._sequences.by_task, self._finetuning.open_steps
                 ahead = partial(self._look_ahead, plan, started)
                 output = self._runner.run(
-                    plan, sequences, jobs, interrupted=lambda: self._commands.arrived, while_waiting=ahead
+                    plan, sequences, open_steps, interrupted=lambda: self._commands.arrived, while_waiting=ahead
                 )
                 self.recovery.computed = True
                 self._complete(plan, output, started)
@@ -241,7 +246,7 @@ class EngineLoop:
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
         """Take in the iteration's results: tokens, finished steps, and times for the cost model."""
         now, sequences = self._clock(), self._sequences
-        outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.jobs)
+        outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.open_steps)
         result, cost = IterationResult(outcomes, output.forward_s, output.units), self._scheduler.cost
         free_pages = self._runner.pages.pool.free_pages
         iteration = self._stats.record(plan, result, cost, started, now, free_pages, sequences.waiting)

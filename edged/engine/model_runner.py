@@ -40,7 +40,7 @@ log = logging.getLogger("edged.engine")
 
 
 @dataclass(slots=True)
-class FineTuneJob:
+class OpenStep:
     """An open fine-tune step as a task of the scheduler, with the LoRA slots of its adapters' policy streams."""
 
     step: FineTuneStep
@@ -50,8 +50,8 @@ class FineTuneJob:
 
 
 Taken = list[tuple[PairForward, Piece]]
-Takes = list[tuple[FineTuneJob, Taken, list[Segment]]]
-"""Pieces of steps in a forward, with their jobs and segments."""
+Takes = list[tuple[OpenStep, Taken, list[Segment]]]
+"""Pieces of steps in a forward, with their open steps and segments."""
 
 
 @dataclass(slots=True)
@@ -67,20 +67,20 @@ class RunnerOutput:
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
     finetuned: dict[int, int] = field(default_factory=dict)
-    """Number of tokens by which fine-tune jobs' forwards advanced, by task id."""
+    """Number of tokens by which open steps' forwards advanced, by task id."""
     units_run: dict[int, int] = field(default_factory=dict)
     """Number of units that ran, by task id."""
     units: list[tuple[Unit, float]] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
-    """Errors of fine-tune jobs whose unit raised, by task id."""
+    """Errors of open steps whose unit raised, by task id."""
     forward_s: float = 0.0
 
-    def finetune_outcomes(self, plan: Plan, jobs: Mapping[int, Any]) -> list[TaskOutcome]:
-        """Return the outcomes of the plan's grants to fine-tune `jobs`, which are by task id."""
+    def finetune_outcomes(self, plan: Plan, open_steps: Mapping[int, Any]) -> list[TaskOutcome]:
+        """Return the outcomes of the plan's grants to `open_steps`, which are by task id."""
         outcomes = []
-        for task in (grant.task for grant in plan.grants if grant.task.task_id in jobs):
+        for task in (grant.task for grant in plan.grants if grant.task.task_id in open_steps):
             tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
-            ended = jobs[task.task_id].step.finished or task.task_id in self.failed
+            ended = open_steps[task.task_id].step.finished or task.task_id in self.failed
             outcomes.append(TaskOutcome(task, tokens, units, None if ended else Kind.FINETUNE))
         return outcomes
 
@@ -157,7 +157,7 @@ class ModelRunner:
         self,
         plan: Plan,
         sequences: dict[int, Sequence],
-        jobs: dict[int, FineTuneJob],
+        open_steps: dict[int, OpenStep],
         interrupted: Callable[[], bool],
         while_waiting: Callable[[], None],
     ) -> RunnerOutput:
@@ -177,10 +177,10 @@ class ModelRunner:
                 if grant.task.task_id in sequences:
                     segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.tokens, work))
                 else:
-                    job = jobs[grant.task.task_id]
-                    taken = job.step.packing.take(grant.tokens)
-                    parts = segments_of(taken, job.slots, self.kv.page_size, self.pages.allocate)
-                    takes.append((job, taken, parts))
+                    open_step = open_steps[grant.task.task_id]
+                    taken = open_step.step.packing.take(grant.tokens)
+                    parts = segments_of(taken, open_step.slots, self.kv.page_size, self.pages.allocate)
+                    takes.append((open_step, taken, parts))
                     segments += parts
             except OutOfPages:
                 # This is rare, since the plan was made from the same counts: the task waits an iteration.
@@ -191,7 +191,7 @@ class ModelRunner:
             work.forward_s = time.perf_counter() - started
         for grant in plan.grants:
             if grant.units:
-                self._run_units(jobs[grant.task.task_id], grant, interrupted, work)
+                self._run_units(open_steps[grant.task.task_id], grant, interrupted, work)
         return work
 
     def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
@@ -236,10 +236,10 @@ class ModelRunner:
         self._find_broken(work)
         for sequence, tokens in work.prefilled:
             sequence.computed += tokens
-        for job, taken, _ in takes:
+        for open_step, taken, _ in takes:
             tokens = sum(piece.stop - piece.start for _, piece in taken)
-            job.step.packing.advance(tokens)
-            work.finetuned[job.task.task_id] = tokens
+            open_step.step.packing.advance(tokens)
+            work.finetuned[open_step.task.task_id] = tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
         """Find prompts whose chunk had numbers that were not finite: their last token alone would not show it."""
@@ -262,7 +262,9 @@ class ModelRunner:
         """Launch a packed forward kernel by kernel, and sample the next tokens of `work.sampled`."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
-        kept: list[Take] = [take_of(job.step.packing, taken, parts, self.model.device) for job, taken, parts in takes]
+        kept: list[Take] = [
+            take_of(open_step.step.packing, taken, parts, self.model.device) for open_step, taken, parts in takes
+        ]
         self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
         try:
             attention = attention_pass(PagedAttention(batch, self.kv, self._backends.decode))
@@ -275,22 +277,24 @@ class ModelRunner:
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
         return [sequence.row(self.end_ids) for sequence in work.sampled]
 
-    def _run_units(self, job: FineTuneJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput) -> None:
+    def _run_units(
+        self, open_step: OpenStep, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput
+    ) -> None:
         ran, started = 0, time.perf_counter()
         while ran < grant.units:
             # At least one unit or forward of fine-tuning runs: a stream of arrivals must not starve a granted step.
             begun = work.units or work.finetuned
-            if job.step.finished or job.step.group.tokens_left or (begun and interrupted()):
+            if open_step.step.finished or open_step.step.group.tokens_left or (begun and interrupted()):
                 break
             try:
-                unit = Unit(*job.step.run_unit(grant.window if ran + 1 == grant.units else 0))
+                unit = Unit(*open_step.step.run_unit(grant.window if ran + 1 == grant.units else 0))
             except Exception as error:
                 if not out_of_memory(error):
                     # A device that has failed raises here, too: then the step is not to blame.
                     self.model.check_device()
                     log.exception("a fine-tune unit failed")
                 # The traceback's frames hold the step's tensors, which would stay until cycles are collected.
-                work.failed[job.task.task_id] = error.with_traceback(None)
+                work.failed[open_step.task.task_id] = error.with_traceback(None)
                 break
             # A device that had all units queued could not be interrupted.
             self._wait()
@@ -298,7 +302,7 @@ class ModelRunner:
             self._unit_ended_s = time.monotonic()
             work.units.append((unit, ended - started))
             ran, started = ran + 1, ended
-        work.units_run[job.task.task_id] = ran
+        work.units_run[open_step.task.task_id] = ran
 
     def _wait(self) -> None:
         """Wait until the device has done all that was launched."""

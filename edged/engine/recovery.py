@@ -148,7 +148,7 @@ class Recovery:
             sequence = self._sequences.by_task.get(task.task_id)
             if sequence is not None and sequence.admitted and sequence.computed != task.context:
                 self._sequences.preempt(task.task_id, now)
-        tuning = {task.task_id for task in tasks} & self._finetuning.jobs.keys()
+        tuning = {task.task_id for task in tasks} & self._finetuning.open_steps.keys()
         if tuning:
             _warn("memory ran out beside fine-tuning, which waits", error)
             self._finetuning.starved(tuning, logs.first_line(error, with_kind=True), now)

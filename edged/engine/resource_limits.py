@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from edged.engine.finetuning import FinetuneJobs
+from edged.engine.finetuning import StepTable
 from edged.engine.kv_pages import KvPages
 from edged.engine.model_runner import ModelRunner
 from edged.engine.sequences import SequenceTable
@@ -41,7 +41,7 @@ class ResourceLimits:
         runner: ModelRunner,
         scheduler: Scheduler,
         sequences: SequenceTable,
-        finetuning: FinetuneJobs,
+        finetuning: StepTable,
     ) -> None:
         self._settings, self._runner, self._scheduler = settings, runner, scheduler
         self._sequences, self._finetuning = sequences, finetuning

@@ -91,7 +91,7 @@ class SequenceTable:
         self._prefix_wait = PrefixWait(self, runner.pages, scheduler)
         self._events: list[Event] = []
         self.suspects: deque[tuple[str, int]] = deque()
-        """(adapter, version) of answers that were not finite; `FinetuneJobs.close_finished` removes them."""
+        """(adapter, version) of answers that were not finite; `StepTable.close_finished` removes them."""
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:

@@ -19,7 +19,7 @@ from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
 from edged.engine.engine import Engine
 from edged.engine.lora.segments import NO_SLOT
-from edged.engine.model_runner import FineTuneJob, RunnerOutput
+from edged.engine.model_runner import OpenStep, RunnerOutput
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
@@ -233,13 +233,13 @@ class Prober:
                 self._pages.free(sequence)
 
     def _run(
-        self, running: Sequence[Running], *tuned: Grant, jobs: dict[int, FineTuneJob] | None = None
+        self, running: Sequence[Running], *tuned: Grant, open_steps: dict[int, OpenStep] | None = None
     ) -> RunnerOutput:
         """Run one plan on the executor; the sequences are restored afterwards."""
         grants = [Grant(sequence.task, sequence.task.tokens) for sequence in running]
         known = {sequence.task.task_id: sequence for sequence in running}
         plan = Plan([*grants, *tuned])
-        work = self._parts.runner.run(plan, known, jobs or {}, lambda: False, lambda: None)
+        work = self._parts.runner.run(plan, known, open_steps or {}, lambda: False, lambda: None)
         for sequence in running:
             sequence.computed = sequence.task.context
         return work
@@ -284,10 +284,10 @@ class Prober:
         running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
         step, began = self._open(shape), time.monotonic()
         task = Task(next(self._parts.stats.task_ids), Kind.FINETUNE, 0.0)
-        job = FineTuneJob(step, task, dict.fromkeys(step.adapters, NO_SLOT), began)
+        open_step = OpenStep(step, task, dict.fromkeys(step.adapters, NO_SLOT), began)
         try:
             while not step.finished:
-                work, chunk = self._advance(job, running)
+                work, chunk = self._advance(open_step, running)
                 if work.failed:
                     raise RuntimeError(f"a fine-tune unit failed: {next(iter(work.failed.values()))}")
                 if chunk:
@@ -301,15 +301,15 @@ class Prober:
         self._parts.trainer.close(step, time.monotonic() - began)
         self._parts.trainer.records.clear()
 
-    def _advance(self, job: FineTuneJob, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
+    def _advance(self, open_step: OpenStep, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
         """Run the step's next chunk of forward, or its next unit; return the output and the chunk's tokens."""
-        task = job.task
-        left, most = job.step.group.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
+        task = open_step.task
+        left, most = open_step.step.group.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
         if not left:
-            return self._run((), Grant(task, 0, 1, next(self._windows)), jobs={task.task_id: job}), 0
+            return self._run((), Grant(task, 0, 1, next(self._windows)), open_steps={task.task_id: open_step}), 0
         # Chunks of all lengths: a third of the rest, then of what remains, and then all of it.
         chunk = min(most, left if left < 24 else max(24, left // 3))
-        return self._run(running, Grant(task, chunk), jobs={task.task_id: job}), chunk
+        return self._run(running, Grant(task, chunk), open_steps={task.task_id: open_step}), chunk
 
     def _open(self, shape: StepShape) -> FineTuneStep:
         trainer = self._parts.trainer

@@ -35,7 +35,7 @@ from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Device, Pass
-from edged.simulator.steps import SimulatedFinetuning, SimulatedJob, SimulatedStream
+from edged.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, SimulatedStream
 
 START_S = 1.0
 """Start of virtual time, not 0: a moment of 0 means "not happened yet" in a request's record."""
@@ -169,7 +169,7 @@ class SimulatedRunner:
         self,
         plan: Plan,
         sequences: Mapping[int, Sequence],
-        jobs: Mapping[int, SimulatedJob],
+        open_steps: Mapping[int, SimulatedOpenStep],
         interrupted: Callable[[], bool],
         while_waiting: Callable[[], None],
     ) -> RunnerOutput:
@@ -184,7 +184,7 @@ class SimulatedRunner:
                 if task_id in sequences:
                     self._serve(sequences[task_id], grant.tokens, work, load)
                 else:
-                    work.finetuned[task_id] = self._tune(jobs[task_id], grant.tokens, tuned)
+                    work.finetuned[task_id] = self._tune(open_steps[task_id], grant.tokens, tuned)
             except OutOfPages:
                 # As in ModelRunner: the task waits an iteration.
                 continue
@@ -192,7 +192,10 @@ class SimulatedRunner:
         pace = 1.0
         if tuned is not load and load.tokens:
             units = [
-                unit for grant in plan.grants if grant.units for unit in jobs[grant.task.task_id].next(grant.units)
+                unit
+                for grant in plan.grants
+                if grant.units
+                for unit in open_steps[grant.task.task_id].next(grant.units)
             ]
             pace = self._device.overlap(load, tuned, units)
             # All of it has begun already.
@@ -212,8 +215,8 @@ class SimulatedRunner:
             if grant.units:
                 if (work.finetuned or work.units) and interrupted():
                     break
-                job = jobs[grant.task.task_id]
-                work.units_run[grant.task.task_id] = self.run_units(job, grant, interrupted, work, pace)
+                open_step = open_steps[grant.task.task_id]
+                work.units_run[grant.task.task_id] = self.run_units(open_step, grant, interrupted, work, pace)
         return work
 
     def _forward_s(self, load: Pass) -> float:
@@ -244,18 +247,18 @@ class SimulatedRunner:
         if sequence.computed + tokens == len(sequence.tokens):
             work.sampled.append(sequence)
 
-    def _tune(self, job: SimulatedJob, tokens: int, load: Pass) -> int:
+    def _tune(self, open_step: SimulatedOpenStep, tokens: int, load: Pass) -> int:
         """Advance a step's streams by up to `tokens`; return the tokens done. Raises OutOfPages before any stream has
         advanced."""
         taken: list[tuple[SimulatedStream, int]] = []
         needed, left, size = 0, tokens, self.pages.page_size
-        for stream in job.step.packing:
+        for stream in open_step.step.packing:
             piece = min(stream.left, left)
             if piece:
                 taken.append((stream, piece))
                 needed += max(0, -(-(stream.done + piece) // size) - stream.pages)
                 left -= piece
-        job.pages += self.pages.allocate(needed)
+        open_step.pages += self.pages.allocate(needed)
         for stream, piece in taken:
             load.add_chunk(piece, stream.done, finetune=True)
             load.adapted += 0 if stream.reference else piece
@@ -264,22 +267,27 @@ class SimulatedRunner:
         return tokens - left
 
     def run_units(
-        self, job: SimulatedJob, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput, pace: float = 1.0
+        self,
+        open_step: SimulatedOpenStep,
+        grant: Grant,
+        interrupted: Callable[[], bool],
+        work: RunnerOutput,
+        pace: float = 1.0,
     ) -> int:
         """Run the granted units of a step whose forward is done, one by one until interrupted; return how many ran.
 
         Each takes `pace` times what it takes alone.
         """
         ran = 0
-        while ran < grant.units and not job.step.finished and not job.step.tokens_left:
-            streams = job.step.streams
+        while ran < grant.units and not open_step.step.finished and not open_step.step.tokens_left:
+            streams = open_step.step.streams
             ran += 1
-            unit = Unit(*job.step.run_unit(grant.window if ran == grant.units else 0))
-            if job.step.streams is not streams or job.step.group_ended:
+            unit = Unit(*open_step.step.run_unit(grant.window if ran == grant.units else 0))
+            if open_step.step.streams is not streams or open_step.step.group_ended:
                 # Those of the next group's forward were allocated after all of this one's.
                 held = sum(stream.pages for stream in streams)
-                self.pages.pool.release(job.pages[:held])
-                job.pages = job.pages[held:]
+                self.pages.pool.release(open_step.pages[:held])
+                open_step.pages = open_step.pages[held:]
             seconds = pace * self._jittered(self._device.unit_s(unit))
             self._clock.now += seconds
             work.units.append((unit, seconds))
@@ -389,7 +397,7 @@ class SimulatedEngine:
 
     def _may_keep_graph(self) -> bool:
         """Whether a step may keep its graph: not while a GPU reads the weights for serving anyway, see
-        `FinetuneJobs`."""
+        `StepTable`."""
         counts = self.scheduler.counts()
         serving = counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         return self._hardware.keeps_graph and not (serving and self.device.cuda)

@@ -88,7 +88,7 @@ class SimulatedStep(StepPlan):
 
 
 @dataclass(slots=True)
-class SimulatedJob:
+class SimulatedOpenStep:
     """A step under way, and the pages that each of its streams holds."""
 
     step: SimulatedStep
@@ -109,7 +109,7 @@ class SimulatedVersion:
 
 
 class SimulatedFinetuning:
-    """One adapter's pairs, steps and versions; the counterpart of the engine's `FinetuneJobs` and its trainer."""
+    """One adapter's pairs, steps and versions; the counterpart of the engine's `StepTable` and its trainer."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class SimulatedFinetuning:
         self._queue = AdapterQueue(adapter)
         self.pairs: dict[int, SentPair] = {}
         """Submitted pairs by pair id."""
-        self.jobs: dict[int, SimulatedJob] = {}
+        self.open_steps: dict[int, SimulatedOpenStep] = {}
         self.pairs_trained = self.trained_tokens = self.optimizer_steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
@@ -159,7 +159,7 @@ class SimulatedFinetuning:
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the next step where none is under way."""
-        if self.jobs or not self._queue.queue:
+        if self.open_steps or not self._queue.queue:
             return
         draw = self._queue.draw(self._align)
         self._queue.begin(draw)
@@ -173,33 +173,33 @@ class SimulatedFinetuning:
             self._may_keep_graph(),
         )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
-        self.jobs[task.task_id] = job = SimulatedJob(step, task, [])
-        self._sync(job)
+        self.open_steps[task.task_id] = open_step = SimulatedOpenStep(step, task, [])
+        self._sync(open_step)
         self._scheduler.add(task, now)
 
-    def _sync(self, job: SimulatedJob) -> None:
-        task, streams = job.task, [*job.step.streams, *job.step.ahead]
-        task.tokens, task.next_unit = job.step.tokens_left, 0
-        task.ahead = sum(stream.left for stream in job.step.ahead)
-        task.units = tuple(Unit(kind, tokens) for kind, tokens in job.step.units)
-        task.groups_done = job.step.groups_done
+    def _sync(self, open_step: SimulatedOpenStep) -> None:
+        task, streams = open_step.task, [*open_step.step.streams, *open_step.step.ahead]
+        task.tokens, task.next_unit = open_step.step.tokens_left, 0
+        task.ahead = sum(stream.left for stream in open_step.step.ahead)
+        task.units = tuple(Unit(kind, tokens) for kind, tokens in open_step.step.units)
+        task.groups_done = open_step.step.groups_done
         task.context = sum(stream.done for stream in streams)
-        task.held_pages = len(job.pages)
+        task.held_pages = len(open_step.pages)
         unfinished = sum(stream.left > 0 for stream in streams)
         task.capacity = task.context - unfinished * self._page_size
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; False when the task is no step."""
-        job = self.jobs.get(task_id)
-        if job is None:
+        open_step = self.open_steps.get(task_id)
+        if open_step is None:
             return False
-        self._release(job.pages)
-        job.pages = []
-        job.step.restart()
-        self._scheduler.restart(job.task, job.step.tokens_left, now)
-        job.task.underway = job.step.groups_done > 0
-        self._sync(job)
-        self._scheduler.update(job.task)
+        self._release(open_step.pages)
+        open_step.pages = []
+        open_step.step.restart()
+        self._scheduler.restart(open_step.task, open_step.step.tokens_left, now)
+        open_step.task.underway = open_step.step.groups_done > 0
+        self._sync(open_step)
+        self._scheduler.update(open_step.task)
         return True
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
@@ -220,15 +220,15 @@ class SimulatedFinetuning:
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
         """Publish the versions of finished steps, and update the tasks of the others."""
-        for task_id, job in list(self.jobs.items()):
-            if job.step.finished:
-                del self.jobs[task_id]
+        for task_id, open_step in list(self.open_steps.items()):
+            if open_step.step.finished:
+                del self.open_steps[task_id]
                 self._close(now)
             else:
                 if self._align.fill_ahead and self._scheduler.policy.fills_ahead:
-                    job.step.look_ahead()
-                self._sync(job)
-                self._scheduler.update(job.task)
+                    open_step.step.look_ahead()
+                self._sync(open_step)
+                self._scheduler.update(open_step.task)
 
     def _close(self, now: float) -> None:
         pairs = self._queue.taken

@@ -147,7 +147,7 @@ def test_a_job_holds_neither_the_place_nor_the_slot_that_a_persons_step_wants(tm
     settings = {"align__keep_graph": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
     with running_engine(tmp_path, **settings, align__max_active_adapters=1) as (engine, client):
         finetuning, most, slotless = engine.finetuning, [0], set()
-        finetuning._most_open = 1
+        finetuning._max_open = 1
         plan_of = engine.scheduler.plan
 
         def watched(*arguments: Any) -> Any:

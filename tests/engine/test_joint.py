@@ -163,7 +163,7 @@ def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple
 
     def prepared(now: float) -> None:
         prepare(now)
-        for job in list(engine.built.finetuning.jobs.values()):
+        for job in list(engine.built.finetuning.open_steps.values()):
             kinds = [kind for kind, _ in job.step.units_left()]
             if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(job.step.adapters)

@@ -256,7 +256,7 @@ def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int
     return int(settings.align.window_tokens * each)
 
 
-def open_steps(loaded: int) -> int:
+def max_open_steps(loaded: int) -> int:
     """Return the most open steps: one that runs, and one that follows without a gap unless few adapters fit."""
     return 2 if loaded > _FEWEST_ADAPTERS else 1
 
@@ -268,7 +268,7 @@ def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded:
     unit runs at a time: a layer's graph and a head unit at most, or one adapter's optimizer, whose step has no inputs
     then.
     """
-    align, steps = settings.align, open_steps(loaded)
+    align, steps = settings.align, max_open_steps(loaded)
     one = adapter_weights(shape.targets, align.rank)
     # A lone adapter may have several micro-batches, and keeps the gradient from before the last one; adapters that
     # share a window have one micro-batch, and none is in two steps.
