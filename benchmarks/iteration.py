@@ -136,7 +136,7 @@ class WatchedEngine(LocalEngine):
         began_s = time.perf_counter()
         work = self._run(*arguments, **named)
         forward_s = self._clock.take_s()
-        tokens = sum(len(segment.tokens) for segment in work.segments)
+        tokens = sum(len(segment.token_ids) for segment in work.segments)
         self.ran.append(Ran(began_s, time.perf_counter(), forward_s, len(work.segments), tokens))
         return work
 

@@ -101,7 +101,7 @@ def pieces_of(iterations: Iterable[Iteration]) -> Iterator[Piece]:
     for one in iterations:
         moment = one.started_s + one.elapsed_s - sum(seconds for _, _, seconds in one.units)
         if one.forward_s:
-            yield Piece(FORWARD, sum(share.tokens for share in one.members), moment - one.forward_s, moment)
+            yield Piece(FORWARD, sum(share.num_tokens for share in one.members), moment - one.forward_s, moment)
         for kind, tokens, seconds in one.units:
             yield Piece(kind, tokens, moment, moment + seconds)
             moment += seconds

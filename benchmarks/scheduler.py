@@ -76,15 +76,15 @@ class Mix:
     def run(self, plan: Plan) -> IterationResult:
         """Return the plan's outcomes: prompts end after their last chunk, decodes go on, steps start again."""
         for task in plan.preempt:
-            tokens = task.context + task.tokens
+            tokens = task.context + task.num_tokens
             self.scheduler.restart(task, tokens, self.now)
         outcomes = []
         for grant in plan.grants:
             task = grant.task
-            pages = -(-max(0, task.context + grant.tokens - task.capacity) // PAGE_SIZE)
+            pages = -(-max(0, task.context + grant.num_tokens - task.capacity) // PAGE_SIZE)
             task.held_pages += pages
             task.capacity += pages * PAGE_SIZE
-            outcomes.append(TaskOutcome(task, grant.tokens, grant.units, self._next(grant)))
+            outcomes.append(TaskOutcome(task, grant.num_tokens, grant.units, self._next(grant)))
         units = [(unit, 0.001) for grant in plan.grants for unit in grant.task.units[: grant.units]]
         self.now += ITERATION_S
         return IterationResult(outcomes, ITERATION_S, units)
@@ -96,9 +96,9 @@ class Mix:
     def _next(self, grant: Grant) -> Kind | None:
         task = grant.task
         if task.kind is Kind.PREFILL:
-            return None if grant.tokens == task.tokens else Kind.PREFILL
+            return None if grant.num_tokens == task.num_tokens else Kind.PREFILL
         if task.kind is Kind.FINETUNE:
-            done = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units)
+            done = grant.num_tokens == task.num_tokens and task.next_unit + grant.units == len(task.units)
             return None if done else Kind.FINETUNE
         return Kind.DECODE
 
@@ -118,7 +118,7 @@ class Mix:
     def _add(self, kind: Kind, tokens: int, **fields: Any) -> None:
         self._next_id += 1
         user = f"user-{self._next_id % USERS}"
-        task = Task(self._next_id, kind, self.now, tokens=tokens, tenant=user, **fields)
+        task = Task(self._next_id, kind, self.now, num_tokens=tokens, tenant=user, **fields)
         if self._reading and kind is not Kind.FINETUNE:
             ahead_s = 0.0 if kind is Kind.PREFILL else self._random.uniform(0.0, 20.0)
             task.reader = Reader(self._random.uniform(3.0, 9.0), self.now + ahead_s)

@@ -35,7 +35,7 @@ class ForcedDecoding:
 
     def begin(self, tokens: Sequence[int], room: int) -> Running:
         """Return a sequence whose `tokens` are computed, with room for `room` more. Raises OutOfPages."""
-        task = Task(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=len(tokens))
+        task = Task(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=len(tokens))
         request = Request(str(task.task_id), tuple(tokens), Sampling(temperature=0.0, max_tokens=room))
         pages = -(-(len(tokens) + room) // self._runner.kv.page_size)
         sequence = Running(
@@ -56,7 +56,7 @@ class ForcedDecoding:
             for sequence in self._runner.pruner.due(sequences):
                 self._runner.pruner.prune(sequence)
         for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.tokens.append(token)
+            sequence.token_ids.append(token)
         return self._run(sequences, 1)
 
     def end(self, sequence: Running) -> None:

@@ -31,12 +31,12 @@ _NEUTRAL = (
 """Beginnings of everyday English sentences, with two continuations each that no preference decides between."""
 
 
-def repetition(tokens: Sequence[int]) -> float:
+def repetition(token_ids: Sequence[int]) -> float:
     """Share of an answer's runs of four tokens that occur earlier in it, 0 to 1: seq-rep-4 of Welleck et al. 2020.
 
     An answer of less than four tokens repeats nothing.
     """
-    runs = [tuple(tokens[start : start + _RUN]) for start in range(len(tokens) - _RUN + 1)]
+    runs = [tuple(token_ids[start : start + _RUN]) for start in range(len(token_ids) - _RUN + 1)]
     return 1.0 - len(set(runs)) / len(runs) if runs else 0.0
 
 

@@ -33,9 +33,9 @@ class StepBatch:
     replay: list[TokenPair]
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of forward tokens of all pairs."""
-        return sum(pair.tokens for pair in (*self.fresh, *self.replay))
+        return sum(pair.num_tokens for pair in (*self.fresh, *self.replay))
 
 
 @dataclass(slots=True)
@@ -443,16 +443,16 @@ class PairQueues:
         """Take the next pairs of `first`, and of others that `admit` accepts and whose pairs fit the same window."""
         draws = {first.name: first.draw(align)}
         most = 1 if first.alone else align.joint_adapters
-        room = align.window_tokens - draws[first.name].tokens
+        room = align.window_tokens - draws[first.name].num_tokens
         for queue in (self.queues[name] for name in islice(self.ready(), _MOST_ASKED)):
             if len(draws) == most or room <= 0:
                 break
             if queue.name in draws or queue.alone or self.test_due(queue):
                 continue
             draw = queue.draw(align)
-            if draw.tokens <= room and admit(queue.name):
+            if draw.num_tokens <= room and admit(queue.name):
                 draws[queue.name] = draw
-                room -= draw.tokens
+                room -= draw.num_tokens
         for name, draw in draws.items():
             self[name].begin(draw)
         return draws

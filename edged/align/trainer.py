@@ -130,8 +130,8 @@ class Trainer:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
             # KTO also computes the prompt of a single rating with the answer of another one.
             most = self.most_tokens // 2 if pair.single else self.most_tokens
-            if pair.tokens > most:
-                reason = f"{pair.tokens} tokens do not fit: the KV cache has room for {most}"
+            if pair.num_tokens > most:
+                reason = f"{pair.num_tokens} tokens do not fit: the KV cache has room for {most}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
             elif (taken := queue.take_in(pair, guard, self.pair_queues.now)) is not None:
                 state, reason = taken
@@ -302,7 +302,7 @@ class Trainer:
             queue.idle_versions += 1
         else:
             queue.idle_versions = 0
-            self.trained_tokens += sum(outcome.pair.tokens for outcome in member.outcomes if outcome.trained)
+            self.trained_tokens += sum(outcome.pair.num_tokens for outcome in member.outcomes if outcome.trained)
             guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
         verdict = change.verdict if change is not None else ""
         reason = "repeated" if of_idle_pass(member.fresh) else "trained"
@@ -346,15 +346,15 @@ class Trainer:
             learning_rate = queue.step_settings.learning_rate
             queue.advance()
             self.steps += 1
-            tokens = sum(pair.tokens for pair in member.fresh)
-            self.trained_tokens += tokens
+            num_tokens = sum(pair.num_tokens for pair in member.fresh)
+            self.trained_tokens += num_tokens
             self.size.grow()
             self.size.forgive(queue.plan.job_id)
             figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
             self.versions.publish(queue, member.version, "job", **figures)
             version = self.adapter_cache.version(queue.name)
             about = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
-            self.records.append(JobStepped(*about, member.loss, tokens, seconds, learning_rate))
+            self.records.append(JobStepped(*about, member.loss, num_tokens, seconds, learning_rate))
 
     def _close_burst(self, queue: AdapterQueue, member: AdapterStep) -> None:
         """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""

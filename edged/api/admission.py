@@ -254,8 +254,8 @@ class UserLimits:
         """Return the number of users in memory."""
         return len(self._users)
 
-    def begin(self, user: str, choices: int, tokens: int) -> None:
-        """Count a request of `choices` answers and at most `tokens` tokens, or raise LimitReached and count nothing.
+    def begin(self, user: str, choices: int, num_tokens: int) -> None:
+        """Count a request of `choices` answers and `num_tokens` at most, or raise LimitReached and count nothing.
 
         The tokens of the longest answers are taken at once, and `end` puts back what was not used: a user with any
         tokens left may ask for more than a minute's worth, but not for several such requests at once.
@@ -264,7 +264,7 @@ class UserLimits:
         known, now = self._user(user), self._clock()
         known.open_choices += choices
         known.buckets["requests_per_minute"].take(now)
-        known.buckets["tokens_per_minute"].take(now, tokens)
+        known.buckets["tokens_per_minute"].take(now, num_tokens)
 
     def demand(self, user: str, choices: int) -> None:
         """Raise LimitReached if `begin` would refuse now; to be called before the prompt is tokenized."""

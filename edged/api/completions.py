@@ -119,7 +119,7 @@ def counted(services: Services, generation: Generation, names: RunNames, most_to
             answers = [len(answer.token_ids) for answer in generation.answers]
             services.runs.end(run, len(known.prompt_ids), answers)
     finally:
-        services.limits.end(tenant, choices, most_tokens - generation.tokens)
+        services.limits.end(tenant, choices, most_tokens - generation.num_tokens)
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:

@@ -256,7 +256,7 @@ class Generation:
         self._inside.add(answer.request_id)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of tokens of the prompt and of all answers so far."""
         return len(self.completion.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
 

@@ -51,8 +51,8 @@ def usage(generation: Generation) -> Json:
     finish = generation.answers[0].finish
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": generation.tokens - prompt,
-        "total_tokens": generation.tokens,
+        "completion_tokens": generation.num_tokens - prompt,
+        "total_tokens": generation.num_tokens,
         "prompt_tokens_details": {"cached_tokens": finish.cached_tokens if finish else 0},
     }
 

@@ -49,14 +49,14 @@ def serving_figures(answers: Sequence[ReplayedAnswer], start_s: float, seconds: 
     ttft = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     gaps = [after - before for answer in answers for before, after in pairwise(answer.token_s)]
     end_s = start_s + seconds
-    tokens = sum(moment <= end_s for answer in answers for moment in answer.token_s)
+    num_tokens = sum(moment <= end_s for answer in answers for moment in answer.token_s)
     started = [answer for answer in answers if answer.token_s and answer.token_s[0] <= end_s]
     ended = [answer for answer in answers if answer.finish and answer.token_s and answer.token_s[-1] <= end_s]
     return {
         "ttft_ms": percentiles_ms(ttft),
         "tbt_ms": percentiles_ms(gaps),
         "throughput": {
-            "output_tokens_per_s": tokens / seconds,
+            "output_tokens_per_s": num_tokens / seconds,
             "prompt_tokens_per_s": sum(answer.prompt_tokens for answer in started) / seconds,
             "requests_per_s": len(ended) / seconds,
         },
@@ -172,8 +172,8 @@ def slo_figures(
     floor_s = settings.ttft_floor_ms / 1e3
     tpot_s = max(settings.tbt_floor_ms / 1e3, settings.tbt_factor * alone_s(1))
 
-    def first_s(tokens: int) -> float:
-        return max(floor_s, SLO_FACTOR * alone_s(tokens))
+    def first_s(num_tokens: int) -> float:
+        return max(floor_s, SLO_FACTOR * alone_s(num_tokens))
 
     return {
         "ttft_factor": SLO_FACTOR,

@@ -134,12 +134,12 @@ class _Replay(LoadRun):
         seconds = [min(self._alone_s(generator, length) for _ in range(_PROBE_REPEATS)) for length in probed]
         return lambda tokens: float(np.interp(tokens, probed, seconds))
 
-    def _alone_s(self, generator: random.Random, tokens: int) -> float:
-        ids = tuple(generator.choices(self._prompts.ids, k=tokens))
+    def _alone_s(self, generator: random.Random, num_tokens: int) -> float:
+        ids = tuple(generator.choices(self._prompts.ids, k=num_tokens))
         answer = self.recorder.answers[self._submit(Arrival(0.0, ids, 1), time.monotonic())]
         self._wait_for_probe()
         if answer.ttft_s is None:
-            raise ReplayError(f"a prompt of {tokens} tokens got no token: {answer.finish}")
+            raise ReplayError(f"a prompt of {num_tokens} tokens got no token: {answer.finish}")
         return answer.ttft_s
 
     def _burst_s(self, burst: Sequence[Arrival]) -> float:

@@ -151,18 +151,18 @@ def scale_rows(rows: Iterable[TraceRow], prompts: PromptIds, scale: float, block
     # A list, so that the prompts of a long load share their int objects.
     known_ids, fresh = list(prompts.ids), count()
 
-    def draw(kind: int, number: int, tokens: int) -> tuple[int, ...]:
+    def draw(kind: int, number: int, num_tokens: int) -> tuple[int, ...]:
         """Draw random tokens, always the same for the same kind and number."""
-        drawn = np.random.default_rng((prompts.seed, kind, number)).integers(0, len(known_ids), tokens)
+        drawn = np.random.default_rng((prompts.seed, kind, number)).integers(0, len(known_ids), num_tokens)
         return tuple(known_ids[index] for index in drawn.tolist())
 
-    def prompt_of(blocks: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    def prompt_of(blocks: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
         """Return a prompt that starts with the blocks' tokens; rounding may leave a tail, which belongs to the last
         block."""
         if not blocks:
-            return draw(0, next(fresh), tokens)
-        ids = tuple(chain(*(draw(1, block, whole_block) for block in blocks[: max(1, tokens // whole_block)])))
-        return (ids + draw(2, blocks[-1], max(0, tokens - len(ids))))[:tokens]
+            return draw(0, next(fresh), num_tokens)
+        ids = tuple(chain(*(draw(1, block, whole_block) for block in blocks[: max(1, num_tokens // whole_block)])))
+        return (ids + draw(2, blocks[-1], max(0, num_tokens - len(ids))))[:num_tokens]
 
     arrivals = []
     for row in rows:

@@ -26,7 +26,7 @@ class _SharedPages:
     """A tree node: pages [`start`, `end`) of all prompts in `through`, equal in all of them, as are those above."""
 
     parent: _SharedPages | None
-    tokens: Tokens
+    token_ids: Tokens
     """All tokens of one of these prompts."""
     start: int
     end: int
@@ -40,7 +40,7 @@ class _SharedPages:
 class _Prompt:
     name: int
     key: Key
-    tokens: Tokens
+    token_ids: Tokens
     rank: Rank
     node: _SharedPages
     """The node that ends with its last full page."""
@@ -76,7 +76,7 @@ class InflightPrefixes:
         prompt = self._prompts.get(name)
         return prompt is not None and bool(prompt.followers)
 
-    def enter(self, name: int, key: Key, tokens: Tokens, rank: Rank, waits: bool = True) -> int | None:
+    def enter(self, name: int, key: Key, token_ids: Tokens, rank: Rank, waits: bool = True) -> int | None:
         """Add a prompt. Returns the name of the one to wait for, or None when it may be scheduled now.
 
         A prompt that is scheduled already (`waits` False) is added to be waited for. ValueError if `name` is pending.
@@ -84,18 +84,18 @@ class InflightPrefixes:
         if name in self._prompts:
             raise ValueError(f"prompt {name} is pending already: it must leave before it enters again")
         root = self._roots.setdefault(key, _SharedPages(None, (), 0, 0))
-        prompt = self._prompts[name] = _Prompt(name, key, tokens, rank, root)
+        prompt = self._prompts[name] = _Prompt(name, key, token_ids, rank, root)
         self._insert(prompt, root)
         if waits:
             self._follow(prompt)
         return None if prompt.leader is None else prompt.leader.name
 
-    def computed(self, name: int, tokens: int) -> list[int]:
-        """Note that a prompt's first `tokens` are computed and cached. Returns those that need not wait any more."""
+    def computed(self, name: int, num_tokens: int) -> list[int]:
+        """Note that a prompt's first `num_tokens` are computed and cached. Returns those that need not wait longer."""
         prompt = self._prompts.get(name)
         if prompt is None:
             return []
-        done = tokens // self._size
+        done = num_tokens // self._size
         count = bisect_right(prompt.followers, done, key=lambda follower: follower.shared)
         ready, prompt.followers = prompt.followers[:count], prompt.followers[count:]
         for follower in ready:
@@ -119,7 +119,7 @@ class InflightPrefixes:
                 if node.parent is None:
                     del self._roots[prompt.key]
                 else:
-                    del node.parent.children[self._page(node.tokens, node.start)]
+                    del node.parent.children[self._page(node.token_ids, node.start)]
             node = node.parent
         return self._decide(prompt.followers)
 
@@ -139,13 +139,13 @@ class InflightPrefixes:
 
         False when none ahead shares more than what is cached. The last token is always left to compute.
         """
-        most = (len(prompt.tokens) - 1) // self._size
+        most = (len(prompt.token_ids) - 1) // self._size
         node: _SharedPages | None = prompt.node
         while node is not None and node.through[0] is prompt:
             node = node.parent
         if node is None or min(node.end, most) <= prompt.ready:
             return False
-        prompt.ready = max(prompt.ready, self._covered(prompt.key, prompt.tokens) // self._size)
+        prompt.ready = max(prompt.ready, self._covered(prompt.key, prompt.token_ids) // self._size)
         shared = min(node.end, most)
         if shared <= prompt.ready:
             return False
@@ -155,28 +155,28 @@ class InflightPrefixes:
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
-    def _page(self, tokens: Tokens, page: int) -> Tokens:
-        return tokens[page * self._size : (page + 1) * self._size]
+    def _page(self, token_ids: Tokens, page: int) -> Tokens:
+        return token_ids[page * self._size : (page + 1) * self._size]
 
     def _insert(self, prompt: _Prompt, node: _SharedPages) -> None:
         """Add `prompt` to the nodes from the root `node` to the one that ends with its last full page."""
-        tokens, pages = prompt.tokens, len(prompt.tokens) // self._size
+        token_ids, pages = prompt.token_ids, len(prompt.token_ids) // self._size
         insort(node.through, prompt, key=_by_rank)
         while node.end < pages:
-            first = self._page(tokens, node.end)
+            first = self._page(token_ids, node.end)
             child = node.children.get(first)
             if child is None:
-                child = node.children[first] = _SharedPages(node, tokens, node.end, pages)
+                child = node.children[first] = _SharedPages(node, token_ids, node.end, pages)
             else:
-                child = self._upper(child, self._common(child, tokens, pages))
+                child = self._upper(child, self._common(child, token_ids, pages))
             insort(child.through, prompt, key=_by_rank)
             node = child
         prompt.node = node
 
-    def _common(self, node: _SharedPages, tokens: Tokens, pages: int) -> int:
-        """Return the page up to which `tokens`, with `pages` full pages, agree with `node`; its first page does."""
+    def _common(self, node: _SharedPages, token_ids: Tokens, pages: int) -> int:
+        """Return the page up to which `token_ids`, with `pages` full pages, agree with `node`; its first page does."""
         page, end = node.start + 1, min(node.end, pages)
-        while page < end and self._page(node.tokens, page) == self._page(tokens, page):
+        while page < end and self._page(node.token_ids, page) == self._page(token_ids, page):
             page += 1
         return page
 
@@ -186,8 +186,8 @@ class InflightPrefixes:
             return node
         parent = node.parent
         assert parent is not None
-        below, first = self._page(node.tokens, end), self._page(node.tokens, node.start)
-        upper = _SharedPages(parent, node.tokens, node.start, end, {below: node}, node.through.copy())
+        below, first = self._page(node.token_ids, end), self._page(node.token_ids, node.start)
+        upper = _SharedPages(parent, node.token_ids, node.start, end, {below: node}, node.through.copy())
         parent.children[first] = upper
         node.parent, node.start = upper, end
         return upper

@@ -93,29 +93,29 @@ class PrefixTrie:
         """Number of pages that the trie keeps in the spill."""
         return len(self._spilled)
 
-    def match(self, key: Key, tokens: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
-        """Return the pages of the longest cached prefix of `tokens`, in order, retained for the caller.
+    def match(self, key: Key, token_ids: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
+        """Return the pages of the longest cached prefix of `token_ids`, in order, retained for the caller.
 
         Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
         are copied back, as long as that leaves `reserve` pages free or evictable. `counted` adds it to `stats`.
         """
-        path = self._path(key, tokens, len(tokens) - 1)
+        path = self._path(key, token_ids, len(token_ids) - 1)
         resident = [node.page for node in path if node.handle is None]
         self._pool.retain(resident)
         self._touch(path)
         pages = resident if len(resident) == len(path) else self._restored(path, reserve)
         self._pool.release(set(resident).difference(pages))
         if counted:
-            self.stats.prompt_tokens += len(tokens)
+            self.stats.prompt_tokens += len(token_ids)
             self.stats.hit_tokens += len(pages) * self._pool.page_size
         return pages
 
-    def covered(self, key: Key, tokens: Sequence[int]) -> int:
-        """Return how many of `tokens` are cached in the pool, in whole pages; this does not count as a use."""
-        resident = takewhile(lambda node: node.handle is None, self._path(key, tokens, len(tokens)))
+    def covered(self, key: Key, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` are cached in the pool, in whole pages; this does not count as a use."""
+        resident = takewhile(lambda node: node.handle is None, self._path(key, token_ids, len(token_ids)))
         return sum(len(node.run) for node in resident)
 
-    def insert(self, key: Key, tokens: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, key: Key, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Add a sequence's full pages: page i holds the K/V of tokens [i * page_size, (i + 1) * page_size).
 
         The caller keeps its references. Where a run is cached already, the page that the trie has stays. A page that is
@@ -124,8 +124,8 @@ class PrefixTrie:
         size = self._pool.page_size
         node = self._roots.get(key)
         path: list[_TrieNode] = []
-        for index in range(min(len(tokens) // size, len(pages))):
-            run = tuple(tokens[index * size : (index + 1) * size])
+        for index in range(min(len(token_ids) // size, len(pages))):
+            run = tuple(token_ids[index * size : (index + 1) * size])
             child = node.children.get(run) if node is not None else None
             if child is None or child.handle is not None:
                 if self._pool.is_adopted(pages[index]):
@@ -196,13 +196,13 @@ class PrefixTrie:
         for key in [key for key in self._roots if key.adapter == name or key.tenant in ("", name)]:
             self.expire(key)
 
-    def _path(self, key: Key, tokens: Sequence[int], stop: int) -> list[_TrieNode]:
-        """Return the nodes of the first `stop` of `tokens`, in whole pages, as far as they are cached or spilled."""
+    def _path(self, key: Key, token_ids: Sequence[int], stop: int) -> list[_TrieNode]:
+        """Return the nodes of the first `stop` of `token_ids`, in whole pages, as far as they are cached or spilled."""
         size = self._pool.page_size
         path: list[_TrieNode] = []
         node = self._roots.get(key)
         for start in range(0, stop - size + 1, size):
-            node = node.children.get(tuple(tokens[start : start + size])) if node is not None else None
+            node = node.children.get(tuple(token_ids[start : start + size])) if node is not None else None
             if node is None:
                 break
             path.append(node)

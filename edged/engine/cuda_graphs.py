@@ -121,7 +121,7 @@ class _Fixed:
         """`plain_parameters` of the rows."""
         self.order = torch.arange(rows, device=device)
         self.logits = torch.zeros(rows, vocab, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.broken = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def fill(self, rows: int, segments: Sequence[Segment], parameters: np.ndarray | None, page_size: int) -> bool:
@@ -213,8 +213,8 @@ class DecodeGraphs:
     def _draw(self, rows: int, greedily: bool) -> None:
         fixed = self._fixed
         logits = fixed.logits[:rows]
-        tokens, broken = choose_greedy(logits) if greedily else choose(logits, fixed.parameters[:, :rows])
-        fixed.tokens[:rows].copy_(tokens)
+        token_ids, broken = choose_greedy(logits) if greedily else choose(logits, fixed.parameters[:, :rows])
+        fixed.token_ids[:rows].copy_(token_ids)
         fixed.broken[:rows].copy_(broken)
 
     def fits(self, sequences: int) -> bool:
@@ -235,7 +235,7 @@ class DecodeGraphs:
         if not plain:
             return sample(fixed.logits[:n], rows)
         replays["greedy" if greedy else "draw"]()
-        return SampledRows(fixed.tokens[:n], fixed.broken[:n], rows, fixed.logits[:n])
+        return SampledRows(fixed.token_ids[:n], fixed.broken[:n], rows, fixed.logits[:n])
 
     def watch(self, through: Callable[[Replay], Replay]) -> None:
         """Wrap every forward's replay in `through`, from now on."""

@@ -160,7 +160,7 @@ class StepTable:
         holding = [open_step.task for open_step in bulk if open_step.task.held_pages]
         if asking and holding:
             # Beside serving a step begins where it leaves as many pages as it takes.
-            pages = [task.pages_for(task.tokens, self._pages.page_size) for task in (*asking, *asking, *holding)]
+            pages = [task.pages_for(task.num_tokens, self._pages.page_size) for task in (*asking, *asking, *holding)]
             if sum(pages) + self._scheduler.counts()[Kind.DECODE] > self._pages.available:
                 for task in holding:
                     self.preempt(task.task_id, time.monotonic())
@@ -507,9 +507,9 @@ class StepTable:
         """Copy the state of an open step into its task."""
         task, step = open_step.task, open_step.step
         streams = step.streams
-        task.tokens, task.next_unit = step.group.tokens_left, 0
-        task.ahead = 0 if task.tokens else step.packing.tokens_left
-        task.units = tuple(Unit(kind, tokens) for kind, tokens in step.units_left())
+        task.num_tokens, task.next_unit = step.group.tokens_left, 0
+        task.ahead = 0 if task.num_tokens else step.packing.tokens_left
+        task.units = tuple(Unit(kind, num_tokens) for kind, num_tokens in step.units_left())
         task.loss, task.groups_done = self._trainer.loss(step), step.groups_done
         task.context = sum(stream.done for stream in streams)
         task.held_pages = sum(len(stream.pages) for stream in streams)

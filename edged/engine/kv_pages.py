@@ -32,13 +32,13 @@ class KvPages:
             self.trie.evict(pages - self.pool.free_pages)
         return self.pool.allocate(pages)
 
-    def grow(self, sequence: Sequence, tokens: int) -> int:
-        """Give a sequence the pages for up to `tokens` more; returns how many of these it has. Raises OutOfPages."""
-        tokens = min(tokens, len(sequence.tokens) - sequence.computed)
-        needed = -(-(sequence.rows + tokens) // self.page_size) - len(sequence.pages)
+    def grow(self, sequence: Sequence, num_tokens: int) -> int:
+        """Give a sequence pages for up to `num_tokens` more; returns how many of them it has now. Raises OutOfPages."""
+        num_tokens = min(num_tokens, len(sequence.token_ids) - sequence.computed)
+        needed = -(-(sequence.rows + num_tokens) // self.page_size) - len(sequence.pages)
         if needed > 0:
             sequence.add_pages(self.allocate(needed))
-        return tokens
+        return num_tokens
 
     def match_prefix(self, sequence: Sequence, reserve: int, first: bool) -> None:
         """Give an admitted sequence the pages of the longest shared prefix, if there is one.
@@ -48,7 +48,7 @@ class KvPages:
         """
         if not self.shares_prefixes:
             return
-        pages = self.trie.match(sequence.trie_key, sequence.tokens, reserve, counted=first)
+        pages = self.trie.match(sequence.trie_key, sequence.token_ids, reserve, counted=first)
         if pages:
             sequence.add_pages(pages)
             sequence.computed = len(pages) * self.page_size
@@ -59,7 +59,7 @@ class KvPages:
         """Let later sequences of the same adapter version use the full pages that this one computed."""
         if self.shares_prefixes and sequence.shareable and sequence.computed:
             full = sequence.computed // self.page_size
-            self.trie.insert(sequence.trie_key, sequence.tokens[: full * self.page_size], sequence.pages[:full])
+            self.trie.insert(sequence.trie_key, sequence.token_ids[: full * self.page_size], sequence.pages[:full])
 
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's pages and reset it to nothing computed."""

@@ -79,9 +79,9 @@ class RunnerOutput:
         """Return the outcomes of the plan's grants to `open_steps`, which are by task id."""
         outcomes = []
         for task in (grant.task for grant in plan.grants if grant.task.task_id in open_steps):
-            tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
+            num_tokens, units = self.finetuned.get(task.task_id, 0), self.units_run.get(task.task_id, 0)
             ended = open_steps[task.task_id].step.finished or task.task_id in self.failed
-            outcomes.append(TaskOutcome(task, tokens, units, None if ended else Kind.FINETUNE))
+            outcomes.append(TaskOutcome(task, num_tokens, units, None if ended else Kind.FINETUNE))
         return outcomes
 
 
@@ -171,14 +171,14 @@ class ModelRunner:
         segments: list[Segment] = []
         takes: Takes = []
         for grant in plan.grants:
-            if not grant.tokens:
+            if not grant.num_tokens:
                 continue
             try:
                 if grant.task.task_id in sequences:
-                    segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.tokens, work))
+                    segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.num_tokens, work))
                 else:
                     open_step = open_steps[grant.task.task_id]
-                    taken = open_step.step.packing.take(grant.tokens)
+                    taken = open_step.step.packing.take(grant.num_tokens)
                     parts = segments_of(taken, open_step.slots, self.kv.page_size, self.pages.allocate)
                     takes.append((open_step, taken, parts))
                     segments += parts
@@ -194,15 +194,15 @@ class ModelRunner:
                 self._run_units(open_steps[grant.task.task_id], grant, interrupted, work)
         return work
 
-    def _sequence_segment(self, sequence: Sequence, tokens: int, work: RunnerOutput) -> Segment:
+    def _sequence_segment(self, sequence: Sequence, num_tokens: int, work: RunnerOutput) -> Segment:
         first, rows = sequence.computed, sequence.rows
-        tokens = self.pages.grow(sequence, tokens)
-        work.prefilled.append((sequence, tokens))
-        done = first + tokens == len(sequence.tokens)
+        num_tokens = self.pages.grow(sequence, num_tokens)
+        work.prefilled.append((sequence, num_tokens))
+        done = first + num_tokens == len(sequence.token_ids)
         if done:
             work.sampled.append(sequence)
         segment = Segment(
-            tokens=sequence.tokens[first : first + tokens],
+            token_ids=sequence.token_ids[first : first + num_tokens],
             context=rows,
             pages=sequence.table,
             slot=sequence.slot,
@@ -234,12 +234,12 @@ class ModelRunner:
                 # Nothing is read, but the cost model must see the forward's time, not that of its launches.
                 self._wait()
         self._find_broken(work)
-        for sequence, tokens in work.prefilled:
-            sequence.computed += tokens
+        for sequence, num_tokens in work.prefilled:
+            sequence.computed += num_tokens
         for open_step, taken, _ in takes:
-            tokens = sum(piece.stop - piece.start for _, piece in taken)
-            open_step.step.packing.advance(tokens)
-            work.finetuned[open_step.task.task_id] = tokens
+            num_tokens = sum(piece.stop - piece.start for _, piece in taken)
+            open_step.step.packing.advance(num_tokens)
+            work.finetuned[open_step.task.task_id] = num_tokens
 
     def _find_broken(self, work: RunnerOutput) -> None:
         """Find prompts whose chunk had numbers that were not finite: their last token alone would not show it."""
@@ -265,7 +265,7 @@ class ModelRunner:
         kept: list[Take] = [
             take_of(open_step.step.packing, taken, parts, self.model.device) for open_step, taken, parts in takes
         ]
-        self._tap.arm(kept, checks=any(len(segment.tokens) > 1 for segment in work.segments))
+        self._tap.arm(kept, checks=any(len(segment.token_ids) > 1 for segment in work.segments))
         try:
             attention = attention_pass(PagedAttention(batch, self.kv, self._backends.decode))
             with attention, self._lora.packed(batch.runs, batch.lora_tiles):
@@ -329,7 +329,7 @@ def segments_of(
             stream.pages = np.concatenate((stream.pages, allocate(needed)))
         segments.append(
             Segment(
-                tokens=stream.layout.ids[piece.start : piece.stop],
+                token_ids=stream.layout.ids[piece.start : piece.stop],
                 context=piece.start,
                 pages=stream.pages,
                 slot=NO_SLOT if stream.reference else slots[stream.pair.adapter],

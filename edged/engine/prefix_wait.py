@@ -43,9 +43,9 @@ class PrefixWait:
     def lead(self, sequence: Sequence) -> None:
         """Let others wait for a scheduled sequence, which computes all its tokens under the version known now."""
         if self._pages.shares_prefixes and not sequence.forgotten:
-            task, tokens = sequence.task, tuple(sequence.tokens)
+            task, token_ids = sequence.task, tuple(sequence.token_ids)
             order = self._scheduler.order(task)
-            self._inflight.enter(task.task_id, self._key(sequence), tokens, order, waits=False)
+            self._inflight.enter(task.task_id, self._key(sequence), token_ids, order, waits=False)
 
     def advanced(self, sequence: Sequence) -> None:
         """Schedule the sequences that waited for the part of this prompt that is computed now."""

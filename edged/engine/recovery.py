@@ -155,11 +155,11 @@ class Recovery:
             # The iteration's sequences are unchanged, since its results were not taken in.
             return
         serving = [task for task in tasks if task.task_id in self._sequences.by_task]
-        tokens = sum(grant.tokens for grant in plan.grants if grant.task.task_id in self._sequences.by_task)
-        if len(serving) <= 1 and tokens <= _LEAST_TOKENS:
+        num_tokens = sum(grant.num_tokens for grant in plan.grants if grant.task.task_id in self._sequences.by_task)
+        if len(serving) <= 1 and num_tokens <= _LEAST_TOKENS:
             self._try_again(serving, error, now)
-        elif tokens > max(_LEAST_TOKENS, 2 * len(serving)):
-            self._most["tokens"] = max(_LEAST_TOKENS, len(serving), tokens // 2)
+        elif num_tokens > max(_LEAST_TOKENS, 2 * len(serving)):
+            self._most["tokens"] = max(_LEAST_TOKENS, len(serving), num_tokens // 2)
             _warn(f"memory ran out: iterations of at most {self._most['tokens']} tokens follow", error)
         else:
             keep = self._most["sequences"] = max(1, len(serving) // 2)

@@ -25,10 +25,10 @@ def bin_resources(
 ) -> Resources:
     """Return the resources of a bin: `free` of `usable` pages, and at most `sequences` sequences, if given."""
     # Half of the tokens stay for prompts and pairs: decodes alone must not fill every iteration.
-    tokens = settings.max_batch_tokens
-    most = min(settings.max_sequences, tokens // 2, settings.max_sequences if sequences is None else sequences)
+    num_tokens = settings.max_batch_tokens
+    most = min(settings.max_sequences, num_tokens // 2, settings.max_sequences if sequences is None else sequences)
     return Resources(
-        free_pages=free, total_pages=usable, page_size=pages.page_size, max_tokens=tokens, max_sequences=most
+        free_pages=free, total_pages=usable, page_size=pages.page_size, max_tokens=num_tokens, max_sequences=most
     )
 
 

@@ -60,13 +60,13 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request under way: `tokens` are its prompt and answer; `pages` hold K/V of the first `computed` of them."""
+    """A request under way: `token_ids` are its prompt and answer; `pages` hold K/V of the first `computed` of them."""
 
     request: Request
     task: Task
     seed: int
     submitted_s: float
-    tokens: list[int]
+    token_ids: list[int]
     table: np.ndarray
     """`pages` as an array; entries past their number are meaningless."""
     pages: list[int] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Sequence:
     @property
     def generated(self) -> int:
         """Number of tokens sampled so far."""
-        return len(self.tokens) - self.prompt_tokens
+        return len(self.token_ids) - self.prompt_tokens
 
     @property
     def trie_key(self) -> Key:
@@ -165,7 +165,7 @@ class Sequence:
         if self.counts is None:
             repetition = self.request.sampling.repetition_penalty != 1.0
             self.counts = TokenCounts(self.request.prompt_ids if repetition else ())
-        self.counts.extend(self.tokens[self.prompt_tokens + self.counts.generated :])
+        self.counts.extend(self.token_ids[self.prompt_tokens + self.counts.generated :])
         return self.counts
 
     def end(self, token: int, end_ids: frozenset[int], max_context: int) -> FinishReason | None:
@@ -173,7 +173,7 @@ class Sequence:
         s = self.request.sampling
         if token in s.stop_token_ids or (token in end_ids and not s.ignore_eos):
             return "stop"
-        if self.generated >= s.max_tokens or len(self.tokens) >= max_context:
+        if self.generated >= s.max_tokens or len(self.token_ids) >= max_context:
             return "length"
         return None
 

@@ -112,13 +112,13 @@ class SequenceTable:
         Its place in the queue counts from `now`, its latency from `asked_s`: a request that waited for its user's turn
         does not overtake requests that were taken in before.
         """
-        task_id, tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
-        task = Task(task_id, Kind.PREFILL, now, tokens=tokens, service=request.service)
+        task_id, num_tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
+        task = Task(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
         task.run, task.run_cost = request.run, request.run_cost
         task.tenant = request.turn or request.user or request.adapter or ""
         if request.pace is not None:
             # Nobody expects a first token before the prompt can be computed.
-            ttft_s = max(request.pace.ttft_s, self._scheduler.cost.prompt_s(tokens, 0))
+            ttft_s = max(request.pace.ttft_s, self._scheduler.cost.prompt_s(num_tokens, 0))
             task.reader = Reader(request.pace.tokens_per_s, (now if asked_s is None else asked_s) + ttft_s)
         seed = request.sampling.seed
         sequence = Sequence(
@@ -126,11 +126,11 @@ class SequenceTable:
             task=task,
             seed=self._random.getrandbits(63) if seed is None else seed,
             submitted_s=now if asked_s is None else asked_s,
-            tokens=list(request.prompt_ids),
-            table=np.zeros(-(-(tokens + request.sampling.max_tokens) // self._pages.page_size), np.int64),
+            token_ids=list(request.prompt_ids),
+            table=np.zeros(-(-(num_tokens + request.sampling.max_tokens) // self._pages.page_size), np.int64),
         )
         # Set before it is scheduled, because deadlines decide which sequence waits for the other.
-        task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.tokens)
+        task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.num_tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
         self.stats.totals.requests += 1
         self._enter(sequence)
@@ -142,11 +142,11 @@ class SequenceTable:
         """
         if not factor:
             return
-        cost, tokens = self._scheduler.cost, len(request.prompt_ids)
-        target_s = self._scheduler.targets.ttft_s(request.service, tokens)
+        cost, num_tokens = self._scheduler.cost, len(request.prompt_ids)
+        target_s = self._scheduler.targets.ttft_s(request.service, num_tokens)
         tasks = [sequence.task for sequence in list(self.by_task.values())]
-        ahead = sum(t.tokens for t in tasks if t.kind is Kind.PREFILL and t.deadline_s <= now + target_s)
-        predicted_s = cost.prompt_s(tokens) + ahead * cost.token_s
+        ahead = sum(t.num_tokens for t in tasks if t.kind is Kind.PREFILL and t.deadline_s <= now + target_s)
+        predicted_s = cost.prompt_s(num_tokens) + ahead * cost.token_s
         if predicted_s > factor * target_s:
             raise FirstTokenLate(predicted_s, target_s, factor)
 
@@ -261,7 +261,7 @@ class SequenceTable:
         first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
         self._pages.match_prefix(sequence, reserve, first)
-        task.tokens, task.context = len(sequence.tokens) - sequence.computed, sequence.computed
+        task.num_tokens, task.context = len(sequence.token_ids) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
         self._count_pages(sequence)
         return True
@@ -281,7 +281,9 @@ class SequenceTable:
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
             row = rows.get(id(sequence))
-            if sequence.task.task_id in work.broken or (row is not None and drawn and drawn.tokens[row] == NOT_A_TOKEN):
+            if sequence.task.task_id in work.broken or (
+                row is not None and drawn and drawn.token_ids[row] == NOT_A_TOKEN
+            ):
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, None))
                 self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
                 continue
@@ -296,7 +298,7 @@ class SequenceTable:
                 self._prefix_wait.leave(sequence)
                 self.move(sequence, SequenceStatus.DECODE)
             self._append(sequence, drawn, row, now)
-            reason = sequence.end(drawn.tokens[row], self._end_ids, self._max_context)
+            reason = sequence.end(drawn.token_ids[row], self._end_ids, self._max_context)
             outcomes.append(TaskOutcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
             if reason:
                 self._end(sequence, reason, now, retire=False)
@@ -311,7 +313,7 @@ class SequenceTable:
         return f"{who} answers with numbers that are not finite"
 
     def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
-        stats, task, token = self.stats, sequence.task, drawn.tokens[row]
+        stats, task, token = self.stats, sequence.task, drawn.token_ids[row]
         if not sequence.first_token_s:
             sequence.first_token_s = now
             stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
@@ -320,7 +322,7 @@ class SequenceTable:
         if task.reader is not None:
             task.reader.take(now)
         sequence.last_token_s = now
-        sequence.tokens.append(token)
+        sequence.token_ids.append(token)
         stats.totals.output_tokens += 1
         event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
         self._events.append(event)
@@ -340,7 +342,7 @@ class SequenceTable:
         self._leave_slot(sequence)
         self.stats.outcomes[reason] += 1
         reader = sequence.task.reader
-        if reader is not None and reader.tokens:
+        if reader is not None and reader.num_tokens:
             self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
             if not sequence.forgotten:
                 self.stats.qoe_by_user.append((sequence.task.tenant, reader.qoe))
@@ -361,7 +363,7 @@ class SequenceTable:
         if not sequence.pinned:
             self._leave_slot(sequence)
         self._count_pages(sequence)
-        self._scheduler.restart(sequence.task, len(sequence.tokens), now)
+        self._scheduler.restart(sequence.task, len(sequence.token_ids), now)
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
         self.stats.totals.preemptions += 1

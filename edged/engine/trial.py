@@ -96,12 +96,12 @@ def _tokens(model: ServedModel, count: int, seed: int) -> np.ndarray:
 
 def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, attention: str) -> torch.Tensor:
     """Return the logits of transformers' own forward, with an adapter's leaves."""
-    tokens = torch.as_tensor(ids, device=model.device)
+    token_ids = torch.as_tensor(ids, device=model.device)
     if state is None:
-        return own_logits(model.model, tokens, attention)
+        return own_logits(model.model, token_ids, attention)
     weights = with_scaling(state.weights, state.form.scalings, model.dtype)
     with model.lora.training([LoraRows(0, len(ids), LoraParameters(weights, state.form.scalings, {}))]):
-        return own_logits(model.model, tokens, attention)
+        return own_logits(model.model, token_ids, attention)
 
 
 def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
@@ -156,7 +156,7 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
         return ""
 
     def check(keep: Kept) -> str:
-        settings = align.model_copy(update={"window_tokens": _WINDOW if keep == "inputs" else pair.tokens})
+        settings = align.model_copy(update={"window_tokens": _WINDOW if keep == "inputs" else pair.num_tokens})
         got = _gradients(model, settings, AdapterStep(state, [pair], []), keep)
         if like_own(model, got, own, _ROUNDING):
             return ""

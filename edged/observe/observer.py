@@ -118,7 +118,7 @@ def _bins(latest: list[Iteration]) -> dict[str, Any]:
         return {}
     slacks = [record.budget_s - record.elapsed_s for record in latest if record.budget_s is not None]
     return {
-        "edged_bin_tokens": {kind: mean(record.tokens(kind) for record in latest) for kind in Kind},
+        "edged_bin_tokens": {kind: mean(record.num_tokens(kind) for record in latest) for kind in Kind},
         "edged_bin_units": mean(len(record.units) for record in latest),
         "edged_iteration_slack_seconds": mean(slacks) if slacks else None,
     }

@@ -56,8 +56,8 @@ class Tracer:
         forward = max(started, computed - record.forward_s), computed
         if record.forward_s:
             yield _slice(ENGINE, FORWARDS, "forward", *forward, **_tokens(record))
-        for kind, begin, until, tokens in units:
-            yield _slice(ENGINE, UNITS, kind, begin, until, tokens=tokens)
+        for kind, begin, until, num_tokens in units:
+            yield _slice(ENGINE, UNITS, kind, begin, until, tokens=num_tokens)
         left = iter(units)
         for member in record.members:
             yield from self._member(record, member, forward, list(islice(left, member.units)))
@@ -84,19 +84,24 @@ class Tracer:
             self._named.add(member.task_id)
             name = " ".join(part for part in (request or f"task {member.task_id}", adapter) if part)
             yield _event("M", "thread_name", forward[0], *track, args={"name": name})
-        if member.tokens:
-            facts = {"tokens": member.tokens, "context": member.context, "adapter": adapter, "class": member.service}
+        if member.num_tokens:
+            facts = {
+                "tokens": member.num_tokens,
+                "context": member.context,
+                "adapter": adapter,
+                "class": member.service,
+            }
             yield _slice(*track, member.kind, *forward, iteration=record.number, **facts)
-        for kind, begin, until, tokens in units:
-            yield _slice(*track, kind, begin, until, tokens=tokens, iteration=record.number)
+        for kind, begin, until, num_tokens in units:
+            yield _slice(*track, kind, begin, until, tokens=num_tokens, iteration=record.number)
 
 
 def _units(record: Iteration) -> list[_Unit]:
     """Place the units, which are the iteration's last part, one after the other up to its end."""
     end = record.started_s + record.elapsed_s
     begin, units = max(record.started_s, end - sum(seconds for _, _, seconds in record.units)), []
-    for kind, tokens, seconds in record.units:
-        units.append((kind, begin, min(end, begin + seconds), tokens))
+    for kind, num_tokens, seconds in record.units:
+        units.append((kind, begin, min(end, begin + seconds), num_tokens))
         begin = units[-1][2]
     return units
 
@@ -113,7 +118,7 @@ def _facts(record: Iteration) -> dict[str, Any]:
 
 
 def _tokens(record: Iteration) -> dict[str, int]:
-    return {str(kind): record.tokens(kind) for kind in Kind}
+    return {str(kind): record.num_tokens(kind) for kind in Kind}
 
 
 def _head() -> list[Event]:

@@ -49,9 +49,9 @@ class _Running:
 
     def overhead_s(self) -> float:
         """Return the median seconds between the work of two iterations, while some requests decode."""
-        tokens = min(_TOKENS, self._parts.max_context_tokens // 2)
+        num_tokens = min(_TOKENS, self._parts.max_context_tokens // 2)
         for _ in range(_REQUESTS):
-            self._submit(tokens, answer=tokens)
+            self._submit(num_tokens, answer=num_tokens)
         self._wait()
         gaps = [
             then.started_s - now.started_s - now.forward_s - sum(seconds for _, _, seconds in now.units)
@@ -67,29 +67,29 @@ class _Running:
         prompt.
         """
         longest = self._parts.max_context_tokens - _ANSWER_TOKENS
-        lengths = sorted({min(tokens, longest) for tokens in REST_PROMPTS})
-        gained: dict[int, tuple[list[float], list[float]]] = {tokens: ([], []) for tokens in lengths}
+        lengths = sorted({min(num_tokens, longest) for num_tokens in REST_PROMPTS})
+        gained: dict[int, tuple[list[float], list[float]]] = {num_tokens: ([], []) for num_tokens in lengths}
         for number in range(rounds):
-            for index, (tokens, (rested, in_a_row)) in enumerate(gained.items()):
-                progress(number * len(lengths) + index, rounds * len(lengths), f"{tokens} tokens after a rest")
+            for index, (num_tokens, (rested, in_a_row)) in enumerate(gained.items()):
+                progress(number * len(lengths) + index, rounds * len(lengths), f"{num_tokens} tokens after a rest")
                 time.sleep(_REST_S)
-                rested.append(self._first_token_after_s(tokens))
-                in_a_row.append(self._first_token_after_s(tokens))
+                rested.append(self._first_token_after_s(num_tokens))
+                in_a_row.append(self._first_token_after_s(num_tokens))
         medians = (map(statistics.median, both) for both in gained.values())
         return max(0.0, statistics.median(rested - in_a_row for rested, in_a_row in medians))
 
-    def _first_token_after_s(self, tokens: int) -> float:
+    def _first_token_after_s(self, num_tokens: int) -> float:
         """Return the seconds from a lone prompt's submission to its first token."""
-        name = self._submit(tokens, _ANSWER_TOKENS)
+        name = self._submit(num_tokens, _ANSWER_TOKENS)
         self._wait()
         return self._recorder.answers[name].ttft_s or 0.0
 
-    def _submit(self, tokens: int, answer: int) -> str:
+    def _submit(self, num_tokens: int, answer: int) -> str:
         """Submit a prompt that shares no prefix with another one."""
         vocab = self._parts.model.shape.vocab_size
-        prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=tokens))
+        prompt = tuple(self._generator.choices(range(min(8, vocab - 1), vocab), k=num_tokens))
         name = f"timed {next(self._numbers)}"
-        self._recorder.expect(name, time.monotonic(), tokens)
+        self._recorder.expect(name, time.monotonic(), num_tokens)
         self._parts.submit(Request(name, prompt, Sampling(max_tokens=answer, ignore_eos=True)))
         return name
 

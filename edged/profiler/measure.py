@@ -63,7 +63,7 @@ class Shape:
     @property
     def text(self) -> str:
         """A description for people."""
-        chunks = ", ".join(f"{tokens} tokens after {context}" for tokens, context in dict.fromkeys(self.chunks))
+        chunks = ", ".join(f"{num_tokens} tokens after {context}" for num_tokens, context in dict.fromkeys(self.chunks))
         parts = [f"{self.decodes} decodes over {self.context}"] if self.decodes else []
         return ", ".join([*parts, f"{len(self.chunks)} x {chunks}"] if chunks else parts)
 
@@ -71,21 +71,21 @@ class Shape:
     def load(self) -> Load:
         """The load that the cost model prices."""
         load = Load(decodes=self.decodes, context=self.decodes * self.context, adapters=self.adapters)
-        for tokens, context in self.chunks:
-            load.add_chunk(tokens, context, finetune=False)
+        for num_tokens, context in self.chunks:
+            load.add_chunk(num_tokens, context, finetune=False)
         return load
 
     def pages(self, page_size: int) -> int:
         """Return the pages that its sequences hold together."""
-        ends = [self.context + 1] * self.decodes + [tokens + context for tokens, context in self.chunks]
+        ends = [self.context + 1] * self.decodes + [num_tokens + context for num_tokens, context in self.chunks]
         return sum(-(-end // page_size) for end in ends)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One DPO step: `pairs` of `tokens` each for each of `adapters` adapters, beside `decodes`."""
+    """One DPO step: `pairs` of `num_tokens` each for each of `adapters` adapters, beside `decodes`."""
 
-    tokens: int
+    num_tokens: int
     pairs: int
     keep: Kept
     decodes: int = 0
@@ -94,7 +94,7 @@ class StepShape:
     @property
     def text(self) -> str:
         """A description for people."""
-        return f"a step of {self.adapters} over {self.pairs} x {self.tokens} tokens"
+        return f"a step of {self.adapters} over {self.pairs} x {self.num_tokens} tokens"
 
 
 def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
@@ -107,12 +107,12 @@ def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
     contexts = sorted({min(context, longest - 1) for context in CONTEXTS})
     found = [Shape(n, context) for n in DECODES[::stride] for context in contexts[::stride]]
     before = [0, *contexts[1::stride]]
-    found += [Shape(chunks=((tokens, context),)) for tokens in CHUNKS[::stride] for context in before]
-    found += [Shape(chunks=((tokens, 0),) * 4) for tokens in CHUNKS[1:6:stride]]
+    found += [Shape(chunks=((num_tokens, context),)) for num_tokens in CHUNKS[::stride] for context in before]
+    found += [Shape(chunks=((num_tokens, 0),) * 4) for num_tokens in CHUNKS[1:6:stride]]
     for number in MIXED_DECODES[::stride]:
-        for tokens in MIXED_CHUNKS:
-            found.append(Shape(number, contexts[0], ((tokens, 0),)))
-            found.append(Shape(number, contexts[-1] // 4, ((tokens, contexts[-1] // 8),)))
+        for num_tokens in MIXED_CHUNKS:
+            found.append(Shape(number, contexts[0], ((num_tokens, 0),)))
+            found.append(Shape(number, contexts[-1] // 4, ((num_tokens, contexts[-1] // 8),)))
     for adapters in ADAPTERS[::stride]:
         found += [Shape(max(number, adapters), contexts[0], adapters=adapters) for number in (1, 8, 32)]
         found.append(Shape(chunks=((128, 0),) * adapters, adapters=adapters))
@@ -121,10 +121,10 @@ def forward_shapes(parts: Engine, quick: bool) -> list[Shape]:
         {
             replace(shape, adapters=max(least, shape.adapters))
             for shape in found
-            if shape.load.tokens <= serving.max_batch_tokens
+            if shape.load.num_tokens <= serving.max_batch_tokens
             and shape.decodes <= serving.max_sequences
             and shape.adapters <= parts.slots.count
-            and all(tokens + context <= longest for tokens, context in shape.chunks)
+            and all(num_tokens + context <= longest for num_tokens, context in shape.chunks)
             and shape.pages(parts.runner.pages.pool.page_size) < parts.runner.pages.pool.pages
         },
         key=repr,
@@ -138,11 +138,11 @@ def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
         return []
     found = []
     for eighths in (1, 4) if quick else (1, 2, 3, 4, 6, 8):
-        tokens = min(max(12, align.window_tokens * eighths // 8), align.max_pair_tokens)
+        num_tokens = min(max(12, align.window_tokens * eighths // 8), align.max_pair_tokens)
         for pairs, decodes in ((1, 0), (2, 8)):
-            found.append(StepShape(tokens, pairs, "inputs", decodes))
-            if align.keep_graph in ("auto", "graph") and tokens * pairs <= align.window_tokens:
-                found.append(StepShape(tokens, pairs, "graph"))
+            found.append(StepShape(num_tokens, pairs, "inputs", decodes))
+            if align.keep_graph in ("auto", "graph") and num_tokens * pairs <= align.window_tokens:
+                found.append(StepShape(num_tokens, pairs, "graph"))
     joint = [number for number in (2, 4) if number <= align.joint_adapters]
     return found + [StepShape(max(12, align.window_tokens // 8), 1, "inputs", adapters=number) for number in joint]
 
@@ -204,8 +204,8 @@ class Prober:
             for _, (load, times) in sorted(self._forwards.items())
         ]
         units = [
-            UnitTime(kind=kind, tokens=tokens, seconds=median_high(times))
-            for (kind, tokens), times in sorted(self._units.items())
+            UnitTime(kind=kind, tokens=num_tokens, seconds=median_high(times))
+            for (kind, num_tokens), times in sorted(self._units.items())
         ]
         random.Random(0).shuffle(forwards)
         random.Random(0).shuffle(units)
@@ -236,7 +236,7 @@ class Prober:
         self, running: Sequence[Running], *tuned: Grant, open_steps: dict[int, OpenStep] | None = None
     ) -> RunnerOutput:
         """Run one plan on the executor; the sequences are restored afterwards."""
-        grants = [Grant(sequence.task, sequence.task.tokens) for sequence in running]
+        grants = [Grant(sequence.task, sequence.task.num_tokens) for sequence in running]
         known = {sequence.task.task_id: sequence for sequence in running}
         plan = Plan([*grants, *tuned])
         work = self._parts.runner.run(plan, known, open_steps or {}, lambda: False, lambda: None)
@@ -244,18 +244,18 @@ class Prober:
             sequence.computed = sequence.task.context
         return work
 
-    def _sequence(self, tokens: int, context: int, slot: int) -> Running:
-        """Make a sequence with `tokens` to compute after `context` others, which have pages."""
-        task = Task(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, tokens=tokens, context=context)
-        prompt = self._tokens(tokens + context)
+    def _sequence(self, num_tokens: int, context: int, slot: int) -> Running:
+        """Make a sequence with `num_tokens` to compute after `context` others, which have pages."""
+        task = Task(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=num_tokens, context=context)
+        prompt = self._tokens(num_tokens + context)
         size = self._pages.page_size
         sequence = Running(
             Request(f"probe {task.task_id}", prompt, Sampling()),
             task,
             seed=task.task_id,
             submitted_s=0.0,
-            tokens=list(prompt),
-            table=np.zeros(-(-(tokens + context) // size), np.int64),
+            token_ids=list(prompt),
+            table=np.zeros(-(-(num_tokens + context) // size), np.int64),
             computed=context,
             slot=slot,
         )
@@ -294,7 +294,7 @@ class Prober:
                     load = Load(decodes=shape.decodes, context=_DECODE_CONTEXT * shape.decodes, finetune_tokens=chunk)
                     self._note(load, work.forward_s)
                 for unit, seconds in work.units:
-                    self._units.setdefault((unit.kind, unit.tokens), []).append(seconds)
+                    self._units.setdefault((unit.kind, unit.num_tokens), []).append(seconds)
         finally:
             for sequence in running:
                 self._pages.free(sequence)
@@ -315,13 +315,13 @@ class Prober:
         trainer = self._parts.trainer
         names = [f"prober-learner-{number}" for number in range(shape.adapters)]
         for name in names:
-            trainer.submit([self._pair(name, shape.tokens) for _ in range(shape.pairs)])
+            trainer.submit([self._pair(name, shape.num_tokens) for _ in range(shape.pairs)])
             trainer.adapter_cache.get(name)
         return trainer.open(names[0], shape.keep, lambda name: name in names)
 
-    def _pair(self, adapter: str, tokens: int) -> TokenPair:
+    def _pair(self, adapter: str, num_tokens: int) -> TokenPair:
         """Make a pair of random tokens: half prompt, a quarter each answer."""
-        answer = max(2, tokens // 4)
+        answer = max(2, num_tokens // 4)
         self._pair_ids += 1
-        prompt = self._tokens(max(1, tokens - 2 * answer))
+        prompt = self._tokens(max(1, num_tokens - 2 * answer))
         return TokenPair(self._pair_ids, adapter, prompt, self._tokens(answer), self._tokens(answer))

@@ -129,8 +129,8 @@ def _largest_forward(parts: Engine) -> Shape:
     serving, page, pages = parts.settings.serving, parts.runner.pages.page_size, parts.runner.pages.pool.pages - 1
     decodes = min(serving.max_sequences, serving.max_batch_tokens // 2, pages // 4) - 1
     room = (pages - decodes - 1) * page
-    tokens = min(serving.max_batch_tokens - decodes, parts.max_context_tokens, room)
-    return Shape(decodes, page - 1, ((tokens, min(parts.max_context_tokens, room) - tokens),))
+    num_tokens = min(serving.max_batch_tokens - decodes, parts.max_context_tokens, room)
+    return Shape(decodes, page - 1, ((num_tokens, min(parts.max_context_tokens, room) - num_tokens),))
 
 
 def _peak_of(device: torch.device, work: Callable[[], object]) -> int:

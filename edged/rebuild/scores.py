@@ -64,25 +64,31 @@ def answer_logps(model: Any, adapter: str | None, prompt: Sequence[int], answer:
 
 
 @torch.no_grad()
-def greedy_agreement(model: Any, one: str, other: str, prompts: Sequence[Sequence[int]], tokens: int) -> float | None:
-    """Return the mean share of the first `tokens` greedy tokens before the two adapters diverge; None without
+def greedy_agreement(
+    model: Any, one: str, other: str, prompts: Sequence[Sequence[int]], num_tokens: int
+) -> float | None:
+    """Return the mean share of the first `num_tokens` greedy tokens before the two adapters diverge; None without
     prompts."""
     if not prompts:
         return None
     shares = []
     for prompt in prompts:
-        answers = [_greedy(model, adapter, prompt, tokens) for adapter in (one, other)]
+        answers = [_greedy(model, adapter, prompt, num_tokens) for adapter in (one, other)]
         longest = max(map(len, answers))
         same = len(list(takewhile(lambda both: both[0] == both[1], zip(*answers, strict=False))))
         shares.append(same / longest if longest else 1.0)
     return sum(shares) / len(shares)
 
 
-def _greedy(model: Any, adapter: str, prompt: Sequence[int], tokens: int) -> list[int]:
+def _greedy(model: Any, adapter: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
     ids = torch.tensor([list(prompt)], device=model.device)
     with _as(model, adapter):
         out = model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens, use_cache=True
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            use_cache=True,
         )
     found: list[int] = out[0, len(prompt) :].tolist()
     return found

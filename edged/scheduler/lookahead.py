@@ -13,7 +13,7 @@ from edged.scheduler.task import Grant, Kind, Plan, Task
 _LATE = 0.25
 """Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
 
-_state = attrgetter("kind", "tokens", "context", "capacity", "units", "next_unit")
+_state = attrgetter("kind", "num_tokens", "context", "capacity", "units", "next_unit")
 """Fields of a task that have to be as foreseen; its deadline may differ by the iteration's prediction error."""
 
 
@@ -43,11 +43,11 @@ class LookaheadPlan:
         if any(task_id in live and _state(copy) != _state(live[task_id]) for task_id, copy in self.tasks.items()):
             return None
         grants = [
-            Grant(live[grant.task.task_id], grant.tokens, grant.units, grant.window)
+            Grant(live[grant.task.task_id], grant.num_tokens, grant.units, grant.window)
             for grant in self.plan.grants
             if grant.task.task_id in live
         ]
-        pages = sum(grant.task.pages_for(grant.tokens, self.page_size) for grant in grants)
+        pages = sum(grant.task.pages_for(grant.num_tokens, self.page_size) for grant in grants)
         return replace(self.plan, grants=grants, pages=pages, foreseen=True) if grants else None
 
 
@@ -59,7 +59,7 @@ def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues
     """
     ahead = TaskQueues(queues.order)
     ahead.throttled = queues.throttled
-    granted = {grant.task.task_id: grant.tokens for grant in plan.grants}
+    granted = {grant.task.task_id: grant.num_tokens for grant in plan.grants}
     started = {task.task_id for task in queues.started}
     running = list(queues.active())
     known = {task.task_id for task in running}
@@ -71,20 +71,20 @@ def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues
     for task in running + entered:
         copy = replace(task)
         # A prompt whose beginning was found in the cache has less to do than was granted.
-        tokens = min(granted.get(task.task_id, 0), task.tokens)
-        if tokens:
-            _advance(copy, tokens, page_size)
+        num_tokens = min(granted.get(task.task_id, 0), task.num_tokens)
+        if num_tokens:
+            _advance(copy, num_tokens, page_size)
             if copy.kind is Kind.DECODE:
                 decoded.append(copy)
-        ahead.file(copy, started=task.task_id in started or tokens > 0)
+        ahead.file(copy, started=task.task_id in started or num_tokens > 0)
     return ahead, decoded
 
 
-def _advance(task: Task, tokens: int, page_size: int) -> None:
-    pages = task.pages_for(tokens, page_size)
+def _advance(task: Task, num_tokens: int, page_size: int) -> None:
+    pages = task.pages_for(num_tokens, page_size)
     task.held_pages += pages
     task.capacity += pages * page_size
-    task.context += tokens
-    task.tokens -= tokens
-    if not task.tokens:
-        task.kind, task.tokens = Kind.DECODE, 1
+    task.context += num_tokens
+    task.num_tokens -= num_tokens
+    if not task.num_tokens:
+        task.kind, task.num_tokens = Kind.DECODE, 1

@@ -30,7 +30,7 @@ class Reader:
     """Tokens a second."""
     ideal_s: float
     """Moment at which the first token is expected."""
-    tokens: int = 0
+    num_tokens: int = 0
     """Number of tokens delivered."""
     read_s: float = 0.0
     """Moment at which the latest token is read; meaningless before the first."""
@@ -40,18 +40,18 @@ class Reader:
     def take(self, now: float) -> None:
         """Take a token that is delivered `now`."""
         self.read_s = max(now, self.dry_s)
-        self.delay_s += self.read_s - self.ideal_s - self.tokens / self.pace
-        self.tokens += 1
+        self.delay_s += self.read_s - self.ideal_s - self.num_tokens / self.pace
+        self.num_tokens += 1
 
     @property
     def dry_s(self) -> float:
         """Moment at which the reader has nothing left to read: the next token's deadline."""
-        return self.read_s + 1.0 / self.pace if self.tokens else self.ideal_s
+        return self.read_s + 1.0 / self.pace if self.num_tokens else self.ideal_s
 
     @property
     def stall_s(self) -> float:
         """Seconds that the reader has waited for tokens so far, beyond the expected wait for the first."""
-        return self.read_s - self.ideal_s - (self.tokens - 1) / self.pace if self.tokens else 0.0
+        return self.read_s - self.ideal_s - (self.num_tokens - 1) / self.pace if self.num_tokens else 0.0
 
     @property
     def qoe(self) -> float:
@@ -67,9 +67,11 @@ class Reader:
         return self._qoe(self.read_s)
 
     def _qoe(self, horizon_s: float) -> float:
-        if not self.tokens:
+        if not self.num_tokens:
             return 0.0
-        whole_s = self.tokens * (horizon_s - self.ideal_s) - self.tokens * (self.tokens - 1) / (2.0 * self.pace)
+        whole_s = self.num_tokens * (horizon_s - self.ideal_s) - self.num_tokens * (self.num_tokens - 1) / (
+            2.0 * self.pace
+        )
         return min(1.0, max(0.0, 1.0 - self.delay_s / whole_s)) if whole_s > 0.0 and self.delay_s > 0.0 else 1.0
 
     def gain(self, now: float, horizon_s: float, starts_s: float, tokens_per_s: float) -> float:

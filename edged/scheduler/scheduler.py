@@ -33,7 +33,7 @@ class Scheduler:
     """Plans iterations and applies their results.
 
     A task is the same object from `add` until an outcome retires it or `remove` takes it away; only the engine sets its
-    `held_pages` and `capacity`, only the scheduler its kind, `tokens`, `context` and `next_unit` meanwhile (but see
+    `held_pages` and `capacity`, only the scheduler its kind, `num_tokens`, `context` and `next_unit` meanwhile (but see
     `update`).
     """
 
@@ -102,7 +102,7 @@ class Scheduler:
             raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
         if math.isinf(task.deadline_s):
             if task.kind is Kind.PREFILL:
-                task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.tokens, task.context)
+                task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.num_tokens, task.context)
             elif task.kind is Kind.DECODE:
                 self._set_due([task], self.queues.decodes, now)
         if self._parked.pop(task.task_id, None) is None:
@@ -125,13 +125,13 @@ class Scheduler:
         self._take(task)
         self._parked[task.task_id] = task
 
-    def restart(self, task: Task, tokens: int, now: float) -> None:
-        """Start a preempted task, whose pages are gone, over with `tokens` to compute; it keeps its arrival."""
+    def restart(self, task: Task, num_tokens: int, now: float) -> None:
+        """Start a preempted task, whose pages are gone, over with `num_tokens` to compute; it keeps its arrival."""
         self._take(task)
         self._now = now
         if task.kind is not Kind.FINETUNE:
             task.kind = Kind.PREFILL
-        task.tokens = tokens
+        task.num_tokens = num_tokens
         task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = task.ahead = 0
         task.underway = False
         task.preemptions += 1
@@ -250,28 +250,28 @@ class Scheduler:
             task, kind = outcome.task, outcome.next_kind
             if queues.tasks.get(task.task_id) is not task:
                 continue
-            task.context += outcome.tokens
-            if task.kind is Kind.FINETUNE and not task.tokens:
-                task.ahead -= outcome.tokens
+            task.context += outcome.num_tokens
+            if task.kind is Kind.FINETUNE and not task.num_tokens:
+                task.ahead -= outcome.num_tokens
             else:
-                task.tokens -= outcome.tokens
+                task.num_tokens -= outcome.num_tokens
             if kind is Kind.DECODE:
                 if task.kind is Kind.PREFILL:
-                    if task.tokens:
-                        left = f"{task.tokens} tokens of its prompt are left"
+                    if task.num_tokens:
+                        left = f"{task.num_tokens} tokens of its prompt are left"
                         raise ValueError(f"task {task.task_id} cannot decode: {left}")
                     self._take(task)
                     task.kind = Kind.DECODE
                     self._guarded(queues.file, task)
-                task.tokens = 1
+                task.num_tokens = 1
                 decoded.append(task)
                 continue
             if task.kind is Kind.FINETUNE:
                 task.next_unit += outcome.units
-                task.underway |= bool(outcome.tokens or outcome.units)
+                task.underway |= bool(outcome.num_tokens or outcome.units)
             if kind is None:
                 self._retire(task)
-            elif kind is Kind.PREFILL and outcome.tokens:
+            elif kind is Kind.PREFILL and outcome.num_tokens:
                 self._take(task)
                 self._guarded(queues.file, task, True)
         self._set_due(decoded, queues.decodes, now)

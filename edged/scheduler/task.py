@@ -35,11 +35,11 @@ class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
 
     `kind` is "graph", "head", "score" (a head without a gradient), "layer", "grad", "step" (the optimizer) or "test"
-    (a held-out pair's heads); `tokens` is the window it covers, but of "step" the adapters that take one.
+    (a held-out pair's heads); `num_tokens` is the window it covers, but of "step" the adapters that take one.
     """
 
     kind: str
-    tokens: int
+    num_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Task:
     """Start of the wait that raises the priority: its request's arrival; work moves a fine-tune task's towards now."""
     deadline_s: float = math.inf
     """When its next token is due (TTFT or TBT target), for serving; `Scheduler.add` sets it when it is inf."""
-    tokens: int = 1
+    num_tokens: int = 1
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
     """Number of tokens that are computed already."""
@@ -77,7 +77,7 @@ class Task:
     groups_done: int = 0
     """Groups of a fine-tune step's pairs that have ended."""
     underway: bool = False
-    """Whether a fine-tune task has computed parts of its step before those in `tokens` and `units`."""
+    """Whether a fine-tune task has computed parts of its step before those in `num_tokens` and `units`."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
@@ -105,24 +105,24 @@ class Task:
     @property
     def has_work(self) -> bool:
         """Whether anything of a fine-tune task's step is still to run."""
-        return self.tokens > 0 or self.next_unit < len(self.units)
+        return self.num_tokens > 0 or self.next_unit < len(self.units)
 
-    def pages_for(self, tokens: int, page_size: int) -> int:
-        """Return the pages that it must get to compute `tokens` more."""
-        missing = self.context + tokens - self.capacity
-        return -(-missing // page_size) if tokens and missing > 0 else 0
+    def pages_for(self, num_tokens: int, page_size: int) -> int:
+        """Return the pages that it must get to compute `num_tokens` more."""
+        missing = self.context + num_tokens - self.capacity
+        return -(-missing // page_size) if num_tokens and missing > 0 else 0
 
 
 @dataclass(slots=True)
 class Grant:
-    """The work that one task may do in this iteration: `tokens` of forward, then up to `units` units.
+    """The work that one task may do in this iteration: `num_tokens` of forward, then up to `units` units.
 
     Nobody changes it, nor a `TaskOutcome`: frozen ones, made by the dozen in every iteration, would take three times as
     long.
     """
 
     task: Task
-    tokens: int
+    num_tokens: int
     units: int = 0
     window: int = 0
     """Rows of the last unit to compute, its last ones, where it can be cut; 0: all of it."""
@@ -156,7 +156,7 @@ class TaskOutcome:
     """The result of a grant. `next_kind` is None when the task is finished (MACE's CheckEnd)."""
 
     task: Task
-    tokens: int
+    num_tokens: int
     units: int
     next_kind: Kind | None
 

@@ -46,12 +46,12 @@ class Pass(Load):
     adapted: int = 0
     """Tokens that a LoRA adapter is applied to."""
 
-    def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
+    def add_chunk(self, num_tokens: int, context: int, finetune: bool) -> None:
         """Count a chunk that follows `context` tokens of its own sequence."""
-        Load.add_chunk(self, tokens, context, finetune)
+        Load.add_chunk(self, num_tokens, context, finetune)
         self.chunk_context += context
         if finetune:
-            self.tuned_pairs += tokens * (context + 0.5 * tokens)
+            self.tuned_pairs += num_tokens * (context + 0.5 * num_tokens)
 
 
 @dataclass(slots=True)
@@ -130,14 +130,14 @@ class _Roofline:
         Bytes and operations of both add up on the device, each at its rate; neither ends sooner than it would alone.
         """
         alone_s = self.forward_s(forward), self.forward_s(finetune) + sum(map(self.unit_s, units))
-        passes = (self._forward_parts(load) for load in (forward, finetune) if load.tokens)
+        passes = (self._forward_parts(load) for load in (forward, finetune) if load.num_tokens)
         parts = [part for work in (*passes, *map(self._unit_parts, units)) for part in work]
         moved, flops = map(sum, zip(*parts, strict=True))
         return max(*alone_s, self._part_s(moved, flops)) / sum(alone_s)
 
     def forward_s(self, load: Pass) -> float:
         """Return the seconds of one packed forward with sampling; 0 when it is empty."""
-        if not load.tokens:
+        if not load.num_tokens:
             return 0.0
         device_s = sum(self._part_s(*part) for part in self._forward_parts(load))
         kernels = self._layers * LAYER_KERNELS["forward"]
@@ -157,11 +157,11 @@ class _Roofline:
 
     def _forward_parts(self, load: Pass) -> list[tuple[float, float]]:
         """Return (bytes, operations) of a forward's parts, which follow one another."""
-        tokens, chunks = load.tokens, load.prefill_tokens + load.finetune_tokens
-        unpacked = self._unpacked_bytes if tokens > 1 else 0
+        num_tokens, chunks = load.num_tokens, load.prefill_tokens + load.finetune_tokens
+        unpacked = self._unpacked_bytes if num_tokens > 1 else 0
         pairs = load.pairs + load.tuned_pairs
         parts: list[tuple[float, float]] = [
-            (self._weight_bytes + unpacked, 2.0 * self._weights * tokens),
+            (self._weight_bytes + unpacked, 2.0 * self._weights * num_tokens),
             (self._kv_bytes * load.context, self._pair_flops * load.context),
             (self._kv_bytes * (load.chunk_context + chunks), self._pair_flops * pairs),
         ]
@@ -174,7 +174,7 @@ class _Roofline:
 
     def _unit_parts(self, unit: Unit) -> list[tuple[float, float]]:
         """Return (bytes, operations) of a fine-tune unit's parts, which follow one another."""
-        n = unit.tokens
+        n = unit.num_tokens
         if unit.kind in _HEAD_PASSES:
             passes = _HEAD_PASSES[unit.kind]
             moved = passes * (self._item * self._head_weights + _LOGIT_PASSES * 4 * self._vocab * n)

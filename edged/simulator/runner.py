@@ -177,20 +177,20 @@ class SimulatedRunner:
         work, load = RunnerOutput(), Pass()
         tuned = Pass() if self._two_streams else load
         for grant in plan.grants:
-            if not grant.tokens:
+            if not grant.num_tokens:
                 continue
             task_id = grant.task.task_id
             try:
                 if task_id in sequences:
-                    self._serve(sequences[task_id], grant.tokens, work, load)
+                    self._serve(sequences[task_id], grant.num_tokens, work, load)
                 else:
-                    work.finetuned[task_id] = self._tune(open_steps[task_id], grant.tokens, tuned)
+                    work.finetuned[task_id] = self._tune(open_steps[task_id], grant.num_tokens, tuned)
             except OutOfPages:
                 # As in ModelRunner: the task waits an iteration.
                 continue
         load.sampled = len(work.sampled)
         pace = 1.0
-        if tuned is not load and load.tokens:
+        if tuned is not load and load.num_tokens:
             units = [
                 unit
                 for grant in plan.grants
@@ -203,8 +203,8 @@ class SimulatedRunner:
         work.forward_s = pace * self._forward_s(load)
         if tuned is not load:
             work.forward_s += pace * self._forward_s(tuned)
-        for sequence, tokens in work.prefilled:
-            sequence.computed += tokens
+        for sequence, num_tokens in work.prefilled:
+            sequence.computed += num_tokens
         # Each request has its own token, so that no other prompt shares its answer as a prefix.
         drawn = [_PLACEHOLDER + sequence.task.task_id for sequence in work.sampled]
         nothing: list[Any] = [None] * len(drawn)
@@ -223,7 +223,7 @@ class SimulatedRunner:
         """Return the seconds that a forward takes this time."""
         chunks = load.prefill_tokens + load.finetune_tokens > 0
         penalty = self._device.noise.decode_after_chunk if self._after_chunk and not chunks else 0.0
-        self._after_chunk = chunks or (self._after_chunk and not load.tokens)
+        self._after_chunk = chunks or (self._after_chunk and not load.num_tokens)
         return self._jittered(self._device.forward_s(load) * (1.0 + penalty))
 
     def _jittered(self, seconds: float) -> float:
@@ -231,27 +231,27 @@ class SimulatedRunner:
         jitter = self._device.noise.jitter
         return seconds * self._chance.lognormvariate(-0.5 * jitter**2, jitter) if jitter else seconds
 
-    def _serve(self, sequence: Sequence, tokens: int, work: RunnerOutput, load: Pass) -> None:
-        tokens = self.pages.grow(sequence, tokens)
+    def _serve(self, sequence: Sequence, num_tokens: int, work: RunnerOutput, load: Pass) -> None:
+        num_tokens = self.pages.grow(sequence, num_tokens)
         if sequence.task.kind is Kind.DECODE:
             load.decodes += 1
             load.context += sequence.rows
             if self._pruner is not None:
                 self._pruner.look(sequence)
         else:
-            load.add_chunk(tokens, sequence.computed, finetune=False)
+            load.add_chunk(num_tokens, sequence.computed, finetune=False)
         if sequence.slot != NO_SLOT:
-            load.adapted += tokens
+            load.adapted += num_tokens
             load.adapters = 1
-        work.prefilled.append((sequence, tokens))
-        if sequence.computed + tokens == len(sequence.tokens):
+        work.prefilled.append((sequence, num_tokens))
+        if sequence.computed + num_tokens == len(sequence.token_ids):
             work.sampled.append(sequence)
 
-    def _tune(self, open_step: SimulatedOpenStep, tokens: int, load: Pass) -> int:
-        """Advance a step's streams by up to `tokens`; return the tokens done. Raises OutOfPages before any stream has
+    def _tune(self, open_step: SimulatedOpenStep, num_tokens: int, load: Pass) -> int:
+        """Advance a step by up to `num_tokens`; return the tokens done. Raises OutOfPages before any stream has
         advanced."""
         taken: list[tuple[SimulatedStream, int]] = []
-        needed, left, size = 0, tokens, self.pages.page_size
+        needed, left, size = 0, num_tokens, self.pages.page_size
         for stream in open_step.step.packing:
             piece = min(stream.left, left)
             if piece:
@@ -264,7 +264,7 @@ class SimulatedRunner:
             load.adapted += 0 if stream.reference else piece
             stream.done += piece
             stream.pages = max(stream.pages, -(-stream.done // size))
-        return tokens - left
+        return num_tokens - left
 
     def run_units(
         self,

@@ -94,12 +94,12 @@ class Simulation(LoadRun):
         self.engine.cancel_all()
 
 
-def lone_ttft_s(device: Device, tokens: int, most: int) -> float:
+def lone_ttft_s(device: Device, num_tokens: int, most: int) -> float:
     """Return the seconds to the first token of a lone prompt under an adapter, in chunks of at most `most` tokens."""
     total_s, done = 0.0, 0
-    while done < tokens:
-        chunk = min(most, tokens - done)
-        load = Pass(adapters=1, adapted=chunk, sampled=int(done + chunk == tokens))
+    while done < num_tokens:
+        chunk = min(most, num_tokens - done)
+        load = Pass(adapters=1, adapted=chunk, sampled=int(done + chunk == num_tokens))
         load.add_chunk(chunk, done, finetune=False)
         total_s += device.overhead_s + device.forward_s(load)
         done += chunk

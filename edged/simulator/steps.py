@@ -22,7 +22,7 @@ from edged.settings.load import AlignSettings
 class SimulatedStream:
     """One pair's forward under the adapter or, when `reference`, under the base."""
 
-    tokens: int
+    num_tokens: int
     reference: bool
     packed: bool
     """Whether packed forwards compute it."""
@@ -32,7 +32,7 @@ class SimulatedStream:
     @property
     def left(self) -> int:
         """Tokens that packed forwards are still to compute."""
-        return self.tokens - self.done if self.packed else 0
+        return self.num_tokens - self.done if self.packed else 0
 
 
 class SimulatedStep(StepPlan):
@@ -64,8 +64,8 @@ class SimulatedStep(StepPlan):
         streams = []
         for pair in pairs:
             if self.needs_reference(pair):
-                streams.append(SimulatedStream(pair.tokens, reference=True, packed=True))
-            streams.append(SimulatedStream(pair.tokens, reference=False, packed=packed))
+                streams.append(SimulatedStream(pair.num_tokens, reference=True, packed=True))
+            streams.append(SimulatedStream(pair.num_tokens, reference=False, packed=packed))
         return streams
 
     @property
@@ -142,7 +142,7 @@ class SimulatedFinetuning:
     def submit(self, pair: TokenPair, now: float) -> None:
         """Queue a pair; one that the KV cache has no room for, or that the policy never trains on, is dropped."""
         self.pairs[pair.pair_id] = SentPair(now)
-        if self._scheduler.policy.trains and self._align.enabled and pair.tokens <= self._most_tokens:
+        if self._scheduler.policy.trains and self._align.enabled and pair.num_tokens <= self._most_tokens:
             self._queue.queue.append(pair)
 
     def version(self, adapter: str | None) -> int:
@@ -179,9 +179,9 @@ class SimulatedFinetuning:
 
     def _sync(self, open_step: SimulatedOpenStep) -> None:
         task, streams = open_step.task, [*open_step.step.streams, *open_step.step.ahead]
-        task.tokens, task.next_unit = open_step.step.tokens_left, 0
+        task.num_tokens, task.next_unit = open_step.step.tokens_left, 0
         task.ahead = sum(stream.left for stream in open_step.step.ahead)
-        task.units = tuple(Unit(kind, tokens) for kind, tokens in open_step.step.units)
+        task.units = tuple(Unit(kind, num_tokens) for kind, num_tokens in open_step.step.units)
         task.groups_done = open_step.step.groups_done
         task.context = sum(stream.done for stream in streams)
         task.held_pages = len(open_step.pages)
@@ -233,7 +233,7 @@ class SimulatedFinetuning:
     def _close(self, now: float) -> None:
         pairs = self._queue.taken
         self._queue.end()
-        self.trained_tokens += sum(pair.tokens for pair in pairs)
+        self.trained_tokens += sum(pair.num_tokens for pair in pairs)
         for pair in pairs:
             known = replace(pair, epochs_done=pair.epochs_done + 1, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
             sent = self.pairs[pair.pair_id]

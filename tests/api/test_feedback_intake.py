@@ -80,7 +80,7 @@ def test_the_texts_of_queued_pairs_are_read_one_after_the_other(store: Store) ->
     peak = peak_of_resuming(feedback_intake)
     feedback_intake.close()
     assert [pair.pair_id for pair in engine.pairs] == list(range(1, PAIRS + 1))
-    assert max(pair.tokens for pair in engine.pairs) <= 1024
+    assert max(pair.num_tokens for pair in engine.pairs) <= 1024
     assert peak < ALL_TEXTS / 4
 
 

@@ -63,8 +63,8 @@ def check_prefixes(prefixes: InflightPrefixes) -> None:
             assert leader.rank < prompt.rank, f"{prompt.name} waits for {leader.name}, who comes later"
             assert prompt in leader.followers, f"{leader.name} does not know that {prompt.name} waits"
             end = prompt.shared * prefixes._size
-            assert 0 < end < len(prompt.tokens), f"{prompt.name} waits for all of its {len(prompt.tokens)} tokens"
-            assert leader.tokens[:end] == prompt.tokens[:end], f"{prompt.name} waits for another's pages"
+            assert 0 < end < len(prompt.token_ids), f"{prompt.name} waits for all of its {len(prompt.token_ids)} tokens"
+            assert leader.token_ids[:end] == prompt.token_ids[:end], f"{prompt.name} waits for another's pages"
         assert all(follower.leader is prompt for follower in prompt.followers), f"{prompt.name} keeps a follower"
         node: _SharedPages | None = prompt.node
         while node is not None:

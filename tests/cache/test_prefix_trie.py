@@ -199,7 +199,7 @@ def test_a_lookup_is_linear_in_the_prompt_however_deep() -> None:
 @dataclass
 class Running:
     key: Key
-    tokens: list[int]
+    token_ids: list[int]
     pages: list[int]
 
 
@@ -262,13 +262,13 @@ class TrieMachine(RuleBasedStateMachine):
 
     def insert(self, key: Key, sequence: Running) -> None:
         for prefix, page in zip(
-            self.prefixes(sequence.tokens, len(sequence.tokens) // 2), sequence.pages, strict=False
+            self.prefixes(sequence.token_ids, len(sequence.token_ids) // 2), sequence.pages, strict=False
         ):
             if (key, prefix) not in self.known:
                 if page in self.known.values():
                     break
                 self.known[key, prefix] = page
-        self.trie.insert(key, sequence.tokens, sequence.pages)
+        self.trie.insert(key, sequence.token_ids, sequence.pages)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

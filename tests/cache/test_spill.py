@@ -144,7 +144,7 @@ def test_what_was_computed_again_takes_the_place_of_its_copy() -> None:
 @dataclass
 class Running:
     key: Key
-    tokens: list[int]
+    token_ids: list[int]
     pages: list[int]
 
 
@@ -185,14 +185,14 @@ class SpillMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, shared: bool) -> None:
         sequence = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         if shared:
-            self.trie.insert(sequence.key, sequence.tokens, sequence.pages)
+            self.trie.insert(sequence.key, sequence.token_ids, sequence.pages)
         self.pool.release(sequence.pages)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         sequence = self.running[data.draw(st.integers(0, len(self.running) - 1))]
-        self.trie.insert(sequence.key, sequence.tokens, sequence.pages)
+        self.trie.insert(sequence.key, sequence.token_ids, sequence.pages)
 
     @rule(count=st.integers(0, 8))
     def evict(self, count: int) -> None:

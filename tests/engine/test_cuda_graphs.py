@@ -157,7 +157,7 @@ def test_a_replay_draws_what_launches_draw(
     rows = KINDS[kind][: len(which)]
     wanted = sample(rig.launch(rig.decodes(which, base)), rows).read()
     got = captured.run(rig.decodes(which, base), rows).read()
-    assert got.tokens == wanted.tokens
+    assert got.token_ids == wanted.token_ids
     for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
         assert (a is None) == (b is None)
         assert a is None or b is None or a == pytest.approx(b, abs=1e-4)
@@ -165,9 +165,9 @@ def test_a_replay_draws_what_launches_draw(
 
 def test_what_a_batch_left_behind_is_not_seen_by_the_next(rig: Rig, captured: DecodeGraphs) -> None:
     rows = KINDS["greedy"]
-    alone = captured.run(rig.decodes([2]), rows[:1]).read().tokens
+    alone = captured.run(rig.decodes([2]), rows[:1]).read().token_ids
     captured.run(rig.decodes([0, 1, 3, 4]), rows[:4])
-    assert captured.run(rig.decodes([2]), rows[:1]).read().tokens == alone
+    assert captured.run(rig.decodes([2]), rows[:1]).read().token_ids == alone
 
 
 def test_every_replayed_forward_can_be_watched(rig: Rig, captured: DecodeGraphs) -> None:

@@ -47,7 +47,7 @@ class Watch:
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
-        return [unit.tokens for unit in self.units if unit.kind == "step"]
+        return [unit.num_tokens for unit in self.units if unit.kind == "step"]
 
 
 @contextmanager

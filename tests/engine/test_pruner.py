@@ -276,8 +276,8 @@ def test_a_pruned_sequence_that_is_preempted_is_computed_again(tmp_path: Path) -
     runner.pages.free(sequence)
     assert runner.pages.pool.free_pages == runner.pages.pool.pages - 1
     sequence.status = SequenceStatus.PREFILL
-    got = driver._run([sequence], len(sequence.tokens))[0]
-    torch.testing.assert_close(got, tiny_model()(torch.tensor([sequence.tokens])).logits[0, -1], atol=2e-4, rtol=0)
+    got = driver._run([sequence], len(sequence.token_ids))[0]
+    torch.testing.assert_close(got, tiny_model()(torch.tensor([sequence.token_ids])).logits[0, -1], atol=2e-4, rtol=0)
 
 
 def test_a_pruning_that_fails_costs_the_sequence_its_pages_only(

@@ -15,7 +15,7 @@ from tests.scheduler.world import Device, World
 
 def outline(plan: Plan) -> list[tuple[int, int, int]]:
     """Who may do what."""
-    return [(grant.task.task_id, grant.tokens, grant.units) for grant in plan.grants]
+    return [(grant.task.task_id, grant.num_tokens, grant.units) for grant in plan.grants]
 
 
 def busy_world(policy: str) -> World:
@@ -78,7 +78,7 @@ def test_a_waiting_prompt_that_changed_meanwhile_is_planned_for_at_once() -> Non
     world.plans_ahead = True
     for _ in range(5):
         world.step()
-    waiting.task.tokens = 20
+    waiting.task.num_tokens = 20
     world.scheduler.update(waiting.task)
     assert not world.step().foreseen
     assert world.step().foreseen
@@ -125,9 +125,9 @@ def test_a_prompt_found_in_the_cache_has_less_to_do_than_was_granted() -> None:
     world = world_of("fcfs", pages=500)
     task = world.ask(100, 5).task
     plan = world.scheduler.plan(world.now, world.room())
-    assert plan.grants[0].tokens == 100
-    task.tokens, task.context, task.held_pages, task.capacity = 36, 64, 4, 64
+    assert plan.grants[0].num_tokens == 100
+    task.num_tokens, task.context, task.held_pages, task.capacity = 36, 64, 4, 64
     foresight = world.scheduler.foresee(plan, world.now, world.room())
     assert foresight is not None
     copy = foresight.tasks[task.task_id]
-    assert (copy.kind, copy.tokens, copy.context, copy.capacity) == (Kind.DECODE, 1, 100, 112)
+    assert (copy.kind, copy.num_tokens, copy.context, copy.capacity) == (Kind.DECODE, 1, 100, 112)

@@ -43,7 +43,7 @@ LOADS = {
 
 def row(plan: Plan) -> list[object]:
     """What a plan has the engine do."""
-    grants = [[grant.task.task_id, grant.tokens, grant.units] for grant in plan.grants]
+    grants = [[grant.task.task_id, grant.num_tokens, grant.units] for grant in plan.grants]
     return [grants, [task.task_id for task in plan.preempt], plan.pages]
 
 

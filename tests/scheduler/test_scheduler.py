@@ -24,11 +24,11 @@ def scheduler_of(**settings: object) -> Scheduler:
 
 
 def prompt(task_id: int = 1, tokens: int = 100, arrival_s: float = 0.0) -> Task:
-    return Task(task_id, Kind.PREFILL, arrival_s, tokens=tokens)
+    return Task(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
 
 
 def lesson(task_id: int = 9, tokens: int = 100) -> Task:
-    return Task(task_id, Kind.FINETUNE, 0.0, tokens=tokens, units=(Unit("layer", 32), Unit("step", 0)))
+    return Task(task_id, Kind.FINETUNE, 0.0, num_tokens=tokens, units=(Unit("layer", 32), Unit("step", 0)))
 
 
 def test_a_prompt_is_due_a_multiple_of_its_own_forward_after_it_arrived() -> None:
@@ -92,11 +92,11 @@ def test_a_prompt_becomes_a_decode_and_each_token_gets_a_new_deadline() -> None:
     task = prompt(tokens=100)
     scheduler.add(task, now=0.0)
     scheduler.complete(IterationResult([TaskOutcome(task, 60, 0, Kind.PREFILL)], 0.05), now=1.0)
-    assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 40, 60)
+    assert (task.kind, task.num_tokens, task.context) == (Kind.PREFILL, 40, 60)
     scheduler.complete(IterationResult([TaskOutcome(task, 40, 0, Kind.DECODE)], 0.05), now=2.0)
-    assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 100)
+    assert (task.kind, task.num_tokens, task.context) == (Kind.DECODE, 1, 100)
     scheduler.complete(IterationResult([TaskOutcome(task, 1, 0, Kind.DECODE)], 0.02), now=3.0)
-    assert (task.kind, task.tokens, task.context) == (Kind.DECODE, 1, 101)
+    assert (task.kind, task.num_tokens, task.context) == (Kind.DECODE, 1, 101)
     assert task.deadline_s == pytest.approx(3.0 + 2.0 * scheduler.cost.forward_s(Load(decodes=1, context=101)))
     scheduler.complete(IterationResult([TaskOutcome(task, 1, 0, None)], 0.02), now=4.0)
     assert sum(scheduler.counts().values()) == 0
@@ -110,7 +110,7 @@ def test_a_fine_tune_task_advances_by_tokens_then_units() -> None:
     scheduler.complete(
         IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
     )
-    assert (task.tokens, task.context, task.next_unit) == (0, 100, 1)
+    assert (task.num_tokens, task.context, task.next_unit) == (0, 100, 1)
     scheduler.complete(IterationResult([TaskOutcome(task, 0, 1, None)], 0.0, [(Unit("step", 0), 0.01)]), now=2.0)
     assert scheduler.counts()[Kind.FINETUNE] == 0
 
@@ -120,12 +120,12 @@ def test_a_preempted_sequence_starts_over_and_keeps_its_arrival() -> None:
     task = prompt(tokens=100, arrival_s=0.5)
     scheduler.add(task, now=0.5)
     scheduler.complete(IterationResult([TaskOutcome(task, 100, 0, Kind.DECODE)], 0.05), now=1.0)
-    scheduler.restart(task, tokens=103, now=2.0)
-    assert (task.kind, task.tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
+    scheduler.restart(task, num_tokens=103, now=2.0)
+    assert (task.kind, task.num_tokens, task.context, task.held_pages, task.capacity) == (Kind.PREFILL, 103, 0, 0, 0)
     assert task.arrival_s == 0.5
     assert scheduler.queues.count_waiting == 1
     (grant,) = scheduler.plan(2.0, AMPLE).grants
-    assert (grant.task, grant.tokens) == (task, 103)
+    assert (grant.task, grant.num_tokens) == (task, 103)
 
 
 def test_a_preempted_step_starts_over_with_its_forward() -> None:
@@ -135,8 +135,8 @@ def test_a_preempted_step_starts_over_with_its_forward() -> None:
     scheduler.complete(
         IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
     )
-    scheduler.restart(task, tokens=100, now=1.0)
-    assert (task.kind, task.tokens, task.context, task.next_unit) == (Kind.FINETUNE, 100, 0, 0)
+    scheduler.restart(task, num_tokens=100, now=1.0)
+    assert (task.kind, task.num_tokens, task.context, task.next_unit) == (Kind.FINETUNE, 100, 0, 0)
     assert not task.begun
 
 
@@ -149,7 +149,7 @@ def test_a_step_is_in_its_middle_between_its_groups() -> None:
         IterationResult([TaskOutcome(task, 100, 1, Kind.FINETUNE)], 0.05, [(Unit("layer", 32), 0.01)]), now=1.0
     )
     # As the engine does when the next group begins.
-    task.tokens, task.context, task.next_unit = 50, 0, 0
+    task.num_tokens, task.context, task.next_unit = 50, 0, 0
     scheduler.update(task)
     assert task.begun
 
@@ -160,7 +160,7 @@ def test_a_grant_without_an_outcome_leaves_its_task_as_it_was() -> None:
     scheduler.add(task, now=0.0)
     scheduler.plan(0.0, AMPLE)
     scheduler.complete(IterationResult(), now=0.1)
-    assert (task.kind, task.tokens, task.context) == (Kind.PREFILL, 100, 0)
+    assert (task.kind, task.num_tokens, task.context) == (Kind.PREFILL, 100, 0)
     assert [grant.task for grant in scheduler.plan(0.2, AMPLE).grants] == [task]
 
 
@@ -260,7 +260,7 @@ def test_a_decision_does_not_look_at_every_prompt_of_a_long_queue(policy: str) -
         plan = scheduler.plan(0.0, AMPLE)
         scheduler.foresee(plan, 0.0, AMPLE)
         scheduler.complete(
-            IterationResult([TaskOutcome(grant.task, grant.tokens, 0, None) for grant in plan.grants], 0.1), 0.1
+            IterationResult([TaskOutcome(grant.task, grant.num_tokens, 0, None) for grant in plan.grants], 0.1), 0.1
         )
         sys.setprofile(None)
         return counted

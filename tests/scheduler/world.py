@@ -60,7 +60,7 @@ class Device:
         )
 
     def unit_s(self, unit: Unit) -> float:
-        return self.unit_base_s + self.unit_token_s * max(unit.tokens, self.free_rows)
+        return self.unit_base_s + self.unit_token_s * max(unit.num_tokens, self.free_rows)
 
 
 @dataclass
@@ -119,14 +119,14 @@ class World:
 
     def ask(self, prompt: int, answer: int, shared: int = 0, tenant: str = "") -> Life:
         """A request whose first `shared` pages are another's, once it is admitted."""
-        task = Task(self._id(), Kind.PREFILL, self.now, tokens=prompt, tenant=tenant)
+        task = Task(self._id(), Kind.PREFILL, self.now, num_tokens=prompt, tenant=tenant)
         life = self.lives[task.task_id] = Life(task, prompt, answer, shared)
         self.scheduler.add(task, self.now)
         return life
 
     def teach(self, tokens: int, units: list[Unit], steps: int = 1) -> Tuning:
         """A fine-tune task of `steps` steps."""
-        task = Task(self._id(), Kind.FINETUNE, self.now, tokens=tokens, units=tuple(units), loss=0.69)
+        task = Task(self._id(), Kind.FINETUNE, self.now, num_tokens=tokens, units=tuple(units), loss=0.69)
         tuning = self.tunings[task.task_id] = Tuning(task, tokens, tuple(units), steps)
         self.scheduler.add(task, self.now)
         return tuning
@@ -176,7 +176,9 @@ class World:
         task = grant.task
         task.next_unit -= 1
         units = list(task.units)
-        units[task.next_unit] = replace(units[task.next_unit], tokens=units[task.next_unit].tokens - grant.window)
+        units[task.next_unit] = replace(
+            units[task.next_unit], num_tokens=units[task.next_unit].num_tokens - grant.window
+        )
         task.units = tuple(units)
 
     def room(self) -> Resources:
@@ -191,18 +193,18 @@ class World:
         assert len(set(plan.preempt)) == len(plan.preempt)
         for task in (*tasks, *plan.preempt):
             assert task.task_id in self.lives or task.task_id in self.tunings, "a finished task was planned"
-        assert sum(grant.tokens for grant in plan.grants) <= self.resources.max_tokens
+        assert sum(grant.num_tokens for grant in plan.grants) <= self.resources.max_tokens
         for grant in plan.grants:
             task = grant.task
-            assert 0 <= grant.tokens <= task.tokens
-            assert grant.tokens or grant.units
+            assert 0 <= grant.num_tokens <= task.num_tokens
+            assert grant.num_tokens or grant.units
             assert grant.units <= len(task.units) - task.next_unit
             if grant.units:
-                assert grant.tokens == task.tokens, "units before the end of the forward"
+                assert grant.num_tokens == task.num_tokens, "units before the end of the forward"
             if grant.window:
                 cut = task.units[task.next_unit + grant.units - 1]
                 assert cut.kind in CUTTABLE_UNITS
-                assert 0 < grant.window < cut.tokens
+                assert 0 < grant.window < cut.num_tokens
                 assert grant.window % WINDOW_STEP == 0
         needed = sum(self._needed(grant) for grant in plan.grants)
         assert needed == plan.pages
@@ -218,7 +220,7 @@ class World:
 
     def _needed(self, grant: Grant) -> int:
         task = grant.task
-        return max(0, -(-(task.context + grant.tokens - task.capacity) // self.resources.page_size))
+        return max(0, -(-(task.context + grant.num_tokens - task.capacity) // self.resources.page_size))
 
     def _run(self, plan: Plan) -> IterationResult:
         load = Load()
@@ -233,13 +235,13 @@ class World:
             if task.kind is Kind.DECODE:
                 load.decodes += 1
                 load.context += task.context
-            elif grant.tokens:
-                load.add_chunk(grant.tokens, task.context, task.kind is Kind.FINETUNE)
+            elif grant.num_tokens:
+                load.add_chunk(grant.num_tokens, task.context, task.kind is Kind.FINETUNE)
             granted = list(task.units[task.next_unit : task.next_unit + grant.units])
             if grant.window:
-                granted[-1] = replace(granted[-1], tokens=grant.window)
+                granted[-1] = replace(granted[-1], num_tokens=grant.window)
             units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
-            outcomes.append(TaskOutcome(task, grant.tokens, grant.units, self._next(grant)))
+            outcomes.append(TaskOutcome(task, grant.num_tokens, grant.units, self._next(grant)))
         if self.plans_ahead:
             self.foresight = self.scheduler.foresee(plan, self.now, self.room())
         forward_s = self.device.forward_s(load) * self._noise()
@@ -267,10 +269,14 @@ class World:
         task = grant.task
         if task.kind is Kind.FINETUNE:
             tuning = self.tunings[task.task_id]
-            ended = grant.tokens == task.tokens and task.next_unit + grant.units == len(task.units) and not grant.window
+            ended = (
+                grant.num_tokens == task.num_tokens
+                and task.next_unit + grant.units == len(task.units)
+                and not grant.window
+            )
             return None if ended and tuning.steps == 1 else Kind.FINETUNE
         life = self.lives[task.task_id]
-        if grant.tokens < task.tokens:
+        if grant.num_tokens < task.num_tokens:
             return Kind.PREFILL
         return None if life.made + 1 >= life.answer else Kind.DECODE
 
@@ -279,12 +285,12 @@ class World:
         task = outcome.task
         if task.kind is Kind.FINETUNE:
             tuning = self.tunings[task.task_id]
-            if not task.tokens and task.next_unit == len(task.units):
+            if not task.num_tokens and task.next_unit == len(task.units):
                 self._release(task)
                 tuning.steps -= 1
                 tuning.taken += 1
                 if tuning.steps:
-                    task.tokens, task.context, task.next_unit = tuning.tokens, 0, 0
+                    task.num_tokens, task.context, task.next_unit = tuning.tokens, 0, 0
                     task.units = tuning.units
                     task.underway = False
                     self.scheduler.update(task)

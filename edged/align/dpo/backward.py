@@ -32,7 +32,7 @@ def branches_of(
     """The pairs that a window of a layer covers, their streams, and their earlier KV as autograd leaves."""
     branches, owners, leaves = [], [], []
     for stream in group.streams:
-        first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.tokens)
+        first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.num_tokens)
         if stream.kept < 0 or first >= last:
             continue
         begin = first - stream.kept
@@ -72,8 +72,8 @@ def upstream_of(
     kept_rows = np.full(group.rows, -1, np.int64)
     for stream in group.streams:
         if stream.kept >= 0:
-            rows = np.arange(stream.kept, stream.kept + stream.layout.tokens)
-            kept_rows[stream.row : stream.row + stream.layout.tokens] = rows
+            rows = np.arange(stream.kept, stream.kept + stream.layout.num_tokens)
+            kept_rows[stream.row : stream.row + stream.layout.num_tokens] = rows
     kept_row, bits = upload([kept_rows, np.array(coefficients, np.float64).view(np.int64)], device)
     scale = bits.view(torch.float64).float()
     out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
@@ -214,8 +214,8 @@ class FullGraphBackward:
         if len(self._layers) == self._decoder.layer_count:
             for stream in self._group.streams:
                 if stream.kept >= 0:
-                    rows = slice(stream.kept, stream.kept + stream.layout.tokens)
-                    self._group.last[stream.row : stream.row + stream.layout.tokens] = self._hidden[rows]
+                    rows = slice(stream.kept, stream.kept + stream.layout.num_tokens)
+                    self._group.last[stream.row : stream.row + stream.layout.num_tokens] = self._hidden[rows]
 
     def _run(self, layer: int, hidden: torch.Tensor, mode: AbstractContextManager[Any]) -> torch.Tensor:
         with torch.enable_grad(), mode:

@@ -113,7 +113,7 @@ class HeldOutEvaluation:
             self.neutral.append(pair)
             self._neutral_logp += sum(answer.logp for answer in answers[:2])
         else:
-            mean_kl = sum(kl[stream.owners][:2]) / max(sum(answer.tokens for answer in answers[:2]), 1)
+            mean_kl = sum(kl[stream.owners][:2]) / max(sum(answer.num_tokens for answer in answers[:2]), 1)
             loss = example_loss(pair, answers, self.align)
             self.scores.append(pair_score(pair, self.version, "held_out", answers, loss, mean_kl))
         self.free()
@@ -126,6 +126,6 @@ class HeldOutEvaluation:
     @property
     def neutral_nll(self) -> tuple[float, float] | None:
         """NLL of the neutral text in nats per token under (the adapter, the base); None without such text."""
-        tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in self.neutral)
+        num_tokens = sum(len(pair.chosen) + len(pair.rejected) for pair in self.neutral)
         base = sum((pair.ref_chosen_logp or 0.0) + (pair.ref_rejected_logp or 0.0) for pair in self.neutral)
-        return (-self._neutral_logp / tokens, -base / tokens) if tokens else None
+        return (-self._neutral_logp / num_tokens, -base / num_tokens) if num_tokens else None

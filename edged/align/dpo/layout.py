@@ -48,7 +48,7 @@ class Layout:
         return cls(len(pair.prompt), answers, flat, scores_prompt(align, pair))
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that one forward computes."""
         return self.prompt + sum(self.answers)
 

@@ -15,14 +15,14 @@ from edged.settings.load import AlignSettings
 
 @dataclass(frozen=True, slots=True)
 class AnswerLogps:
-    """An answer's log-probability in nats under policy and reference, summed over its `tokens` scored tokens.
+    """An answer's log-probability in nats under policy and reference, summed over its `num_tokens` scored tokens.
 
     `weighted` is the sum of each token's own log-probability times its probability, where the loss asks for it.
     """
 
     logp: float
     ref_logp: float
-    tokens: int
+    num_tokens: int
     weighted: float = 0.0
 
     @property
@@ -33,14 +33,14 @@ class AnswerLogps:
     @property
     def mean(self) -> float:
         """The log-probability per token."""
-        return self.logp / max(self.tokens, 1)
+        return self.logp / max(self.num_tokens, 1)
 
 
 def answer_logps(
-    sums: Sequence[float], reference: Sequence[float], tokens: Sequence[int], weighted: Sequence[float] = ()
+    sums: Sequence[float], reference: Sequence[float], num_tokens: Sequence[int], weighted: Sequence[float] = ()
 ) -> list[AnswerLogps]:
     """The scored texts of an example; the reference's log-probability is 0 where it is not given."""
-    tables = zip_longest(sums, reference, tokens, weighted, fillvalue=0)
+    tables = zip_longest(sums, reference, num_tokens, weighted, fillvalue=0)
     return [AnswerLogps(logp, ref_logp, int(count), total) for logp, ref_logp, count, total in tables]
 
 
@@ -77,7 +77,7 @@ def preference_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> Exa
     margin = align.beta * (answers[0].ratio - answers[1].ratio)
     chosen, *rest = found.coefficients
     if align.loss in ("sigmoid", "ipo", "simpo"):
-        chosen -= align.sft_weight / max(answers[0].tokens, 1)
+        chosen -= align.sft_weight / max(answers[0].num_tokens, 1)
     return replace(found, coefficients=(chosen, *rest), reward_margin=margin)
 
 
@@ -96,7 +96,7 @@ def _sigmoid_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> Examp
 def _ipo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
     """(h - 1/(2 beta))^2 over per-token means, Azar et al. 2023 Eq. 17 with TRL's length normalisation."""
     chosen, rejected = answers
-    lengths = max(chosen.tokens, 1), max(rejected.tokens, 1)
+    lengths = max(chosen.num_tokens, 1), max(rejected.num_tokens, 1)
     gap = chosen.ratio / lengths[0] - rejected.ratio / lengths[1] - 1.0 / (2.0 * align.beta)
     return ExampleLoss(gap * gap, (2.0 * gap / lengths[0], -2.0 * gap / lengths[1]))
 
@@ -106,7 +106,7 @@ def _simpo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> Example
     chosen, rejected = answers
     loss, slope = _log_sigmoid(align.beta * (chosen.mean - rejected.mean) - align.simpo_gamma, align.label_smoothing)
     return ExampleLoss(
-        loss, (align.beta * slope / max(chosen.tokens, 1), -align.beta * slope / max(rejected.tokens, 1))
+        loss, (align.beta * slope / max(chosen.num_tokens, 1), -align.beta * slope / max(rejected.num_tokens, 1))
     )
 
 
@@ -120,13 +120,13 @@ def _orpo_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleL
     doubts = [max(-math.expm1(answer.mean), 1e-9) for answer in (chosen, rejected)]
     odds_ratio = chosen.mean - rejected.mean - math.log(doubts[0]) + math.log(doubts[1])
     loss, slope = _log_sigmoid(odds_ratio)
-    tokens = max(prompt.tokens + chosen.tokens, 1)
+    num_tokens = max(prompt.num_tokens + chosen.num_tokens, 1)
     towards, away = (
-        align.beta * slope / doubt / max(answer.tokens, 1)
+        align.beta * slope / doubt / max(answer.num_tokens, 1)
         for doubt, answer in zip(doubts, (chosen, rejected), strict=True)
     )
-    nll = -(prompt.logp + chosen.logp) / tokens
-    return ExampleLoss(nll + align.beta * loss, (towards - 1 / tokens, -away, -1 / tokens))
+    nll = -(prompt.logp + chosen.logp) / num_tokens
+    return ExampleLoss(nll + align.beta * loss, (towards - 1 / num_tokens, -away, -1 / num_tokens))
 
 
 def _sft_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
@@ -135,8 +135,8 @@ def _sft_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLo
     "dft" has each token's probability, not differentiated, as its weight (Wu et al. 2025 Eq. 9).
     """
     chosen = answers[0]
-    weighted = -chosen.weighted / max(chosen.tokens, 1) if align.loss == "dft" else None
-    return ExampleLoss(-chosen.mean, (-1.0, 0.0), count=chosen.tokens, weighted=weighted)
+    weighted = -chosen.weighted / max(chosen.num_tokens, 1) if align.loss == "dft" else None
+    return ExampleLoss(-chosen.mean, (-1.0, 0.0), count=chosen.num_tokens, weighted=weighted)
 
 
 _LOSSES: dict[str, Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]] = {
@@ -213,6 +213,6 @@ def pair_score(
         reward_margin=loss.reward_margin,
         loss=loss.loss,
         kl_nats=kl_nats,
-        chosen_tokens=chosen.tokens,
-        rejected_tokens=rejected.tokens,
+        chosen_tokens=chosen.num_tokens,
+        rejected_tokens=rejected.num_tokens,
     )

@@ -46,11 +46,11 @@ class LayerInputs:
         for name, value in call.items():
             known[name] = self._keep(known.get(name), value, index, hidden.shape[1])
 
-    def _keep(self, known: Any, value: Any, index: torch.Tensor, tokens: int) -> Any:
+    def _keep(self, known: Any, value: Any, index: torch.Tensor, num_tokens: int) -> Any:
         if isinstance(value, tuple):
             parts = known if isinstance(known, tuple) else (None,) * len(value)
-            return tuple(self._keep(k, v, index, tokens) for k, v in zip(parts, value, strict=True))
-        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != tokens:
+            return tuple(self._keep(k, v, index, num_tokens) for k, v in zip(parts, value, strict=True))
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != num_tokens:
             return value
         # Most decoders hand one tensor to every layer: one bank serves them all, written once per chunk.
         if id(value) in self._chunk:
@@ -97,7 +97,7 @@ class PairForward:
     @property
     def left(self) -> int:
         """Tokens that packed forwards are still to compute."""
-        return self.layout.tokens - self.done if self.packed else 0
+        return self.layout.num_tokens - self.done if self.packed else 0
 
     @property
     def owners(self) -> slice:
@@ -128,9 +128,9 @@ class MicroBatch:
                 packed = is_reference or keep != "graph"
                 at = (row, kept if keeps else -1, owner)
                 self.streams.append(PairForward(pair, layout, is_reference, *at, packed))
-                row += layout.tokens
+                row += layout.num_tokens
                 owner += len(layout.scored_tokens)
-                kept += layout.tokens if keeps else 0
+                kept += layout.num_tokens if keeps else 0
         self.rows, self.kept_rows = row, kept
         self.owners = owner
         """Number of all streams' scored texts: answers and, for some losses, prompts."""
@@ -150,14 +150,14 @@ class MicroBatch:
         """Forward tokens that are not computed yet."""
         return sum(stream.left for stream in self.streams)
 
-    def take(self, tokens: int) -> list[tuple[PairForward, Piece]]:
-        """The next `tokens` forward tokens as pieces, which `advance` marks as computed."""
+    def take(self, num_tokens: int) -> list[tuple[PairForward, Piece]]:
+        """The next `num_tokens` forward tokens as pieces, which `advance` marks as computed."""
         taken: list[tuple[PairForward, Piece]] = []
         for stream in self.streams:
-            stop = stream.done + min(stream.left, tokens)
+            stop = stream.done + min(stream.left, num_tokens)
             if stop > stream.done:
                 taken += [(stream, piece) for piece in stream.layout.pieces(stream.done, stop)]
-                tokens -= stop - stream.done
+                num_tokens -= stop - stream.done
         return taken
 
     def restart(self, release: Callable[[np.ndarray], None]) -> None:
@@ -174,12 +174,12 @@ class MicroBatch:
                 release(stream.pages)
                 stream.pages = stream.pages[:0]
 
-    def advance(self, tokens: int) -> None:
-        """Mark the next `tokens` as computed."""
+    def advance(self, num_tokens: int) -> None:
+        """Mark the next `num_tokens` as computed."""
         for stream in self.streams:
-            n = min(tokens, stream.left)
+            n = min(num_tokens, stream.left)
             stream.done += n
-            tokens -= n
+            num_tokens -= n
 
 
 @dataclass(slots=True)

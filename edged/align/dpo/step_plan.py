@@ -60,7 +60,7 @@ class StepPlan:
         """Make the next group the current one."""
         self.pairs = self._groups.pop(0)
         self.groups_done += 1
-        self._rows = sum(pair.tokens for pair in self.pairs)
+        self._rows = sum(pair.num_tokens for pair in self.pairs)
         self.graphed = self.keep_graph and self._rows <= self._window
         """Whether the current group's graph is kept."""
         self.restart()
@@ -119,11 +119,11 @@ def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
     groups: list[list[TokenPair]] = []
     room = 0
     for pair in pairs:
-        if not groups or pair.tokens > room:
+        if not groups or pair.num_tokens > room:
             groups.append([])
             room = most
         groups[-1].append(pair)
-        room -= pair.tokens
+        room -= pair.num_tokens
     return groups
 
 

@@ -35,7 +35,7 @@ class TokenPair:
     """Whether it is a choice or an edit by the adapter's own account: many contrary ones are a change."""
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens that one forward computes: the prompt once, and both answers."""
         return len(self.prompt) + len(self.chosen) + len(self.rejected)
 
@@ -84,8 +84,8 @@ class PairScored:
     @property
     def drop_nats(self) -> float:
         """Drop of both answers' log-probability from the base's, in nats per token; negative: a rise."""
-        tokens = max(self.chosen_tokens + self.rejected_tokens, 1)
-        return (self.ref_chosen_logp + self.ref_rejected_logp - self.chosen_logp - self.rejected_logp) / tokens
+        num_tokens = max(self.chosen_tokens + self.rejected_tokens, 1)
+        return (self.ref_chosen_logp + self.ref_rejected_logp - self.chosen_logp - self.rejected_logp) / num_tokens
 
 
 @dataclass(frozen=True, slots=True)

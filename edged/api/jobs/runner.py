@@ -494,7 +494,7 @@ class JobRunner:
                     raise JobFailed(f"line {line}: {error}", f"invalid_{file_name}", file_name) from None
                 if note:
                     self._warn_of_example(job, file_name, f"line {line}: {note}", "cut")
-                total += made.tokens
+                total += made.num_tokens
                 if total > _MOST_STEP_TOKENS:
                     if which:
                         self._warn_of_example(job, file_name, f"line {line}: too many tokens for a batch", "left out")
@@ -520,11 +520,11 @@ class JobRunner:
     def _finish(self, job: jobs.JobRow, status: str, message: str, failure: JobFailed | None = None) -> None:
         """End an open job that is not under way. Raises StoreError."""
         now = utc_text(utc_now())
-        tokens = self.store.read(lambda db: jobs.trained_tokens(db, job.id))
-        columns: dict[str, Any] = {"status": status, "finished_at": now, "trained_tokens": tokens}
+        num_tokens = self.store.read(lambda db: jobs.trained_tokens(db, job.id))
+        columns: dict[str, Any] = {"status": status, "finished_at": now, "trained_tokens": num_tokens}
         if failure is not None:
             columns |= {"error": str(failure), "error_code": failure.code, "error_param": failure.param}
-        results = self._write_results(job) if tokens else None
+        results = self._write_results(job) if num_tokens else None
         columns["result_file"] = results.id if results is not None else None
 
         def write(db: Database) -> bool:

@@ -25,7 +25,7 @@ class Segment:
     belong to the other branch, and in a decode whose first pages were `compacted`.
     """
 
-    tokens: Sequence[int] | np.ndarray
+    token_ids: Sequence[int] | np.ndarray
     context: int
     pages: np.ndarray
     slot: int = NO_SLOT
@@ -42,12 +42,12 @@ class Segment:
     @property
     def rows(self) -> slice:
         """Rows of the segment's tokens in the packed batch."""
-        return slice(self.start, self.start + len(self.tokens))
+        return slice(self.start, self.start + len(self.token_ids))
 
     @property
     def is_decode(self) -> bool:
         """Whether the segment is a single token that sees all rows before it."""
-        return len(self.tokens) == 1 and self.hidden is None
+        return len(self.token_ids) == 1 and self.hidden is None
 
     @property
     def is_plain_decode(self) -> bool:
@@ -66,7 +66,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """All segments of several tokens, cut into tiles of at most `tokens` consecutive tokens, for `paged_prefill`.
+    """All segments of several tokens, cut into tiles of at most `num_tokens` consecutive tokens, for `paged_prefill`.
 
     `table` [tiles, 6]: first row in the packed batch, tokens (0: an empty tile), K/V rows before the first token, first
     hidden one of these, hidden ones, where the segment's pages begin in `pages`.
@@ -74,7 +74,7 @@ class PrefillTiles:
 
     table: torch.Tensor
     pages: torch.Tensor
-    tokens: int
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -116,16 +116,16 @@ def pack(
 
     With `tile_tokens` the segments of several tokens become tiles of at most so many; with `lora` so do the runs.
     """
-    ordered = sorted(segments, key=lambda s: (s.slot, len(s.tokens) > 1))
+    ordered = sorted(segments, key=lambda s: (s.slot, len(s.token_ids) > 1))
     rows, runs = packed_rows(ordered, kv.page_size)
     decodes = [s for s in ordered if s.is_decode]
     chunks = [s for s in ordered if not s.is_decode]
     host_tables = page_tables(decodes, kv.page_size)
     tiled = tile_tokens > 0 and len(chunks) > 0
-    pages = [s.pages[: -(-(s.context + len(s.tokens)) // kv.page_size)] for s in chunks if tiled or s.context]
+    pages = [s.pages[: -(-(s.context + len(s.token_ids)) // kv.page_size)] for s in chunks if tiled or s.context]
     parts = [
         *rows,
-        np.array([s.start + len(s.tokens) - 1 for s in segments if s.samples], np.int64),
+        np.array([s.start + len(s.token_ids) - 1 for s in segments if s.samples], np.int64),
         np.array([s.start for s in decodes], np.int64),
         np.array([s.context for s in decodes], np.int64),
         host_tables.reshape(-1),
@@ -159,16 +159,16 @@ def pack(
     )
 
 
-def _tiles(chunks: list[Segment], pages: list[np.ndarray], tokens: int) -> np.ndarray:
-    """Return `PrefillTiles.table` of tiles of at most `tokens`; the segments' `pages` will be concatenated."""
+def _tiles(chunks: list[Segment], pages: list[np.ndarray], num_tokens: int) -> np.ndarray:
+    """Return `PrefillTiles.table` of tiles of at most `num_tokens`; the segments' `pages` will be concatenated."""
     tables = []
     begin = 0
     for segment, used in zip(chunks, pages, strict=True):
-        first = np.arange(0, len(segment.tokens), tokens)
+        first = np.arange(0, len(segment.token_ids), num_tokens)
         hidden_first, hidden_last = segment.hidden or (0, 0)
         table = np.empty((len(first), _TILE_COLUMNS), np.int64)
         table[:, 0] = segment.start + first
-        table[:, 1] = np.minimum(tokens, len(segment.tokens) - first)
+        table[:, 1] = np.minimum(num_tokens, len(segment.token_ids) - first)
         table[:, 2] = segment.context + first
         table[:, 3:] = hidden_first, hidden_last - hidden_first, begin
         tables.append(table)
@@ -181,15 +181,15 @@ def packed_rows(ordered: Sequence[Segment], page_size: int) -> tuple[list[np.nda
 
     Sets each segment's `start`.
     """
-    total = sum(len(s.tokens) for s in ordered)
+    total = sum(len(s.token_ids) for s in ordered)
     ids, positions, pages, offsets = (np.empty(total, np.int64) for _ in range(4))
     runs: list[Run] = []
     start = 0
     for segment in ordered:
-        n, context = len(segment.tokens), segment.context
+        n, context = len(segment.token_ids), segment.context
         stop = start + n
         segment.start = start
-        ids[start:stop] = segment.tokens
+        ids[start:stop] = segment.token_ids
         if n == 1:
             positions[start] = segment.position
             pages[start], offsets[start] = segment.pages[context // page_size], context % page_size

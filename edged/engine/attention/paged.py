@@ -154,11 +154,11 @@ class PagedAttention:
             # These kernels store the new keys and values themselves.
             return self._decode_and_see(call, query.transpose(0, 1), (key, value))
         self.kv.write(call.layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
-        heads, tokens, _ = query.shape
+        heads, num_tokens, _ = query.shape
         if alone:
             # A batch of decodes alone is in the order of the batch's rows.
             return self._decode_and_see(call, query.transpose(0, 1))
-        out = query.new_empty(tokens, heads, value.shape[-1])
+        out = query.new_empty(num_tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
             rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
             out.index_copy_(0, batch.decode_rows, self._decode_and_see(call, rows))
@@ -225,7 +225,7 @@ class PagedAttention:
         segment, new = chunk.segment, chunk.segment.rows
         keys, values = key[None, :, new], value[None, :, new]
         if chunk.blocks is not None:
-            stop = segment.context + len(segment.tokens)
+            stop = segment.context + len(segment.token_ids)
             read = self.kv.read(call.layer, chunk.blocks, 1)
             keys, values = _without(segment.hidden, *(part[:, :, :stop] for part in read))
         return attend_to_last(call, query[None, :, new], keys, values, chunk.masks)

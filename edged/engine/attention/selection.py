@@ -97,8 +97,8 @@ def trial(kv: KvStore, group: int, paths: Backends) -> str:
         passed = []
         for batch in (segments, pruned):
             attention = PagedAttention(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
-            tokens = sum(len(segment.tokens) for segment in batch)
-            query, key, value = (part[:, :tokens] for part in new)
+            num_tokens = sum(len(segment.token_ids) for segment in batch)
+            query, key, value = (part[:, :num_tokens] for part in new)
             calls = (AttentionCall(0, kv.head_dim**-0.5), AttentionCall(0, kv.head_dim**-0.5, size, 9.0))
             passed += [attention.attend(call, query, key, value) for call in calls]
         return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])

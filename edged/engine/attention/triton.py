@@ -171,8 +171,8 @@ if importlib.util.find_spec("triton") is not None:
         CAPPED: tl.constexpr,
     ) -> None:
         tile, head, kv_heads = tiles + tl.program_id(0) * COLUMNS, tl.program_id(1), tl.num_programs(1)
-        tokens = tl.load(tile + 1)
-        if tokens == 0:
+        num_tokens = tl.load(tile + 1)
+        if num_tokens == 0:
             return
         first_token = tl.load(tile)
         hidden_first, hidden = tl.load(tile + 3), tl.load(tile + 4)
@@ -185,13 +185,13 @@ if importlib.util.find_spec("triton") is not None:
         # Tables hold 64-bit numbers, and so does what is computed from them: elements may be more than 2^31.
         row = ((first_token + token) * kv_heads + head) * GROUP + line % GROUP
         at = row[:, None] * HEAD + lanes[None, :]
-        asked = (token[:, None] < tokens) & (lanes[None, :] < HEAD)
+        asked = (token[:, None] < num_tokens) & (lanes[None, :] < HEAD)
         q = tl.load(query + at, mask=asked, other=0.0)
         own = before + token
         highest = tl.full((LINES,), float("-inf"), tl.float32)
         total = tl.zeros((LINES,), tl.float32)
         out = tl.zeros((LINES, HEAD_PAD), tl.float32)
-        stop = before + tokens
+        stop = before + num_tokens
         for begin in range(tl.maximum(before - window + 1, 0), stop, BLOCK):
             seen = begin + tl.arange(0, BLOCK)
             lies = tl.where(seen < hidden_first, seen, seen + hidden)
@@ -203,7 +203,7 @@ if importlib.util.find_spec("triton") is not None:
             behind = own[:, None] - seen[None, :]
             visible = (behind >= 0) & (behind < window)
             highest, total, out = _step(q, k, v, visible, highest, total, out, scaling, softcap, CAPPED)
-        total = tl.where(token < tokens, total, 1.0)
+        total = tl.where(token < num_tokens, total, 1.0)
         tl.store(result + at, out / total[:, None], mask=asked)
 
 
@@ -290,7 +290,7 @@ def paged_prefill(
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads
-    lines, lanes, itemsize = max(16, triton.next_power_of_2(tiles.tokens * group)), _lanes(kv), query.dtype.itemsize
+    lines, lanes, itemsize = max(16, triton.next_power_of_2(tiles.num_tokens * group)), _lanes(kv), query.dtype.itemsize
     _attend_tile[(len(tiles.table), kv.kv_heads)](
         query.transpose(0, 1).contiguous(),
         kv.keys[call.layer],

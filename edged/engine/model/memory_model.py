@@ -317,11 +317,11 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
 
     No context is longer than one whose K/V take all of the `left` bytes.
     """
-    tokens = settings.serving.max_batch_tokens
+    num_tokens = settings.serving.max_batch_tokens
     widest = max((fan_out for _, fan_out in shape.linears), default=shape.hidden_size)
-    rows = tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
+    rows = num_tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
     context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
-    mask = context * tokens * (dtype.itemsize + _MASK_BYTES)
+    mask = context * num_tokens * (dtype.itemsize + _MASK_BYTES)
     attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
 

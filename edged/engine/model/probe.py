@@ -278,8 +278,8 @@ def _compare(model: ServedModel, heads: tuple[int, int, int], window: int | None
             for size in (count, count // 2):
                 got, ends = [], []
                 for first in range(0, count, size):
-                    tokens = ids[first : first + size].tolist()
-                    batch = pack([Segment(tokens, first, np.array([1]), position=first)], kv, model.device)
+                    token_ids = ids[first : first + size].tolist()
+                    batch = pack([Segment(token_ids, first, np.array([1]), position=first)], kv, model.device)
                     rows = torch.arange(size, device=model.device)
                     with attention_pass(PagedAttention(batch, kv)):
                         got.append(model.forward(batch.input_ids, batch.position_ids, rows).float())

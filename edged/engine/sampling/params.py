@@ -46,16 +46,16 @@ class TokenCounts:
         self.generated = 0
         """Number of the answer's tokens counted so far."""
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int]) -> None:
         """Count the answer's next tokens."""
-        for token in tokens:
+        for token in token_ids:
             place = self._places.setdefault(token, len(self._places))
             if place == self._ids.size:
                 room = np.zeros(64 + place // 2, np.int64)
                 self._ids, self._counts = np.concatenate([self._ids, room]), np.concatenate([self._counts, room])
             self._ids[place] = token
             self._counts[place] += 1
-        self.generated += len(tokens)
+        self.generated += len(token_ids)
 
     @property
     def ids(self) -> np.ndarray:

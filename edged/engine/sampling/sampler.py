@@ -29,7 +29,7 @@ class Drawn:
     A token is NOT_A_TOKEN if the model's scores were not numbers.
     """
 
-    tokens: list[int]
+    token_ids: list[int]
     logprobs: list[float | None]
     tops: list[list[tuple[int, float]] | None]
     beside: np.ndarray | None = None
@@ -49,21 +49,21 @@ class SampledRows:
 
     def __init__(
         self,
-        tokens: torch.Tensor,
+        token_ids: torch.Tensor,
         broken: torch.Tensor,
         rows: Sequence[SamplingRow],
         raw: torch.Tensor,
         beside: torch.Tensor | None = None,
     ) -> None:
-        """`tokens` and `broken` [rows], `raw` scores [rows, vocab], `beside` of one dimension."""
+        """`token_ids` and `broken` [rows], `raw` scores [rows, vocab], `beside` of one dimension."""
         self._rows = rows
         self._asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
-        parts = [tokens.double().masked_fill_(broken, NOT_A_TOKEN)]
+        parts = [token_ids.double().masked_fill_(broken, NOT_A_TOKEN)]
         self._width = max((rows[i].sampling.logprobs or 0 for i in self._asked), default=0)
         if self._asked:
             (index,) = upload([np.array(self._asked, np.int64)], raw.device)
             logprobs = raw.index_select(0, index).log_softmax(-1)
-            parts.append(logprobs.gather(1, tokens.index_select(0, index)[:, None])[:, 0].double())
+            parts.append(logprobs.gather(1, token_ids.index_select(0, index)[:, None])[:, 0].double())
             if self._width:
                 best, ids = logprobs.topk(self._width)
                 parts += [best.reshape(-1).double(), ids.reshape(-1).double()]
@@ -101,21 +101,21 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
     tables = changes.tables()
     # One transfer: the forward runs on the device meanwhile, and the host waits for neither.
     moved = upload([*tables, *draws.tables()], scores.device)
-    tokens, broken = choose_greedy(scores)
+    token_ids, broken = choose_greedy(scores)
     if changes.any:
         # `broken` comes from the model's own scores: bias and forbidden tokens may leave no token to draw.
         changes.apply(scores, moved[: len(tables)])
-        tokens = scores.argmax(-1)
+        token_ids = scores.argmax(-1)
     if draws.rows:
-        draws.run(scores, moved[len(tables) :], tokens)
-    return SampledRows(tokens, broken, rows, raw, beside)
+        draws.run(scores, moved[len(tables) :], token_ids)
+    return SampledRows(token_ids, broken, rows, raw, beside)
 
 
 def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the most likely token of each row of `scores` [rows, vocab], and whether the row has a NaN."""
-    tokens = scores.argmax(-1)
+    token_ids = scores.argmax(-1)
     # argmax points at a NaN where there is one.
-    return tokens, scores.gather(1, tokens[:, None])[:, 0].isnan()
+    return token_ids, scores.gather(1, token_ids[:, None])[:, 0].isnan()
 
 
 def is_plain(row: SamplingRow) -> bool:
@@ -135,11 +135,11 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
 
     Returns tokens and broken rows, each [rows]; `scores` [rows, vocab] in float32 are not changed.
     """
-    tokens, broken = choose_greedy(scores)
+    token_ids, broken = choose_greedy(scores)
     temperature, min_p, uniforms = parameters
     weights = _weights(_scaled(scores, temperature))
     weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
-    return torch.where(temperature > 0, _inverse(weights, uniforms), tokens), broken
+    return torch.where(temperature > 0, _inverse(weights, uniforms), token_ids), broken
 
 
 class Changes:
@@ -206,8 +206,8 @@ class _Draws:
         floats = [np.array(top_p, np.float64), plain_parameters(self.rows).reshape(-1)]
         return [*indices, *(values.view(np.int64) for values in floats)]
 
-    def run(self, scores: torch.Tensor, tables: Sequence[torch.Tensor], tokens: torch.Tensor) -> None:
-        """Put the drawn rows' tokens into `tokens` [rows], by inverse transform over their truncated distributions."""
+    def run(self, scores: torch.Tensor, tables: Sequence[torch.Tensor], token_ids: torch.Tensor) -> None:
+        """Put the drawn rows' tokens into `token_ids` [rows], by inverse transform over truncated distributions."""
         drawn, limited, counts, nucleus = tables[:4]
         temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
         scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
@@ -228,7 +228,7 @@ class _Draws:
             weights.index_copy_(0, nucleus, some)
         if any(row.sampling.min_p > 0 for row in self.rows):
             weights.masked_fill_(weights < min_p.float()[:, None], 0.0)
-        tokens.index_copy_(0, drawn, _inverse(weights, uniforms))
+        token_ids.index_copy_(0, drawn, _inverse(weights, uniforms))
 
 
 def _scaled(scores: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:

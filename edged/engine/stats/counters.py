@@ -50,7 +50,7 @@ def split(cost: CostModel, result: IterationResult) -> tuple[float, float, float
     units_s = sum(seconds for _, seconds in result.units)
     prefills, decodes, finetunes = ([each for each in result.outcomes if each.task.kind is kind] for kind in Kind)
     serving_s = result.forward_s
-    if any(outcome.tokens for outcome in finetunes):
+    if any(outcome.num_tokens for outcome in finetunes):
         whole_s = cost.forward_s(load_of(result))
         serving_s *= min(1.0, _forward_s(cost, prefills + decodes) / whole_s) if whole_s > 0.0 else 0.0
     alone_s = _forward_s(cost, prefills) if prefills else 0.0
@@ -216,7 +216,7 @@ class Counters:
             budget_s=plan.budget_s if plan.budget_s < _NOBODY_WAITS_S else None,
             predicted_s=plan.predicted_forward_s + plan.predicted_units_s,
             forward_s=result.forward_s,
-            units=tuple((unit.kind, unit.tokens, seconds) for unit, seconds in result.units),
+            units=tuple((unit.kind, unit.num_tokens, seconds) for unit, seconds in result.units),
             packed=b"".join(map(pack_member, result.outcomes)),
             preempted=tuple(task.task_id for task in plan.preempt),
             prefill_s=prefill_s,
@@ -229,7 +229,7 @@ class Counters:
         self.busy.add(iteration)
         self.totals.iterations += 1
         self.totals.plans_foreseen += plan.foreseen
-        self.totals.finetune_tokens += iteration.tokens(Kind.FINETUNE)
+        self.totals.finetune_tokens += iteration.num_tokens(Kind.FINETUNE)
         # Rates are computed from copies of the totals, which are made at most ten times a second.
         if not self._marks or now - self._marks[-1][0] >= 0.1:
             self._marks.append((now, replace(self.totals)))

@@ -23,11 +23,11 @@ _FINETUNE = _KIND_CODES[Kind.FINETUNE]
 
 @dataclass(frozen=True, slots=True)
 class IterationShare:
-    """The part of one task in an iteration: `tokens` of the forward, then `units` units."""
+    """The part of one task in an iteration: `num_tokens` of the forward, then `units` units."""
 
     kind: Kind
     task_id: int
-    tokens: int
+    num_tokens: int
     units: int
     context: int
     """Tokens that were computed before this iteration."""
@@ -37,7 +37,7 @@ class IterationShare:
 
 def pack_member(outcome: TaskOutcome) -> bytes:
     """Pack an `IterationShare` into 23 bytes, for the object takes some 120 and hundreds of thousands are kept."""
-    task, did, finished = outcome.task, (outcome.tokens, outcome.units), outcome.next_kind is None
+    task, did, finished = outcome.task, (outcome.num_tokens, outcome.units), outcome.next_kind is None
     return _MEMBER.pack(_KIND_CODES[task.kind], task.task_id, *did, task.context, _CLASS_CODES[task.service], finished)
 
 
@@ -73,8 +73,8 @@ class Iteration:
     @property
     def members(self) -> Iterator[IterationShare]:
         """The part of each task."""
-        for kind, task_id, tokens, units, context, service, finished in _MEMBER.iter_unpack(self.packed):
-            yield IterationShare(_KINDS[kind], task_id, tokens, units, context, _CLASSES[service], finished)
+        for kind, task_id, num_tokens, units, context, service, finished in _MEMBER.iter_unpack(self.packed):
+            yield IterationShare(_KINDS[kind], task_id, num_tokens, units, context, _CLASSES[service], finished)
 
     @property
     def member_count(self) -> int:
@@ -88,17 +88,17 @@ class Iteration:
         trained, served = bool(self.units) or _FINETUNE in kinds, bool(kinds - {_FINETUNE})
         return MIXES[2] if trained and served else MIXES[1] if trained else MIXES[0]
 
-    def tokens(self, kind: Kind) -> int:
+    def num_tokens(self, kind: Kind) -> int:
         """Return the number of forward tokens of a kind."""
         code = _KIND_CODES[kind]
-        return sum(tokens for of, _, tokens, *_ in _MEMBER.iter_unpack(self.packed) if of == code)
+        return sum(num_tokens for of, _, num_tokens, *_ in _MEMBER.iter_unpack(self.packed) if of == code)
 
     def report(self) -> dict[str, Any]:
         """Return the iteration as the status shows it; times in milliseconds."""
         return {
-            "prefill_tokens": self.tokens(Kind.PREFILL),
-            "decode_tokens": self.tokens(Kind.DECODE),
-            "finetune_tokens": self.tokens(Kind.FINETUNE),
+            "prefill_tokens": self.num_tokens(Kind.PREFILL),
+            "decode_tokens": self.num_tokens(Kind.DECODE),
+            "finetune_tokens": self.num_tokens(Kind.FINETUNE),
             "finetune_units": len(self.units),
             "latency_ms": self.elapsed_s * 1e3,
             "budget_ms": None if self.budget_s is None else self.budget_s * 1e3,

@@ -59,12 +59,12 @@ class Prices:
         object.__setattr__(self, "forward", (*self.forward, *(0.0,) * lacking))
 
 
-def unit_features(kind: str, tokens: int, knee: int) -> tuple[float, float]:
+def unit_features(kind: str, num_tokens: int, knee: int) -> tuple[float, float]:
     """Return the amounts of a unit's features: once, and its tokens, of which there are at least `knee`.
 
     Those of the optimizer's unit are adapters, which know no knee.
     """
-    return 1.0, float(tokens if kind == "step" else max(tokens, knee))
+    return 1.0, float(num_tokens if kind == "step" else max(num_tokens, knee))
 
 
 @dataclass(slots=True)
@@ -81,19 +81,19 @@ class Load:
     adapters: int = 0
     """Number of distinct adapters in it."""
 
-    def add_chunk(self, tokens: int, context: int, finetune: bool) -> None:
+    def add_chunk(self, num_tokens: int, context: int, finetune: bool) -> None:
         """Count a chunk of a prompt, or of preference pairs' forward.
 
         A step's pairs are many short sequences: what their tokens attend to is in the price of a fine-tune token.
         """
         if finetune:
-            self.finetune_tokens += tokens
+            self.finetune_tokens += num_tokens
         else:
-            self.prefill_tokens += tokens
-            self.pairs += tokens * (context + 0.5 * tokens)
+            self.prefill_tokens += num_tokens
+            self.pairs += num_tokens * (context + 0.5 * num_tokens)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Number of tokens of the forward."""
         return self.prefill_tokens + self.decodes + self.finetune_tokens
 
@@ -104,19 +104,19 @@ class Load:
 
     def features(self, knee_tokens: int) -> tuple[float, ...]:
         """Return the amounts of its features in the order of FORWARD_PRICES."""
-        tokens = self.tokens
-        low = min(tokens, knee_tokens)
+        num_tokens = self.num_tokens
+        low = min(num_tokens, knee_tokens)
         return (
             1.0,
             float(low),
-            float(tokens - low),
+            float(num_tokens - low),
             float(self.decodes),
             float(self.context),
             self.pairs,
             float(self.finetune_tokens),
             float(self.adapters),
-            float(0 < self.decodes < tokens),
-            float(tokens > knee_tokens),
+            float(0 < self.decodes < num_tokens),
+            float(num_tokens > knee_tokens),
         )
 
 
@@ -213,30 +213,34 @@ class CostModel:
 
     def priced_s(self, load: Load) -> float:
         """Return the forward's seconds at prices, the mean of some hundred iterations, without the slowness of now."""
-        tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
-        if not tokens:
+        num_tokens = load.prefill_tokens + load.decodes + load.finetune_tokens
+        if not num_tokens:
             return 0.0
         once, _, _, decode, key, pair, finetune, adapter, beside, _ = self._prices
         return (
             once
-            + self._packed_s(tokens)
+            + self._packed_s(num_tokens)
             + decode * load.decodes
             + key * load.context
             + pair * load.pairs
             + finetune * load.finetune_tokens
             + adapter * load.adapters
-            + (beside if 0 < load.decodes < tokens else 0.0)
+            + (beside if 0 < load.decodes < num_tokens else 0.0)
         )
 
-    def prompt_s(self, tokens: int, context: int = 0) -> float:
-        """Return the priced seconds of a prompt's `tokens` alone in a forward, after `context` others."""
+    def prompt_s(self, num_tokens: int, context: int = 0) -> float:
+        """Return the priced seconds of a prompt's `num_tokens` alone in a forward, after `context` others."""
         once, pair = self._prices[0], self._prices[5]
-        return once + self._packed_s(tokens) + pair * (tokens * (context + 0.5 * tokens)) if tokens else 0.0
+        return (
+            once + self._packed_s(num_tokens) + pair * (num_tokens * (context + 0.5 * num_tokens))
+            if num_tokens
+            else 0.0
+        )
 
-    def _packed_s(self, tokens: int) -> float:
-        """Return what a forward's `tokens` cost, whatever they are: less up to the knee than beyond it."""
+    def _packed_s(self, num_tokens: int) -> float:
+        """Return what a forward's `num_tokens` cost, whatever they are: less up to the knee than beyond it."""
         knee = self._knee
-        return self._low * tokens if tokens <= knee else self._past + self._high * (tokens - knee)
+        return self._low * num_tokens if num_tokens <= knee else self._past + self._high * (num_tokens - knee)
 
     def chunk(self, load: Load, context: int, most: int, limit_s: float, finetune: bool) -> int:
         """Return the longest chunk, up to `most` tokens after `context` others, that keeps `load` within `limit_s`."""
@@ -251,8 +255,8 @@ class CostModel:
         # Bisection by hand: with a call for each of its steps it would take twice as long.
         fits, beyond, count = 0, most + 1, most
         while beyond - fits > 1:
-            tokens = base + count
-            packed_s = low * tokens if tokens <= knee else past + high * (tokens - knee)
+            num_tokens = base + count
+            packed_s = low * num_tokens if num_tokens <= knee else past + high * (num_tokens - knee)
             if packed_s + count * (slope + curve * count) <= left_s:
                 fits = count
             else:
@@ -262,7 +266,7 @@ class CostModel:
 
     def free_tokens(self, load: Load) -> int:
         """Return the tokens up to the knee: they add little to a forward, which reads the weights anyway."""
-        return max(0, self._knee - load.tokens) if load.tokens else 0
+        return max(0, self._knee - load.num_tokens) if load.num_tokens else 0
 
     def unit_s(self, unit: Unit) -> float:
         """Return the predicted seconds of the next fine-tune unit."""
@@ -277,9 +281,9 @@ class CostModel:
         """
         once, row = self._units[unit.kind].prices
         knee = max(self._unit_knee, WINDOW_STEP)
-        most = unit.tokens - knee
+        most = unit.num_tokens - knee
         if least and most < knee:
-            most = unit.tokens - 1
+            most = unit.num_tokens - 1
         if row:
             most = min(most, int((limit_s / self._drift.slowness - once) / row))
         return most - most % WINDOW_STEP if unit.kind in CUTTABLE_UNITS and most >= knee else 0
@@ -298,8 +302,8 @@ class CostModel:
 
     def _unit_price_s(self, unit: Unit) -> float:
         once, token = self._units[unit.kind].prices
-        amount, tokens = unit_features(unit.kind, unit.tokens, self._unit_knee)
-        return once * amount + token * tokens
+        amount, num_tokens = unit_features(unit.kind, unit.num_tokens, self._unit_knee)
+        return once * amount + token * num_tokens
 
     def observe(self, result: IterationResult) -> float:
         """Learn from a measured iteration; call it before its tasks advance, for it reads their contexts.
@@ -326,7 +330,7 @@ class CostModel:
         for unit, seconds in result.units:
             if seconds > 0.0:
                 if (priced := known.get(unit)) is None:
-                    fit, row = self._units[unit.kind], unit_features(unit.kind, unit.tokens, self._unit_knee)
+                    fit, row = self._units[unit.kind], unit_features(unit.kind, unit.num_tokens, self._unit_knee)
                     priced = known[unit] = fit, row, self._unit_price_s(unit), fit.usual_s(row)
                 finetune_s += seconds
                 units_s += priced[2] * slowness
@@ -391,13 +395,13 @@ def load_of(result: IterationResult) -> Load:
     """Return the load of the forward that `result` reports; call it before its tasks advance."""
     load, adapters = Load(), set()
     for outcome in result.outcomes:
-        task, tokens = outcome.task, outcome.tokens
+        task, num_tokens = outcome.task, outcome.num_tokens
         adapters.add(task.adapter)
         if task.kind is Kind.DECODE:
             load.decodes += 1
             load.context += task.context - task.pruned
-        elif tokens:
-            load.add_chunk(tokens, task.context, task.kind is Kind.FINETUNE)
+        elif num_tokens:
+            load.add_chunk(num_tokens, task.context, task.kind is Kind.FINETUNE)
     adapters.discard(0)
     load.adapters = len(adapters)
     return load

@@ -81,7 +81,7 @@ class JustitiaOrder(FairOrder):
         run = run_of(task)
         if run not in self.clock.applications:
             sharer = task.tenant if self.fairness.by == "user" else run
-            self.clock.open(run, sharer, self.weight(task.tenant), task.run_cost or task.tokens)
+            self.clock.open(run, sharer, self.weight(task.tenant), task.run_cost or task.num_tokens)
         self._idle.pop(run, None)
         self._runs[task.task_id] = self.clock.applications[run]
         self._runs[task.task_id].calls += 1
@@ -120,7 +120,7 @@ class JustitiaOrder(FairOrder):
             if task.kind is not Kind.FINETUNE and outcome.next_kind is not Kind.PREFILL:
                 run = self._runs.get(task.task_id)
                 if run is not None:
-                    work[run.key] = work.get(run.key, 0.0) + task.context - task.pruned + outcome.tokens + 1
+                    work[run.key] = work.get(run.key, 0.0) + task.context - task.pruned + outcome.num_tokens + 1
         self.clock.serve(work, now)
         self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
 

@@ -40,5 +40,5 @@ class TrainingTurns:
         for outcome in steps:
             price, number = fairness.finetune, outcome.task.task_id
             by_time = fairness.input * finetune_s / len(steps) / token_s
-            service = by_time if price == "auto" else price * outcome.tokens
+            service = by_time if price == "auto" else price * outcome.num_tokens
             self._trained[number] = self._trained.get(number, 0.0) + service

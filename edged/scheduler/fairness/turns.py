@@ -67,7 +67,7 @@ class TurnOrder(FairOrder):
             chosen.append(task)
             if count < len(tasks):
                 if task.task_id in waiting:
-                    counted += price * task.tokens / (self.weight(task.tenant) if weights else 1.0)
+                    counted += price * task.num_tokens / (self.weight(task.tenant) if weights else 1.0)
                 insort(places, (counted, tasks[count].queue_key, tasks, count + 1), len(chosen))
         return chosen
 
@@ -84,8 +84,8 @@ class TurnOrder(FairOrder):
         elif task.task_id in self._waiting:
             self._waiting.remove(task.task_id)
             self.counters.left(task.tenant)
-        elif tokens := self._entered.pop(task.task_id, 0):
-            self.counters.refund(task.tenant, self.fairness.input * tokens)
+        elif num_tokens := self._entered.pop(task.task_id, 0):
+            self.counters.refund(task.tenant, self.fairness.input * num_tokens)
 
     def begun(self, plan: Plan, now: float) -> None:
         """Charge the prompts that enter."""
@@ -98,9 +98,9 @@ class TurnOrder(FairOrder):
                 entering.append(grant.task)
         for task in reversed(entering):
             self._waiting.remove(task.task_id)
-            self._entered[task.task_id] = task.tokens
+            self._entered[task.task_id] = task.num_tokens
             self.counters.left(task.tenant)
-            self.counters.charge(task.tenant, self.fairness.input * task.tokens)
+            self.counters.charge(task.tenant, self.fairness.input * task.num_tokens)
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Charge the tokens of answers, and steps for their share of the time; give back what the cache had."""
@@ -109,12 +109,12 @@ class TurnOrder(FairOrder):
             task = outcome.task
             if task.kind is Kind.FINETUNE:
                 continue
-            if (charged := self._entered.pop(task.task_id, None)) is not None and charged > task.tokens:
-                self.counters.refund(task.tenant, self.fairness.input * (charged - task.tokens))
+            if (charged := self._entered.pop(task.task_id, None)) is not None and charged > task.num_tokens:
+                self.counters.refund(task.tenant, self.fairness.input * (charged - task.num_tokens))
             if outcome.next_kind is not Kind.PREFILL:
                 answered[task.tenant] += 1
-        for user, tokens in answered.items():
-            self.counters.charge(user, self.fairness.output * tokens)
+        for user, num_tokens in answered.items():
+            self.counters.charge(user, self.fairness.output * num_tokens)
         self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
 
     def report(self) -> dict[str, Any]:

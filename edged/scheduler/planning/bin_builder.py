@@ -50,7 +50,7 @@ class BinBuilder:
         """Prompts under way that keep their pages."""
         for task in (*self.started, *queues.finetunes):
             # As `Task.pages_for`, of which a call for each would take longer than the rest.
-            if task.context and task.tokens and (missing := task.context + task.tokens - task.capacity) > 0:
+            if task.context and task.num_tokens and (missing := task.context + task.num_tokens - task.capacity) > 0:
                 promised += 0 if task in gone else -(-missing // size)
         self.promised_pages = promised
 
@@ -62,13 +62,13 @@ class BinBuilder:
         if queues.order.strict and known < queues.count_waiting:
             yield from queues.first(most)[known:]
 
-    def pages(self, task: Task, tokens: int) -> int:
-        """Return the pages that `task` must get to compute `tokens` more."""
-        return task.pages_for(tokens, self.page_size)
+    def pages(self, task: Task, num_tokens: int) -> int:
+        """Return the pages that `task` must get to compute `num_tokens` more."""
+        return task.pages_for(num_tokens, self.page_size)
 
     def most_pages(self, tasks: Collection[Task]) -> int:
         """Return a bound on the pages that all tokens of `tasks` ask for, if they hold room for what they computed."""
-        return sum([task.tokens for task in tasks]) // self.page_size + len(tasks)
+        return sum([task.num_tokens for task in tasks]) // self.page_size + len(tasks)
 
     @property
     def open_pages(self) -> int:
@@ -80,11 +80,11 @@ class BinBuilder:
 
     def enter(self, task: Task) -> None:
         """Promise `task` the pages for all its tokens."""
-        self.promised_pages += self.pages(task, task.tokens)
+        self.promised_pages += self.pages(task, task.num_tokens)
 
     def room(self, task: Task) -> int:
         """Return the tokens that `task`, which has entered, could compute in this iteration."""
-        return min(task.tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self.page_size)
+        return min(task.num_tokens, self.tokens_left, task.capacity - task.context + self.free_pages * self.page_size)
 
     def load_beside(self, task: Task) -> Load:
         """Return the bin's load with `task` beside it, before any token of it: its adapter may be one more."""
@@ -95,22 +95,22 @@ class BinBuilder:
             load.prefill_tokens, load.decodes, load.finetune_tokens, load.context, load.pairs, load.adapters + 1
         )
 
-    def take(self, task: Task, tokens: int) -> None:
-        """Count `tokens` of `task`, which has entered, into the bin."""
-        pages = task.pages_for(tokens, self.page_size)
+    def take(self, task: Task, num_tokens: int) -> None:
+        """Count `num_tokens` of `task`, which has entered, into the bin."""
+        pages = task.pages_for(num_tokens, self.page_size)
         self.free_pages -= pages
         self.promised_pages -= pages
         self.plan.pages += pages
-        self.tokens_left -= tokens
-        self.load.add_chunk(tokens, task.context, task.kind is FINETUNE)
+        self.tokens_left -= num_tokens
+        self.load.add_chunk(num_tokens, task.context, task.kind is FINETUNE)
         if task.adapter not in self._adapters:
             self._adapters.add(task.adapter)
             self.load.adapters += 1
 
-    def grant(self, task: Task, tokens: int) -> None:
-        """Let a task, which has entered, compute `tokens` of its prompt or its pairs."""
-        self.take(task, tokens)
-        self.plan.grants.append(Grant(task, tokens))
+    def grant(self, task: Task, num_tokens: int) -> None:
+        """Let a task, which has entered, compute `num_tokens` of its prompt or its pairs."""
+        self.take(task, num_tokens)
+        self.plan.grants.append(Grant(task, num_tokens))
 
     def pause(self, tasks: Collection[Task], now: float) -> None:
         """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
@@ -127,7 +127,7 @@ class BinBuilder:
 
     def make_room(self, task: Task) -> None:
         """Preempt until all of `task`'s tokens find pages: other steps first, then the latest arrivals."""
-        self._preempt(self.pages(task, task.tokens), self._victims(task, self._holders()))
+        self._preempt(self.pages(task, task.num_tokens), self._victims(task, self._holders()))
 
     def rescue(self) -> None:
         """Preempt, when nothing could be granted, for the oldest task that waits for pages, and grant it.
@@ -141,13 +141,13 @@ class BinBuilder:
         waiting = queues.first(1) if queues.order.strict else queues.any_order
         stuck = min((*queues.started, *waiting), key=by_arrival, default=None)
         if stuck is None and not queues.throttled:
-            stuck = next((task for task in queues.finetunes if task.context and task.tokens), None)
-        if stuck is None or self.pages(stuck, stuck.tokens) > self.total_pages:
+            stuck = next((task for task in queues.finetunes if task.context and task.num_tokens), None)
+        if stuck is None or self.pages(stuck, stuck.num_tokens) > self.total_pages:
             return
         self.make_room(stuck)
-        tokens = self.room(stuck)
-        if tokens > 0:
-            self.grant(stuck, tokens)
+        num_tokens = self.room(stuck)
+        if num_tokens > 0:
+            self.grant(stuck, num_tokens)
 
     def _add_decodes(self, now: float) -> None:
         """Grant the decodes that pages and tokens suffice for, those that are due first before the others."""
@@ -156,7 +156,7 @@ class BinBuilder:
             oldest = min(started, key=by_arrival)
             if not (decodes and by_arrival(decodes[0].task) < by_arrival(oldest)):
                 # A prefill is older than every other sequence in memory: its next page comes before the others'.
-                reserved = min(1, self.pages(oldest, oldest.tokens))
+                reserved = min(1, self.pages(oldest, oldest.num_tokens))
         if reserved + len(decodes) > self.free_pages:
             growing = {task for grant in decodes if (task := grant.task).context >= task.capacity}
             need = reserved + sum([self.pages(task, 1) for task in growing])
@@ -240,16 +240,16 @@ def grant_finetune(
     Where it `cuts`, the first unit that does not fit gets the rows that do (FlexLLM Algorithm 2, line 15).
     """
     plan = draft.plan
-    ahead = _grant_ahead(draft, task, cost, limit_s) if task.ahead and not task.tokens else 0
-    tokens = units = window = 0
+    ahead = _grant_ahead(draft, task, cost, limit_s) if task.ahead and not task.num_tokens else 0
+    num_tokens = units = window = 0
     most = draft.room(task)
     if most > 0:
         left_s = limit_s - plan.predicted_units_s
-        tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
-        tokens = max(tokens, min(most, at_least))
-        if tokens > 0:
-            draft.take(task, tokens)
-    if tokens == task.tokens:
+        num_tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
+        num_tokens = max(num_tokens, min(most, at_least))
+        if num_tokens > 0:
+            draft.take(task, num_tokens)
+    if num_tokens == task.num_tokens:
         left_s, priced, unit_s = limit_s - cost.forward_s(draft.load), None, 0.0
         for unit in task.units[task.next_unit :]:
             # A model's layers are alike.
@@ -258,17 +258,17 @@ def grant_finetune(
             if units >= most_units:
                 break
             if plan.predicted_units_s + unit_s > left_s:
-                least = not (units or tokens)
+                least = not (units or num_tokens)
                 window = cost.rows(unit, left_s - plan.predicted_units_s, least) if cuts else 0
-                if not window and (units or tokens or not at_least):
+                if not window and (units or num_tokens or not at_least):
                     break
-                unit_s = cost.unit_s(replace(unit, tokens=window or unit.tokens))
+                unit_s = cost.unit_s(replace(unit, num_tokens=window or unit.num_tokens))
             plan.predicted_units_s += unit_s
             units += 1
             if window:
                 break
-    if tokens or units or ahead:
-        plan.grants.append(Grant(task, tokens or ahead, units, window))
+    if num_tokens or units or ahead:
+        plan.grants.append(Grant(task, num_tokens or ahead, units, window))
 
 
 def _grant_ahead(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float) -> int:
@@ -279,7 +279,7 @@ def _grant_ahead(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float)
     most = min(task.ahead, draft.tokens_left, cost.free_tokens(draft.load))
     if most <= 0 or draft.pages(task, task.ahead) > draft.open_pages:
         return 0
-    tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=True)
-    draft.promised_pages += draft.pages(task, tokens)
-    draft.take(task, tokens)
-    return tokens
+    num_tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=True)
+    draft.promised_pages += draft.pages(task, num_tokens)
+    draft.take(task, num_tokens)
+    return num_tokens

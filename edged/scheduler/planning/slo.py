@@ -26,10 +26,10 @@ class SloTargets:
             for name in ("tbt", "ttft")
         }
 
-    def ttft_s(self, service: ServiceClass, tokens: int, context: int = 0) -> float:
-        """Return the TTFT target of `tokens` after `context` others: a multiple of their own forward (MACE 6.3)."""
+    def ttft_s(self, service: ServiceClass, num_tokens: int, context: int = 0) -> float:
+        """Return the TTFT target of `num_tokens` after `context` others: a multiple of their own forward (MACE 6.3)."""
         factor, floor_s = self._targets[service, "ttft"]
-        return max(floor_s, factor * self._cost.prompt_s(tokens, context))
+        return max(floor_s, factor * self._cost.prompt_s(num_tokens, context))
 
     def tbt_s(self, service: ServiceClass, alone_s: float) -> float:
         """Return the TBT target of a decode: a multiple of `alone_s`, a forward of the present decodes alone."""
@@ -66,7 +66,7 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
     """
     pace, ahead = 0.0, 0
     for task in prompts:
-        ahead += task.tokens
+        ahead += task.num_tokens
         slack_s = MARGIN * (task.deadline_s - now)
         if slack_s <= ahead * token_s:
             return most
@@ -84,7 +84,7 @@ def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, to
     """
     least_s, ahead = math.inf, 0
     for task in prompts:
-        ahead += task.tokens
+        ahead += task.num_tokens
         if task in granted:
             ahead -= granted[task]
         left_s = MARGIN * (task.deadline_s - now) - ahead * token_s

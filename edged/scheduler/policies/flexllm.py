@@ -87,7 +87,7 @@ class CoServing(Fill):
         all_enter = self._add_prompts(draft, queues, cost)
         step = next(iter(runnable_steps(queues, resources)), None)
         if step is not None and step not in draft.preempted:
-            asks = 0 if step.context else draft.pages(step, step.tokens)
+            asks = 0 if step.context else draft.pages(step, step.num_tokens)
             if asks and all_enter and asks <= draft.open_pages:
                 draft.enter(step)
                 asks = 0
@@ -106,23 +106,23 @@ class CoServing(Fill):
     def _add_prompts(self, draft: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
         """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""
         for task in draft.started:
-            tokens = self._chunk(draft, task, cost)
-            if tokens:
-                draft.grant(task, tokens)
+            num_tokens = self._chunk(draft, task, cost)
+            if num_tokens:
+                draft.grant(task, num_tokens)
         for task in queues.first(max(0, draft.sequences_left)):
-            tokens = self._chunk(draft, task, cost)
-            if not tokens or draft.pages(task, task.tokens) > draft.open_pages:
+            num_tokens = self._chunk(draft, task, cost)
+            if not num_tokens or draft.pages(task, task.num_tokens) > draft.open_pages:
                 return False
             draft.sequences_left -= 1
             draft.enter(task)
-            draft.grant(task, tokens)
+            draft.grant(task, num_tokens)
         return True
 
     def _chunk(self, draft: BinBuilder, task: Task, cost: CostModel) -> int:
         """Return the tokens of a prompt that keep the iteration within its latency."""
         most, load = draft.room(task), draft.load_beside(task)
-        tokens = cost.chunk(load, task.context, most, draft.plan.budget_s, finetune=False) if most > 0 else 0
-        return tokens if load.prefill_tokens else max(tokens, min(most, SMALLEST_CHUNK))
+        num_tokens = cost.chunk(load, task.context, most, draft.plan.budget_s, finetune=False) if most > 0 else 0
+        return num_tokens if load.prefill_tokens else max(num_tokens, min(most, SMALLEST_CHUNK))
 
 
 FLEXLLM = Row(

@@ -64,7 +64,7 @@ class Hybrid(Fill):
         if not entry.runnable:
             return
         cost, load, step, kept = policy.cost, draft.load, entry.step, 0
-        if owed_s and step is not None and step.tokens:
+        if owed_s and step is not None and step.num_tokens:
             most = max(0, draft.room(step))
             forward_s = cost.forward_s(load)
             kept = cost.chunk(draft.load_beside(step), step.context, most, forward_s + owed_s, finetune=True)
@@ -84,14 +84,14 @@ class Hybrid(Fill):
             most = draft.room(task)
             if most <= 0:
                 continue
-            tokens = most
+            num_tokens = most
             if load.decodes:
-                tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=False)
-            if tokens < most:
+                num_tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=False)
+            if num_tokens < most:
                 if not needed:
                     needed = slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, all_tokens)
                     needed = max(SMALLEST_CHUNK, needed)
-                tokens = max(tokens, min(most, needed - load.prefill_tokens))
-            if tokens > 0:
-                draft.grant(task, tokens)
+                num_tokens = max(num_tokens, min(most, needed - load.prefill_tokens))
+            if num_tokens > 0:
+                draft.grant(task, num_tokens)
         draft.tokens_left += kept

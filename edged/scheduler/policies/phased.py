@@ -63,12 +63,12 @@ def serve_only(
     """
     draft = BinBuilder(queues, now, resources, policy.victims.ranked)
     for task in draft.started:
-        tokens = draft.room(task)
-        if tokens > 0:
-            draft.grant(task, tokens)
+        num_tokens = draft.room(task)
+        if num_tokens > 0:
+            draft.grant(task, num_tokens)
     for task in queues.first(max(0, draft.sequences_left)):
         full = not draft.tokens_left or draft.sequences_left <= 0
-        if full or task.arrival_s >= before_s or draft.pages(task, task.tokens) > draft.open_pages:
+        if full or task.arrival_s >= before_s or draft.pages(task, task.num_tokens) > draft.open_pages:
             break
         draft.sequences_left -= 1
         draft.enter(task)
@@ -90,7 +90,8 @@ def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
     able = [
         task
         for task in queues.finetunes
-        if task.has_work and task.held_pages + task.pages_for(task.tokens, resources.page_size) <= resources.total_pages
+        if task.has_work
+        and task.held_pages + task.pages_for(task.num_tokens, resources.page_size) <= resources.total_pages
     ]
     return sorted(able, key=lambda task: (task.bulk, not task.begun))
 
@@ -116,7 +117,7 @@ def train_only(
     plan, free_pages = draft.plan, draft.free_pages
     for task in tasks:
         # Promises to prompts under way still hold: by the time that they run again, this step has ended.
-        free_pages -= draft.pages(task, task.tokens)
+        free_pages -= draft.pages(task, task.num_tokens)
         if free_pages < 0:
             break
         grant_finetune(draft, task, policy.cost, limit_s, 0 if plan.grants else 1)

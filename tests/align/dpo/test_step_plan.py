@@ -47,7 +47,7 @@ def test_logits_are_computed_of_the_rows_that_a_loss_scores(loss: str, rejected:
     pair = TokenPair(1, "ann", (1,) * 20, (2,) * 6, rejected)
     align = AlignSettings(window_tokens=60, loss=loss)
     made = StepPlan([pair], lambda pair: False, align, 2, 100, 1000, keep_graph=False)
-    assert made.units == [("head", scored), *[("layer", pair.tokens)] * 2, ("step", 1)]
+    assert made.units == [("head", scored), *[("layer", pair.num_tokens)] * 2, ("step", 1)]
 
 
 def test_planning_takes_no_torch() -> None:

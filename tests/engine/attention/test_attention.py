@@ -157,7 +157,7 @@ def torchs_own(
     """Attention of a segment over all its pages by a boolean mask, in float32: [heads, tokens, d]."""
     blocks = kv.block_index(torch.from_numpy(segment.pages)[None].to(DEVICE))
     keys, values = (rows.float() for rows in kv.read(1, blocks, 1))
-    count = len(segment.tokens)
+    count = len(segment.token_ids)
     first, last = segment.hidden or (0, 0)
     row = torch.arange(keys.shape[2], device=DEVICE)
     own = segment.context + torch.arange(count, device=DEVICE)[:, None]
@@ -189,7 +189,7 @@ def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: to
     got = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3, window, cap), query, key, value)
     for segment in segments:
         wanted = torchs_own(kv, segment, query, window, cap).transpose(0, 1)
-        rows = got[segment.start : segment.start + len(segment.tokens)].float()
+        rows = got[segment.start : segment.start + len(segment.token_ids)].float()
         tolerance = 2e-5 if dtype == torch.float32 else 30 * torch.finfo(dtype).eps
         torch.testing.assert_close(rows, wanted, atol=tolerance, rtol=tolerance)
 

@@ -41,7 +41,7 @@ def counted(prompt: Sequence[int], generated: Sequence[int]) -> TokenCounts:
 def draw(scores: torch.Tensor, sampling: Sampling, n: int = 4000, counts: TokenCounts | None = None) -> np.ndarray:
     """Frequencies of `n` draws of one row."""
     rows = [SamplingRow(sampling, 7, step, counts) for step in range(n)]
-    return np.bincount(sample(scores.repeat(n, 1), rows).read().tokens, minlength=VOCAB) / n
+    return np.bincount(sample(scores.repeat(n, 1), rows).read().token_ids, minlength=VOCAB) / n
 
 
 CASES = {
@@ -71,7 +71,7 @@ def test_repetition_penalty_is_transformers() -> None:
     counts = counted([3, 9, 9], [1])
     penalized = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[3, 9, 9, 1]]), logits())
     row = SamplingRow(sampling, 0, 0, counts)
-    assert sample(logits(), [row]).read().tokens == [int(penalized.argmax())]
+    assert sample(logits(), [row]).read().token_ids == [int(penalized.argmax())]
     assert draw(logits(), Sampling(repetition_penalty=1.7), counts=counts) == pytest.approx(
         penalized.softmax(-1)[0].numpy(), abs=0.04
     )
@@ -83,7 +83,7 @@ def test_presence_and_frequency_lower_generated_tokens_only() -> None:
 
     def best(generated: list[int], prompt: tuple[int, ...] = (), **penalties: Any) -> int:
         row = SamplingRow(Sampling(temperature=0.0, **penalties), 0, 0, counted(prompt, generated))
-        return sample(scores.clone(), [row]).read().tokens[0]
+        return sample(scores.clone(), [row]).read().token_ids[0]
 
     assert best([0], presence_penalty=0.4) == 0
     assert best([0], presence_penalty=0.6) == 1
@@ -95,17 +95,19 @@ def test_a_seed_gives_the_same_token_whatever_shares_the_batch() -> None:
     mine = logits(seed=3)
     row = SamplingRow(Sampling(temperature=1.0, top_p=0.95), 42, 5)
     others = [SamplingRow(Sampling(temperature=t, top_k=k), 1, 0) for t, k in ((0.0, 0), (2.0, 3), (0.7, 0))]
-    alone = sample(mine.clone(), [row]).read().tokens[0]
-    together = sample(torch.cat([logits(3, seed=9), mine]), [*others, row]).read().tokens[3]
+    alone = sample(mine.clone(), [row]).read().token_ids[0]
+    together = sample(torch.cat([logits(3, seed=9), mine]), [*others, row]).read().token_ids[3]
     assert alone == together
 
 
 def test_bias_and_forbidden_tokens() -> None:
     best = int(logits().argmax())
-    assert sample(logits(), [SamplingRow(Sampling(temperature=0.0), 0, 0, forbidden=(best,))]).read().tokens != [best]
-    assert sample(logits(), [SamplingRow(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0)]).read().tokens == [
-        17
+    assert sample(logits(), [SamplingRow(Sampling(temperature=0.0), 0, 0, forbidden=(best,))]).read().token_ids != [
+        best
     ]
+    assert sample(
+        logits(), [SamplingRow(Sampling(temperature=0.0, logit_bias={17: 100.0}), 0, 0)]
+    ).read().token_ids == [17]
 
 
 def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
@@ -113,7 +115,7 @@ def test_logprobs_are_the_models_own_whatever_was_done_to_the_scores() -> None:
     silent = SamplingRow(Sampling(temperature=0.0), 0, 0)
     drawn = sample(logits(2), [silent, asked]).read()
     wanted = logits(2)[1].log_softmax(-1)
-    assert drawn.tokens[1] == 5
+    assert drawn.token_ids[1] == 5
     assert drawn.logprobs == [None, pytest.approx(float(wanted[5]), abs=1e-5)]
     best = wanted.topk(3)
     assert [token for token, _ in drawn.tops[1] or ()] == best.indices.tolist()
@@ -132,7 +134,7 @@ def test_scores_that_are_not_numbers_give_no_token() -> None:
     scores = logits(3)
     scores[1, 7] = float("nan")
     rows = [SamplingRow(Sampling(temperature=t), 0, 0) for t in (0.0, 0.0, 1.0)]
-    tokens = sample(scores, rows).read().tokens
+    tokens = sample(scores, rows).read().token_ids
     assert tokens[1] == NOT_A_TOKEN
     assert min(tokens[0], tokens[2]) >= 0
 
@@ -164,7 +166,7 @@ def test_what_is_asked_for_never_makes_the_model_look_broken() -> None:
             min_tokens=9,
         )
         rows += [SamplingRow(sampling, 1, len(rows), counts, forbidden) for forbidden in ((), (3, 4), range(VOCAB))]
-    tokens = sample(scores.repeat(len(rows), 1), rows).read().tokens
+    tokens = sample(scores.repeat(len(rows), 1), rows).read().token_ids
     assert all(0 <= token < VOCAB for token in tokens)
     some = [
         token
@@ -179,7 +181,7 @@ def test_the_models_own_scores_are_judged_whatever_is_asked_for(at: dict[str, An
     scores = logits(2)
     scores[1, 7] = float("nan")
     rows = [SamplingRow(Sampling(temperature=0.0, **at), 0, 0, counted([7], []), (7,)) for _ in range(2)]
-    tokens = sample(scores, rows).read().tokens
+    tokens = sample(scores, rows).read().token_ids
     assert tokens[0] >= 0
     assert tokens[1] == NOT_A_TOKEN
 
@@ -190,7 +192,7 @@ def test_the_drawn_token_is_where_the_cumulated_probabilities_pass_the_uniform_n
     logits = 3 * torch.randn(200, vocab, generator=generator)
     logits[:, vocab // 2 :: 3] = float("-inf")
     rows = [SamplingRow(Sampling(temperature=0.7), seed=index, step=5) for index in range(200)]
-    drawn = sample(logits.clone(), rows).read().tokens
+    drawn = sample(logits.clone(), rows).read().token_ids
     probabilities = (logits.double() / 0.7).softmax(-1).numpy()
     for token, row, chances in zip(drawn, rows, probabilities, strict=True):
         point = uniform(row.seed, row.step)
@@ -269,7 +271,7 @@ def test_scores_that_are_not_numbers_give_no_token_under_top_p_and_top_k() -> No
     scores[2] = float("inf")
     scores[3] = float("-inf")
     rows = [SamplingRow(Sampling(top_p=0.9, top_k=20), 0, 0) for _ in range(4)]
-    tokens = sample(scores, rows).read().tokens
+    tokens = sample(scores, rows).read().token_ids
     assert tokens[1] == NOT_A_TOKEN
     assert all(0 <= tokens[row] < VOCAB for row in (0, 2, 3))
 

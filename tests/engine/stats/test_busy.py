@@ -12,7 +12,7 @@ COST = CostModel(roofline(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_
 
 
 def outcome(kind: Kind, tokens: int) -> TaskOutcome:
-    return TaskOutcome(Task(1, kind, 0.0, tokens=tokens), tokens, 0, kind)
+    return TaskOutcome(Task(1, kind, 0.0, num_tokens=tokens), tokens, 0, kind)
 
 
 def test_the_parts_add_up_to_the_forward_and_the_units() -> None:

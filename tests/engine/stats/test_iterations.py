@@ -30,9 +30,9 @@ def test_every_token_served_and_every_unit_trained_is_in_a_record(tmp_path: Path
         wait_idle(engine)
     records, totals = engine.iterations(), engine.status()["totals"]
     assert [record.number for record in records] == list(range(1, len(records) + 1))
-    assert sum(record.tokens(Kind.PREFILL) for record in records) == 60
-    assert sum(record.tokens(Kind.DECODE) for record in records) == 3 * 5
-    assert sum(record.tokens(Kind.FINETUNE) for record in records) == totals["finetune_tokens"] > 0
+    assert sum(record.num_tokens(Kind.PREFILL) for record in records) == 60
+    assert sum(record.num_tokens(Kind.DECODE) for record in records) == 3 * 5
+    assert sum(record.num_tokens(Kind.FINETUNE) for record in records) == totals["finetune_tokens"] > 0
     assert sum(unit == "step" for record in records for unit, _, _ in record.units) == totals["optimizer_steps"] > 0
     for record in records:
         spent_s = record.prefill_s + record.decode_s + record.finetune_s
@@ -49,7 +49,7 @@ def test_members_are_read_as_they_were_packed() -> None:
     outcomes = [
         TaskOutcome(
             Task(its.task_id, its.kind, 0.0, context=its.context, service=its.service),
-            its.tokens,
+            its.num_tokens,
             its.units,
             None if its.finished else its.kind,
         )
@@ -59,8 +59,8 @@ def test_members_are_read_as_they_were_packed() -> None:
     assert list(record.members) == members
     assert record.member_count == len(members)
     for kind in Kind:
-        assert record.tokens(kind) == sum(member.tokens for member in members if member.kind is kind) > 0
-    assert (list(empty.members), empty.member_count, empty.tokens(Kind.DECODE)) == ([], 0, 0)
+        assert record.num_tokens(kind) == sum(member.num_tokens for member in members if member.kind is kind) > 0
+    assert (list(empty.members), empty.member_count, empty.num_tokens(Kind.DECODE)) == ([], 0, 0)
 
 
 def test_a_reader_asks_for_what_is_newer_and_the_oldest_are_dropped() -> None:

@@ -42,9 +42,11 @@ def iteration(device: Device, rng: random.Random) -> IterationResult:
     tasks = [Task(i, Kind.DECODE, 0.0, context=rng.randint(10, 2000)) for i in range(rng.randint(0, 20))]
     outcomes = [TaskOutcome(task, 1, 0, Kind.DECODE) for task in tasks]
     if rng.random() < 0.5:
-        outcomes.append(TaskOutcome(Task(98, Kind.PREFILL, 0.0, tokens=999), rng.randint(1, 400), 0, Kind.PREFILL))
+        outcomes.append(TaskOutcome(Task(98, Kind.PREFILL, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.PREFILL))
     if rng.random() < 0.5 or not outcomes:
-        outcomes.append(TaskOutcome(Task(99, Kind.FINETUNE, 0.0, tokens=999), rng.randint(1, 400), 0, Kind.FINETUNE))
+        outcomes.append(
+            TaskOutcome(Task(99, Kind.FINETUNE, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.FINETUNE)
+        )
     result = IterationResult(outcomes)
     noise = 1.0 + device.noise * rng.uniform(-1, 1)
     result.forward_s = device.forward_s(load_of(result)) * noise
@@ -195,7 +197,7 @@ def test_deadlines_are_of_prices_and_a_plan_is_of_the_moment() -> None:
     alone_s, tokens = cost.priced_s(Load(decodes=1)), Load(prefill_tokens=100, pairs=5000.0)
     assert SloTargets(SchedulerSettings(tbt_factor=0.5, tbt_floor_ms=1.05e3 * alone_s), cost).impossible() == []
     scheduler = Scheduler(SchedulerSettings(tbt_factor=2.0, tbt_floor_ms=0.001), cost)
-    task = Task(1, Kind.PREFILL, 0.0, tokens=100)
+    task = Task(1, Kind.PREFILL, 0.0, num_tokens=100)
     scheduler.add(task, now=0.0)
     predicted_s = scheduler.plan(0.0, AMPLE).predicted_forward_s
     assert predicted_s == pytest.approx(cost.forward_s(tokens))
@@ -304,8 +306,8 @@ def test_a_unit_of_an_unknown_kind_starts_like_a_layer_and_is_learned() -> None:
 def test_the_part_of_an_iteration_that_was_fine_tuning_is_told() -> None:
     device = Device()
     cost = trained(device)
-    served = TaskOutcome(Task(1, Kind.PREFILL, 0.0, tokens=200), 200, 0, Kind.DECODE)
-    tuned = TaskOutcome(Task(2, Kind.FINETUNE, 0.0, tokens=300), 300, 1, Kind.FINETUNE)
+    served = TaskOutcome(Task(1, Kind.PREFILL, 0.0, num_tokens=200), 200, 0, Kind.DECODE)
+    tuned = TaskOutcome(Task(2, Kind.FINETUNE, 0.0, num_tokens=300), 300, 1, Kind.FINETUNE)
     forward_s = device.forward_s(load_of(IterationResult([served, tuned])))
     alone_s = device.forward_s(load_of(IterationResult([served])))
     finetune_s = cost.observe(IterationResult([served, tuned], forward_s, [(Unit("layer", 64), 0.007)]))
@@ -320,7 +322,7 @@ def test_predictions_are_never_negative_and_more_work_never_takes_less_time(
     cost = guessed()
     for index, (known, seconds) in enumerate(seen):
         decodes = [TaskOutcome(Task(i, Kind.DECODE, 0.0, context=5), 1, 0, Kind.DECODE) for i in range(known.decodes)]
-        chunk = TaskOutcome(Task(99, Kind.PREFILL, 0.0, tokens=999), known.prefill_tokens, 0, Kind.PREFILL)
+        chunk = TaskOutcome(Task(99, Kind.PREFILL, 0.0, num_tokens=999), known.prefill_tokens, 0, Kind.PREFILL)
         cost.observe(IterationResult([*decodes, chunk], seconds, [(Unit("layer", index), seconds)]))
     more = Load(load.prefill_tokens + 1, load.decodes + 1, load.finetune_tokens + 1, load.context + 9, load.pairs + 9)
     assert 0.0 <= cost.forward_s(load) <= cost.forward_s(more)

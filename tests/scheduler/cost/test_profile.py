@@ -209,7 +209,7 @@ def test_with_a_profile_the_very_first_iterations_are_predicted_well_and_stay_so
 
 
 def test_features_that_no_measurement_had_are_guessed() -> None:
-    short = [forward for forward in measured(Device())[0] if forward.tokens <= 32 and not forward.adapters]
+    short = [forward for forward in measured(Device())[0] if forward.num_tokens <= 32 and not forward.adapters]
     profile = profile_of(Device()).model_copy(
         update={"forwards": tuple(short), "prices": replace(fit_prices(short, measured(Device())[1]), knee_tokens=32)}
     )

@@ -31,7 +31,7 @@ def order_of(world: World) -> JustitiaOrder:
 
 
 def call(world: World, prompt: int, answer: int, run: str = "", user: str = "ann", cost: float = 0.0) -> Life:
-    task = Task(world._id(), Kind.PREFILL, world.now, tokens=prompt, tenant=user, run=run)
+    task = Task(world._id(), Kind.PREFILL, world.now, num_tokens=prompt, tenant=user, run=run)
     task.run_cost = cost or call_cost(prompt, answer)
     life = world.lives[task.task_id] = Life(task, prompt, answer)
     world.scheduler.add(task, world.now)

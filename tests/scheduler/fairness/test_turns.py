@@ -38,7 +38,7 @@ def order_of(scheduler: Scheduler) -> TurnOrder:
 
 
 def prompt(task_id: int, tenant: str, tokens: int = 50) -> Task:
-    return Task(task_id, Kind.PREFILL, float(task_id), tokens=tokens, tenant=tenant)
+    return Task(task_id, Kind.PREFILL, float(task_id), num_tokens=tokens, tenant=tenant)
 
 
 @rows
@@ -150,7 +150,7 @@ def test_what_the_cache_had_is_given_back() -> None:
     counters = order_of(scheduler).counters
     assert counters.counter("ann") == 100.0
     # As the engine does when the prompt is admitted.
-    task.tokens, task.context = 36, 64
+    task.num_tokens, task.context = 36, 64
     scheduler.complete(IterationResult([TaskOutcome(task, 36, 0, Kind.DECODE)], 0.1), 1.1)
     assert counters.counter("ann") == 36.0 + 2.0
 
@@ -213,7 +213,7 @@ class TestTraining:
     """The next step is of the ready adapter that was trained least."""
 
     def step(self, scheduler: Scheduler, task_id: int, *adapters: str, done: bool = True) -> None:
-        task = Task(task_id, Kind.FINETUNE, 0.0, tokens=100, trains=adapters)
+        task = Task(task_id, Kind.FINETUNE, 0.0, num_tokens=100, trains=adapters)
         scheduler.add(task, 0.0)
         plan = scheduler.plan(0.0, resources())
         assert [grant.task for grant in plan.grants] == [task]

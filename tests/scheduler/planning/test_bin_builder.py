@@ -32,7 +32,7 @@ def test_promised_are_the_pages_of_those_who_have_begun_and_keep_theirs() -> Non
         resources = Resources(chance.choice((0, 2, 500)), 4096, PAGE_SIZE, 1024, 128)
         draft = BinBuilder(queues, 1.0, resources, lambda tasks: tasks[::-1])
         kept = [task for task in (*queues.started, *queues.finetunes) if task not in draft.preempted]
-        assert draft.promised_pages == sum(task.pages_for(task.tokens, PAGE_SIZE) for task in kept if task.context)
+        assert draft.promised_pages == sum(task.pages_for(task.num_tokens, PAGE_SIZE) for task in kept if task.context)
         assert draft.started == [task for task in queues.started if task in kept]
         preempted += len(draft.preempted)
     assert preempted > 50

@@ -16,7 +16,7 @@ BASE_S, TOKEN_S = 0.02, 0.0005
 
 def prompts(*due: tuple[int, float]) -> list[Task]:
     return [
-        Task(index, Kind.PREFILL, 0.0, deadline_s=deadline_s, tokens=tokens)
+        Task(index, Kind.PREFILL, 0.0, deadline_s=deadline_s, num_tokens=tokens)
         for index, (tokens, deadline_s) in enumerate(sorted(due, key=lambda pair: pair[1]))
     ]
 
@@ -27,7 +27,7 @@ def test_at_the_needed_pace_every_prompt_that_can_be_in_time_is(due: list[tuple[
     queue = prompts(*due)
     ahead = 0
     for task in queue:
-        ahead += task.tokens
+        ahead += task.num_tokens
         if ahead * (TOKEN_S + BASE_S / 1024) > 0.9 * MARGIN * task.deadline_s:
             return
     now = 0.0
@@ -36,10 +36,10 @@ def test_at_the_needed_pace_every_prompt_that_can_be_in_time_is(due: list[tuple[
         assert 0 < tokens <= 1024
         now += BASE_S + tokens * TOKEN_S
         while queue and tokens:
-            done = min(tokens, queue[0].tokens)
-            queue[0].tokens -= done
+            done = min(tokens, queue[0].num_tokens)
+            queue[0].num_tokens -= done
             tokens -= done
-            if not queue[0].tokens:
+            if not queue[0].num_tokens:
                 assert now <= queue.pop(0).deadline_s
 
 

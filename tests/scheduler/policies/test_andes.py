@@ -102,7 +102,7 @@ def add_answer(scheduler: Scheduler, task_id: int, ahead_s: float, pages: int = 
 
 
 def add_question(scheduler: Scheduler, task_id: int, tokens: int, waited_s: float = 1.0, reads: bool = True) -> Task:
-    task = Task(task_id, Kind.PREFILL, 10.0 - waited_s, tokens=tokens)
+    task = Task(task_id, Kind.PREFILL, 10.0 - waited_s, num_tokens=tokens)
     task.reader = Reader(PACE, ideal_s=task.arrival_s + 1.0) if reads else None
     scheduler.add(task, 10.0)
     return task
@@ -189,7 +189,7 @@ def test_a_prompt_stays_out_whose_entry_costs_readers_more_than_it_gains(policy:
 
 def test_an_answer_that_gave_way_comes_back_before_its_reader_has_read_all(scheduler: Scheduler) -> None:
     full(scheduler, 2.0, 30.0)
-    back = Task(9, Kind.PREFILL, 0.5, deadline_s=10.0, tokens=15 * PAGE, preemptions=1)
+    back = Task(9, Kind.PREFILL, 0.5, deadline_s=10.0, num_tokens=15 * PAGE, preemptions=1)
     back.reader = Reader(PACE, ideal_s=25.0)
     scheduler.add(back, 10.0)
     assert 9 not in granted(scheduler.plan(10.0, resources(free=10, total=70)))

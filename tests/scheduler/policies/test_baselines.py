@@ -275,7 +275,7 @@ class TestMacePriority:
             for task in tasks:
                 task.held_pages, task.capacity = 63, 63 * PAGE
             tasks[1].deadline_s = 0.5
-            tasks[1].tokens = 20
+            tasks[1].num_tokens = 20
             scheduler.update(tasks[1])
             add_decode(scheduler, 3).deadline_s = 0.0
             plan = granted(scheduler.plan(0.2, resources()))

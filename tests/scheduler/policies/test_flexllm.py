@@ -283,6 +283,6 @@ class TestFillAhead:
         scheduler, lesson = self.served(ahead=100)
         tokens, units = granted(scheduler.plan(0.0, resources()))[9]
         scheduler.complete(IterationResult([TaskOutcome(lesson, tokens, units, Kind.FINETUNE)], 0.05), 0.05)
-        assert (lesson.tokens, lesson.ahead, lesson.next_unit) == (0, 100 - tokens, units)
+        assert (lesson.num_tokens, lesson.ahead, lesson.next_unit) == (0, 100 - tokens, units)
         scheduler.restart(lesson, 30, 0.1)
-        assert (lesson.tokens, lesson.ahead) == (30, 0)
+        assert (lesson.num_tokens, lesson.ahead) == (30, 0)

@@ -124,7 +124,7 @@ class TestMaceFineTuning:
     def test_prompts_that_wait_as_long_outrank_it_also_where_an_answer_loses_its_pages(self, prompts: int) -> None:
         scheduler = scheduler_of(finetune_max_wait_s=1.0)
         answers = [add_decode(scheduler, number, context=4 * PAGE) for number in (1, 2)]
-        lesson = Task(3, Kind.FINETUNE, 0.0, units=UNITS, next_unit=1, tokens=0)
+        lesson = Task(3, Kind.FINETUNE, 0.0, units=UNITS, next_unit=1, num_tokens=0)
         scheduler.add(lesson, 0.0)
         for number in range(prompts):
             add_prompt(scheduler, 4 + number, 100)

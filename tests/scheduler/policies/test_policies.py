@@ -29,14 +29,14 @@ def add_decode(scheduler: Scheduler, task_id: int, arrival_s: float = 0.0, conte
 
 
 def add_prompt(scheduler: Scheduler, task_id: int, tokens: int, arrival_s: float = 0.0) -> Task:
-    task = Task(task_id, Kind.PREFILL, arrival_s, tokens=tokens)
+    task = Task(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
     scheduler.add(task, arrival_s)
     return task
 
 
 def add_lesson(scheduler: Scheduler, task_id: int, tokens: int = 0, now: float = 0.0, loss: float = 0.69) -> Task:
     """A fine-tune task; without `tokens` its forward is done and its pages are held."""
-    task = Task(task_id, Kind.FINETUNE, now, tokens=tokens, units=UNITS, loss=loss)
+    task = Task(task_id, Kind.FINETUNE, now, num_tokens=tokens, units=UNITS, loss=loss)
     if not tokens:
         task.context, task.held_pages, task.capacity = 320, 20, 320
     scheduler.add(task, now)
@@ -44,7 +44,7 @@ def add_lesson(scheduler: Scheduler, task_id: int, tokens: int = 0, now: float =
 
 
 def granted(plan: Plan) -> dict[int, tuple[int, int]]:
-    return {grant.task.task_id: (grant.tokens, grant.units) for grant in plan.grants}
+    return {grant.task.task_id: (grant.num_tokens, grant.units) for grant in plan.grants}
 
 
 every = pytest.mark.parametrize("policy", ROWS)
@@ -111,7 +111,7 @@ def test_when_the_tokens_do_not_suffice_the_decodes_that_are_due_first_go_first(
 def test_a_step_whose_streams_lack_pages_gets_nothing_and_takes_nothing(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
     # Of tokens under way in several streams, some in pages that are not there yet: see `Task.capacity`.
-    lesson = Task(9, Kind.FINETUNE, 0.0, tokens=100, units=UNITS, context=64, held_pages=4, capacity=0)
+    lesson = Task(9, Kind.FINETUNE, 0.0, num_tokens=100, units=UNITS, context=64, held_pages=4, capacity=0)
     scheduler.add(lesson, 0.0)
     add_decode(scheduler, 1, arrival_s=0.5)
     for now in (1.0, 100.0):
@@ -178,7 +178,7 @@ class TestPreemption:
     def test_a_prompt_that_waits_for_pages_which_other_waiting_ones_hold_gets_them(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         add_prompt(scheduler, 1, 20 * PAGE)
-        holder = Task(2, Kind.PREFILL, 1.0, tokens=15 * PAGE, context=10 * PAGE, held_pages=10, capacity=10 * PAGE)
+        holder = Task(2, Kind.PREFILL, 1.0, num_tokens=15 * PAGE, context=10 * PAGE, held_pages=10, capacity=10 * PAGE)
         scheduler.add(holder, 1.0)
         plan = scheduler.plan(2.0, resources(free=12, total=22))
         assert plan.preempt == [holder]

@@ -55,7 +55,7 @@ class LeastServed(Order):
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         for outcome in result.outcomes:
             if outcome.task.kind is not Kind.FINETUNE:
-                self.served[outcome.task.tenant] += outcome.tokens
+                self.served[outcome.task.tenant] += outcome.num_tokens
 
 
 class TwoAtOnce(MaceAdmission):
@@ -156,10 +156,10 @@ class TestFairQueue:
 
     def test_who_is_parked_has_not_left(self) -> None:
         scheduler = scheduler_with(FAIR)
-        task = Task(1, Kind.PREFILL, 0.0, tokens=50, tenant="ann")
+        task = Task(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
         scheduler.add(task, 0.0)
         served(scheduler)["bob"] = 70.0
-        scheduler.add(Task(2, Kind.PREFILL, 0.0, tokens=50, tenant="bob"), 0.0)
+        scheduler.add(Task(2, Kind.PREFILL, 0.0, num_tokens=50, tenant="bob"), 0.0)
         scheduler.park(task)
         assert list(granted(scheduler.plan(0.0, resources()))) == [2]
         scheduler.add(task, 0.0)
@@ -168,7 +168,7 @@ class TestFairQueue:
 
     def test_who_is_removed_while_parked_has_left(self) -> None:
         scheduler = scheduler_with(FAIR)
-        task = Task(1, Kind.PREFILL, 0.0, tokens=50, tenant="ann")
+        task = Task(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
         scheduler.add(task, 0.0)
         scheduler.park(task)
         scheduler.remove(1)
@@ -178,7 +178,7 @@ class TestFairQueue:
 
     def test_the_engine_orders_tasks_as_the_queues_do(self) -> None:
         scheduler = scheduler_with(FAIR)
-        tasks = [Task(i, Kind.PREFILL, float(i), tokens=50, tenant="ann" if i < 3 else "bob") for i in range(5)]
+        tasks = [Task(i, Kind.PREFILL, float(i), num_tokens=50, tenant="ann" if i < 3 else "bob") for i in range(5)]
         for task in tasks:
             scheduler.add(task, task.arrival_s)
         served(scheduler)["ann"] = 9.0
@@ -197,7 +197,7 @@ class TestPausing:
         while world.lives:
             held = {task: pages for life in lives if (pages := (task := life.task).held_pages)}
             plan = world.step()
-            decodes = [grant.task for grant in plan.grants if grant.tokens == 1]
+            decodes = [grant.task for grant in plan.grants if grant.num_tokens == 1]
             assert len(decodes) <= 2
             ended = [life.task for life in lives if life.made == life.answer]
             assert all(task.held_pages >= pages for task, pages in held.items() if task not in ended)
@@ -219,7 +219,7 @@ class TestPausing:
         scheduler = scheduler_with(PAUSING)
         for task_id in range(6):
             add_decode(scheduler, task_id, context=64)
-        task = Task(9, Kind.PREFILL, 1.0, tokens=48)
+        task = Task(9, Kind.PREFILL, 1.0, num_tokens=48)
         scheduler.add(task, 1.0)
         scheduler.complete(IterationResult([TaskOutcome(task, 16, 0, Kind.PREFILL)], 0.02), 1.1)
         task.held_pages, task.capacity = 1, 16
@@ -231,7 +231,7 @@ class TestPausing:
         scheduler = scheduler_with(PAUSING)
         for task_id in range(4):
             add_decode(scheduler, task_id)
-        scheduler.add(Task(9, Kind.PREFILL, 0.0, tokens=20), 0.0)
+        scheduler.add(Task(9, Kind.PREFILL, 0.0, num_tokens=20), 0.0)
         assert 9 not in granted(scheduler.plan(0.0, resources(sequences=4)))
         assert 9 in granted(scheduler.plan(0.0, resources(sequences=5)))
 

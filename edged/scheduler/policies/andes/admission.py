@@ -42,7 +42,7 @@ class ReaderAdmission(PatientAdmission):
             return True
         asking, least = draft.waiting[:LOOK_AHEAD], (1.0 - SHORT) * draft.total_pages
         if draft.open_pages - draft.most_pages(asking) < least:
-            asked = sum([task.pages_for(task.tokens, draft.page_size) for task in asking])
+            asked = sum([task.pages_for(task.num_tokens, draft.page_size) for task in asking])
             if asked and draft.open_pages - asked < least:
                 return True
         return bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
@@ -64,9 +64,9 @@ class ReaderAdmission(PatientAdmission):
         prompt_s, page_size = self.cost.prompt_s, draft.page_size
         for task in draft.waiting[: 2 * LOOK_AHEAD]:
             if (reader := task.reader) is not None:
-                starts_s = prompt_s(task.tokens)
+                starts_s = prompt_s(task.num_tokens)
                 late = (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
-                contenders.append(Contender(task, reader, task.pages_for(task.tokens, page_size), starts_s, late))
+                contenders.append(Contender(task, reader, task.pages_for(task.num_tokens, page_size), starts_s, late))
         if not contenders:
             return [], set()
         others, each = load.decodes - running, load.context / max(1, load.decodes)
@@ -89,14 +89,14 @@ class ReaderAdmission(PatientAdmission):
         self, draft: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[Task], now: float
     ) -> list[Task]:
         """Let those of the `chosen` enter who wait, each for the fewest of the lowest others, while it pays."""
-        free, slots, tokens = draft.open_pages, draft.sequences_left, draft.tokens_left
+        free, slots, num_tokens = draft.open_pages, draft.sequences_left, draft.tokens_left
         lowest = [one for one, _ in reversed(ranked) if not one.starts_s and one.task not in chosen]
         entered: list[Task] = []
         gone: list[Contender] = []
         for one, gained in ranked:
             if not one.starts_s or not (one.urgent or one.task in chosen):
                 continue
-            victims = fewest(lowest, one.pages - free, max(0, 1 - slots)) if tokens > 0 else None
+            victims = fewest(lowest, one.pages - free, max(0, 1 - slots)) if num_tokens > 0 else None
             if victims is None:
                 if not one.urgent:
                     continue
@@ -108,7 +108,7 @@ class ReaderAdmission(PatientAdmission):
             lowest = [other for other in lowest if other not in victims]
             free += sum([victim.pages for victim in victims]) - one.pages
             slots += len(victims) - 1
-            tokens -= one.task.tokens
+            num_tokens -= one.task.num_tokens
             entered.append(one.task)
         draft.preempt([victim.task for victim in gone], now)
         for task in entered:
@@ -124,7 +124,7 @@ class ReaderAdmission(PatientAdmission):
         back_s = [now + self.settings.reader_horizon_s + seconds for seconds in again_s]
         if any(victim.reader.dry_s < back for victim, back in zip(victims, back_s, strict=True)):
             return False
-        overhead_s = self.cost.prompt_s(one.task.tokens) + sum(again_s)
+        overhead_s = self.cost.prompt_s(one.task.num_tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
         return gained > sum(

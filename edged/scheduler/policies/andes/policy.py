@@ -30,7 +30,7 @@ class LeastGain(Victims):
 
     def _gain(self, task: Task) -> float:
         assert task.reader is not None
-        starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.tokens)
+        starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.num_tokens)
         gain = task.reader.gain(self._now, self.settings.reader_horizon_s, starts_s, _FAST)
         return gain / max(1, task.held_pages)
 

@@ -43,7 +43,7 @@ class MaceAdmission(Admission):
         for they hold memory, of no use before the end; those of jobs and passes where there are no others."""
         rank, gone, tasks = self._priorities.finetune, draft.preempted, queues.finetunes
         # `has_work` and `begun`, of which calls for each would take longer than the rest.
-        able = [task for task in tasks if (task.tokens or task.next_unit < len(task.units)) and task not in gone]
+        able = [task for task in tasks if (task.num_tokens or task.next_unit < len(task.units)) and task not in gone]
         able = [task for task in able if not task.bulk] or able
         able = [task for task in able if task.underway or task.context or task.next_unit] or able
         return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
@@ -67,7 +67,7 @@ class MaceAdmission(Admission):
         runnable = entry.runnable
         first_step = tuning[0] if tuning and tuning[0].begun else None
         # Between its groups, and when its pages were taken, a step asks for pages like any other task.
-        asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.tokens) > 0
+        asks = first_step is not None and not first_step.context and draft.pages(first_step, first_step.num_tokens) > 0
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
         tau_tasks, waiting = self.settings.tau_tasks, draft.sequences_left > 0 and bool(draft.waiting)
@@ -91,7 +91,7 @@ class MaceAdmission(Admission):
         if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
             entry.step = step.task
             draft.enter(entry.step)
-        elif entry.due and running and any(draft.pages(task, task.tokens) <= draft.total_pages for task in asking):
+        elif entry.due and running and any(draft.pages(task, task.num_tokens) <= draft.total_pages for task in asking):
             # The pages that it lacks are those that come free next: nobody enters before it.
             return
         for item in packed:
@@ -107,7 +107,7 @@ class MaceAdmission(Admission):
             entered = set(runnable[len(draft.started) :])
             upcoming = draft.upcoming(tau_tasks + 1) if waiting else ()
             head = next((task for task in upcoming if task not in entered), None)
-            entry.in_the_way = head is not None and draft.pages(head, head.tokens) > draft.open_pages
+            entry.in_the_way = head is not None and draft.pages(head, head.num_tokens) > draft.open_pages
 
     def _asking(
         self, draft: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
@@ -119,8 +119,8 @@ class MaceAdmission(Admission):
         """
         token_s, most, size = self.cost.token_s, draft.tokens_left, draft.page_size
         for task in chain(tuning, waiting) if due else chain(waiting, tuning):
-            asks = task.pages_for(task.tokens, size)
+            asks = task.pages_for(task.num_tokens, size)
             # A step that would never fit asks for nothing.
             if asks <= draft.total_pages or task.kind is not FINETUNE:
                 patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
-                yield Item(task, asks, min(task.tokens, most) * token_s, patient)
+                yield Item(task, asks, min(task.num_tokens, most) * token_s, patient)

@@ -71,8 +71,8 @@ class MaceSpare(Spare):
         if entry.in_the_way:
             return self._quantum_s
         share = self._deficit.share
-        tokens = min(draft.tokens_left, sum(task.tokens for task in entry.runnable))
-        serving_s = self.cost.priced_s(draft.load) + tokens * self.cost.token_s
+        num_tokens = min(draft.tokens_left, sum(task.num_tokens for task in entry.runnable))
+        serving_s = self.cost.priced_s(draft.load) + num_tokens * self.cost.token_s
         most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
         return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
 
@@ -89,7 +89,7 @@ class MaceSpare(Spare):
         free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
         if free <= 0.0:
             return forward_s
-        granted = {grant.task: grant.tokens for grant in draft.plan.grants[draft.load.decodes :]}
+        granted = {grant.task: grant.num_tokens for grant in draft.plan.grants[draft.load.decodes :]}
         # Below it less than nothing is left of the budget: `headroom` is a half at most.
         floor_s = -2.0 * forward_s / free
         slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s, floor_s))

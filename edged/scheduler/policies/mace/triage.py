@@ -18,7 +18,7 @@ PATIENCE = 8.0
 Simulated on an Orin in bursts of long prompts, 8 had as many first tokens in time as 20, and 3 had fewer.
 """
 
-_number, _deadline, _rest = attrgetter("task_id"), attrgetter("deadline_s"), attrgetter("tokens")
+_number, _deadline, _rest = attrgetter("task_id"), attrgetter("deadline_s"), attrgetter("num_tokens")
 
 
 class Triage(Order):
@@ -75,7 +75,9 @@ class Triage(Order):
         flows = queues.flows
         token_s = self.cost.token_s
         # Whose first token is late whatever is done.
-        late = [task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.tokens * token_s > task.deadline_s]
+        late = [
+            task for task in flows.get(HOPEFUL, ())[:LOOK_AHEAD] if now + task.num_tokens * token_s > task.deadline_s
+        ]
         moves = [(task, FIRST if task.task_id in self._answered else LATE) for task in late]
         if (waited := flows.get(LATE)) and waited[0].queue_key[0] <= now:
             moves += [(task, FIRST) for task in takewhile(lambda task: task.queue_key[0] <= now, waited)]
@@ -91,7 +93,7 @@ class Triage(Order):
         first_ones: dict[Task, float] = {}
         late: dict[Task, float] = {}
         for task in prompts:
-            in_time = now <= (deadline_s := task.deadline_s) and now + task.tokens * token_s <= deadline_s
+            in_time = now <= (deadline_s := task.deadline_s) and now + task.num_tokens * token_s <= deadline_s
             if in_time and task.task_id not in answered:
                 hopeful.append(task)
                 continue
@@ -106,7 +108,7 @@ class Triage(Order):
         hopeful.sort(key=_deadline)
         end_s = now
         for task in hopeful:
-            end_s += task.tokens * token_s
+            end_s += task.num_tokens * token_s
             if end_s > task.deadline_s:
                 # Of equals the one that is due first.
                 hopeful.sort(key=_rest)
