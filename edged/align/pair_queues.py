@@ -238,28 +238,28 @@ class AdapterQueue:
             self.alone = False
             self.steps += 1
 
-    def finish_step(self, member: AdapterStep, version: int, epochs: int) -> list[PairRetired]:
+    def finish_step(self, adapter_step: AdapterStep, version: int, epochs: int) -> list[PairRetired]:
         """File the pairs of a step that was taken, or not needed; each is trained on `epochs` times. Returns records.
 
         Direct pairs are added to a change of preferences under observation.
         """
         # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
-        norm = None if member.rated or of_idle_pass(member.fresh) else member.grad_norm
-        self.detector.learn([(each.pair, each.loss, each.verdict) for each in member.outcomes], norm)
+        norm = None if adapter_step.rated or of_idle_pass(adapter_step.fresh) else adapter_step.grad_norm
+        self.detector.learn([(each.pair, each.loss, each.verdict) for each in adapter_step.outcomes], norm)
         records = []
-        for outcome in member.outcomes:
+        for outcome in adapter_step.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if of_idle_pass(member.fresh):
+            if of_idle_pass(adapter_step.fresh):
                 # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
-                helps = outcome.trained and not member.strange
+                helps = outcome.trained and not adapter_step.strange
                 self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
                 records += [pair.retired("trained", 0, done)] if helps else []
                 continue
             if self.guard.change is not None and pair.direct and not pair.epochs_done:
                 longer = len(pair.chosen) - len(pair.rejected)
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
-            why = outcome.verdict.why or (member.strange if outcome.trained else "")
-            if member.strange and outcome.trained and pair.trusted:
+            why = outcome.verdict.why or (adapter_step.strange if outcome.trained else "")
+            if adapter_step.strange and outcome.trained and pair.trusted:
                 # A trusted pair that was not trained on yet is queued again: its next step is without those at fault.
                 self.queue.append(pair)
             elif why:
@@ -416,7 +416,7 @@ class PairQueues:
         return [
             queue.name
             for queue in self.with_step()
-            if isinstance(queue.step, DpoStep) and queue.step.members[queue.name].holds(pair_ids)
+            if isinstance(queue.step, DpoStep) and queue.step.adapter_steps[queue.name].holds(pair_ids)
         ]
 
     def test_due(self, queue: AdapterQueue) -> bool:

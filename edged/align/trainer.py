@@ -87,7 +87,9 @@ class Trainer:
         """Mean loss of a step's own pairs as far as their forwards are done; before that, and for tests, that of the
         latest steps of its adapters (ln 2 for an adapter without one)."""
         losses = (
-            [loss for member in step.members.values() for loss in member.losses] if isinstance(step, DpoStep) else []
+            [loss for adapter_step in step.adapter_steps.values() for loss in adapter_step.losses]
+            if isinstance(step, DpoStep)
+            else []
         )
         losses = losses or [self.pair_queues.queues[name].loss for name in step.adapters]
         return sum(losses) / len(losses)
@@ -204,8 +206,10 @@ class Trainer:
         else:
             batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
         try:
-            members = [self._member(self.pair_queues[name], batch, align) for name, batch in batches.items()]
-            step = DpoStep(members, self._decoder, align, self._release, self.most_tokens, keep)
+            adapter_steps = [
+                self._adapter_step(self.pair_queues[name], batch, align) for name, batch in batches.items()
+            ]
+            step = DpoStep(adapter_steps, self._decoder, align, self._release, self.most_tokens, keep)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):
@@ -219,7 +223,7 @@ class Trainer:
         self.pair_queues.recount()
         return step
 
-    def _member(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
+    def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
         untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
         scale = guard.step_scale * guard.caution
@@ -258,59 +262,66 @@ class Trainer:
                 log.exception("a step or test of %s ended, and its outcome could not be taken in", queue.name)
                 if isinstance(step, DpoStep):
                     retired = {record.pair_id for record in self.records[begun:] if isinstance(record, PairRetired)}
-                    rest = [pair for pair in step.members[queue.name].fresh if pair.pair_id not in retired]
+                    rest = [pair for pair in step.adapter_steps[queue.name].fresh if pair.pair_id not in retired]
                     self._skipped(queue, rest, logs.first_line(error, with_kind=True))
 
     def _close_step(self, queue: AdapterQueue, step: DpoStep, seconds: float) -> None:
-        settings, member, guard = self._settings.now, step.members[queue.name], queue.guard
+        settings, adapter_step, guard = self._settings.now, step.adapter_steps[queue.name], queue.guard
         if isinstance(queue, JobQueue):
-            self._close_job_step(queue, member, seconds)
+            self._close_job_step(queue, adapter_step, seconds)
             return
-        if member.doubted:
+        if adapter_step.doubted:
             # The version is tested before pairs are quarantined: to a broken version every pair looks strange.
-            queue.put_back(member.fresh)
+            queue.put_back(adapter_step.fresh)
             guard.test_soon = True
             return
-        self.records += member.scores
-        queue.loss = member.loss if math.isfinite(member.loss) else FIRST_LOSS
-        if member.starved:
-            queue.taken = member.fresh
-            self._starved([queue.name], _alone(step.members), member.error)
+        self.records += adapter_step.scores
+        queue.loss = adapter_step.loss if math.isfinite(adapter_step.loss) else FIRST_LOSS
+        if adapter_step.starved:
+            queue.taken = adapter_step.fresh
+            self._starved([queue.name], _alone(step.adapter_steps), adapter_step.error)
             self.size.shrink()
-        elif member.burst:
-            self._close_burst(queue, member)
-        elif member.error:
-            self._close_failed(queue, member)
+        elif adapter_step.burst:
+            self._close_burst(queue, adapter_step)
+        elif adapter_step.error:
+            self._close_failed(queue, adapter_step)
         else:
-            if member.turned and guard.change is None:
+            if adapter_step.turned and guard.change is None:
                 self.versions.keep_before_change(queue)
                 reason = "kept as a test until the preferences changed"
-                self.records += [pair.retired("skipped", member.version, 0, reason) for pair in queue.begin_change()]
-            ended = queue.finish_step(member, self.adapter_cache.get(queue.name).version, settings.align.epochs)
+                self.records += [
+                    pair.retired("skipped", adapter_step.version, 0, reason) for pair in queue.begin_change()
+                ]
+            ended = queue.finish_step(adapter_step, self.adapter_cache.get(queue.name).version, settings.align.epochs)
             self.records += ended
-            for pair in member.fresh:
+            for pair in adapter_step.fresh:
                 self.size.forgive(pair.pair_id)
             self.pairs_trained += sum(record.version > 0 and record.state in ("trained", "learnt") for record in ended)
-            if member.trained and not member.strange:
-                self._close_trained(queue, member, seconds)
+            if adapter_step.trained and not adapter_step.strange:
+                self._close_trained(queue, adapter_step, seconds)
 
-    def _close_trained(self, queue: AdapterQueue, member: AdapterStep, seconds: float) -> None:
+    def _close_trained(self, queue: AdapterQueue, adapter_step: AdapterStep, seconds: float) -> None:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        if of_idle_pass(member.fresh):
+        if of_idle_pass(adapter_step.fresh):
             queue.idle_versions += 1
         else:
             queue.idle_versions = 0
-            self.trained_tokens += sum(outcome.pair.num_tokens for outcome in member.outcomes if outcome.trained)
-            guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in member.outcomes)
+            self.trained_tokens += sum(outcome.pair.num_tokens for outcome in adapter_step.outcomes if outcome.trained)
+            guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in adapter_step.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if of_idle_pass(member.fresh) else "trained"
+        reason = "repeated" if of_idle_pass(adapter_step.fresh) else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
-        figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
-        self.versions.publish(queue, member.version, reason, **figures)
-        drops = [score.drop_nats for score in member.scores]
+        figures = {
+            "pairs": adapter_step.trained,
+            "loss": adapter_step.loss,
+            "grad_norm": adapter_step.grad_norm,
+            "step_s": seconds,
+        }
+        self.versions.publish(queue, adapter_step.version, reason, **figures)
+        drops = [score.drop_nats for score in adapter_step.scores]
         # New pairs show at no cost that the language may be broken; the test makes sure.
         guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.now.guard.max_kl_nats / 2
         if verdict:
@@ -328,56 +339,61 @@ class Trainer:
 
             self.versions.take_back(queue.name, f"guard: {len(pair_ids)} pairs {why}", quarantine)
 
-    def _close_job_step(self, queue: JobQueue, member: AdapterStep, seconds: float) -> None:
+    def _close_job_step(self, queue: JobQueue, adapter_step: AdapterStep, seconds: float) -> None:
         """Publish the version that a job's step made; a step that found no memory is tried again, another's failure
         ends the job."""
-        if member.starved:
-            self._starved([queue.name], True, member.error)
+        if adapter_step.starved:
+            self._starved([queue.name], True, adapter_step.error)
             self.size.shrink()
-        elif member.error or not (member.trained or queue.validates):
-            self._skipped(queue, (), member.error or "no example of a step could be trained on")
+        elif adapter_step.error or not (adapter_step.trained or queue.validates):
+            self._skipped(queue, (), adapter_step.error or "no example of a step could be trained on")
         elif queue.validates:
             queue.advance()
             self.size.forgive(queue.plan.job_id)
-            count = sum(outcome.count for outcome in member.outcomes)
-            whose = (queue.plan.job_id, queue.name, queue.done, member.version, queue.plan.steps)
-            self.records.append(JobStepped(*whose, member.loss, seconds=seconds, validated=count))
+            count = sum(outcome.count for outcome in adapter_step.outcomes)
+            whose = (queue.plan.job_id, queue.name, queue.done, adapter_step.version, queue.plan.steps)
+            self.records.append(JobStepped(*whose, adapter_step.loss, seconds=seconds, validated=count))
         else:
             learning_rate = queue.step_settings.learning_rate
             queue.advance()
             self.steps += 1
-            num_tokens = sum(pair.num_tokens for pair in member.fresh)
+            num_tokens = sum(pair.num_tokens for pair in adapter_step.fresh)
             self.trained_tokens += num_tokens
             self.size.grow()
             self.size.forgive(queue.plan.job_id)
-            figures = {"pairs": member.trained, "loss": member.loss, "grad_norm": member.grad_norm, "step_s": seconds}
-            self.versions.publish(queue, member.version, "job", **figures)
+            figures = {
+                "pairs": adapter_step.trained,
+                "loss": adapter_step.loss,
+                "grad_norm": adapter_step.grad_norm,
+                "step_s": seconds,
+            }
+            self.versions.publish(queue, adapter_step.version, "job", **figures)
             version = self.adapter_cache.version(queue.name)
             about = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
-            self.records.append(JobStepped(*about, member.loss, num_tokens, seconds, learning_rate))
+            self.records.append(JobStepped(*about, adapter_step.loss, num_tokens, seconds, learning_rate))
 
-    def _close_burst(self, queue: AdapterQueue, member: AdapterStep) -> None:
+    def _close_burst(self, queue: AdapterQueue, adapter_step: AdapterStep) -> None:
         """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""
-        queue.put_back(member.fresh)
+        queue.put_back(adapter_step.fresh)
         held = queue.hold_burst(self.pair_queues.now)
-        message = f"{len(held)} pairs of {queue.name} are quarantined ({member.burst})"
+        message = f"{len(held)} pairs of {queue.name} are quarantined ({adapter_step.burst})"
         logs.event(log, logging.WARNING, "quarantine", message, adapter=queue.name, pairs=len(held))
-        self.records += [pair.retired("quarantined", member.version, 0, member.burst) for pair in held]
+        self.records += [pair.retired("quarantined", adapter_step.version, 0, adapter_step.burst) for pair in held]
 
-    def _close_failed(self, queue: AdapterQueue, member: AdapterStep) -> None:
+    def _close_failed(self, queue: AdapterQueue, adapter_step: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
-        sick = {each.pair.pair_id: each.loss for each in member.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(member.fresh) and not of_idle_pass(member.fresh):
-            queue.put_back([pair for pair in member.fresh if pair.pair_id not in sick])
-            for pair in (pair for pair in member.fresh if pair.pair_id in sick):
+        sick = {each.pair.pair_id: each.loss for each in adapter_step.outcomes if not math.isfinite(each.loss)}
+        if 0 < len(sick) < len(adapter_step.fresh) and not of_idle_pass(adapter_step.fresh):
+            queue.put_back([pair for pair in adapter_step.fresh if pair.pair_id not in sick])
+            for pair in (pair for pair in adapter_step.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
-                self.records.append(pair.retired("quarantined", member.version, pair.epochs_done, reason))
+                self.records.append(pair.retired("quarantined", adapter_step.version, pair.epochs_done, reason))
             return
-        self._skipped(queue, member.fresh, member.error)
-        if not math.isfinite(member.loss) and member.version > 0:
+        self._skipped(queue, adapter_step.fresh, adapter_step.error)
+        if not math.isfinite(adapter_step.loss) and adapter_step.version > 0:
             # Weights that answer with NaN or infinity must not be served a moment longer.
             queue.guard.step_scale /= 2
-            self.versions.take_back(queue.name, f"guard: {member.error}")
+            self.versions.take_back(queue.name, f"guard: {adapter_step.error}")
 
     def _close_test(self, queue: AdapterQueue, test: HeldOutEvaluation) -> None:
         guard, settings = queue.guard, self._settings.now.guard
@@ -413,7 +429,7 @@ class Trainer:
         """Drop a step under way that ran out of memory; `alone`: no other fine-tuning needed memory then."""
         if isinstance(step, DpoStep):
             step.free()
-            self._starved(step.adapters, alone and _alone(step.members), reason)
+            self._starved(step.adapters, alone and _alone(step.adapter_steps), reason)
         elif self.size.hopeless((step.adapters[0], step.version), others_first=False):
             self.skip(step, reason)
         else:

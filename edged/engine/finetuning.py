@@ -467,7 +467,7 @@ class StepTable:
     def _under_way(self) -> int:
         """Number of micro-batches under way, each of which holds its layers' inputs."""
         return len(self.open_steps) + sum(
-            open_step.step.packing is not open_step.step.group for open_step in self.open_steps.values()
+            open_step.step.packing is not open_step.step.micro_batch for open_step in self.open_steps.values()
         )
 
     def _look_ahead(self, step: FineTuneStep, now: float) -> None:
@@ -506,15 +506,15 @@ class StepTable:
     def _sync(self, open_step: OpenStep) -> None:
         """Copy the state of an open step into its task."""
         task, step = open_step.task, open_step.step
-        streams = step.streams
-        task.num_tokens, task.next_unit = step.group.tokens_left, 0
+        pair_forwards = step.pair_forwards
+        task.num_tokens, task.next_unit = step.micro_batch.tokens_left, 0
         task.ahead = 0 if task.num_tokens else step.packing.tokens_left
         task.units = tuple(Unit(kind, num_tokens) for kind, num_tokens in step.units_left())
         task.loss, task.groups_done = self._trainer.loss(step), step.groups_done
-        task.context = sum(stream.done for stream in streams)
-        task.held_pages = sum(len(stream.pages) for stream in streams)
+        task.context = sum(pair_forward.done for pair_forward in pair_forwards)
+        task.held_pages = sum(len(pair_forward.pages) for pair_forward in pair_forwards)
         # Each stream begins on a page of its own: capacity is counted as if all of their last pages stayed empty.
-        unfinished = sum(stream.left > 0 for stream in streams)
+        unfinished = sum(pair_forward.left > 0 for pair_forward in pair_forwards)
         task.capacity = task.context - unfinished * self._pages.page_size
 
     def preempt(self, task_id: int, now: float) -> bool:
@@ -523,7 +523,7 @@ class StepTable:
         if open_step is None:
             return False
         open_step.step.restart()
-        self._scheduler.restart(open_step.task, open_step.step.group.tokens_left, now)
+        self._scheduler.restart(open_step.task, open_step.step.micro_batch.tokens_left, now)
         open_step.task.underway = open_step.step.groups_done > 0
         self._sync(open_step)
         self._scheduler.update(open_step.task)
@@ -532,7 +532,7 @@ class StepTable:
     def restart_above(self, page: int) -> None:
         """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""
         for task_id, open_step in list(self.open_steps.items()):
-            if any((stream.pages >= page).any() for stream in open_step.step.streams):
+            if any((pair_forward.pages >= page).any() for pair_forward in open_step.step.pair_forwards):
                 self.preempt(task_id, time.monotonic())
 
     # -- failures and lack of memory ---------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ class ModelRunner:
         while ran < grant.units:
             # At least one unit or forward of fine-tuning runs: a stream of arrivals must not starve a granted step.
             begun = work.units or work.finetuned
-            if open_step.step.finished or open_step.step.group.tokens_left or (begun and interrupted()):
+            if open_step.step.finished or open_step.step.micro_batch.tokens_left or (begun and interrupted()):
                 break
             try:
                 unit = Unit(*open_step.step.run_unit(grant.window if ran + 1 == grant.units else 0))
@@ -323,16 +323,16 @@ def segments_of(
     The streams' pages are extended to hold them.
     """
     segments = []
-    for stream, piece in taken:
-        needed = -(-piece.stop // page_size) - len(stream.pages)
+    for pair_forward, piece in taken:
+        needed = -(-piece.stop // page_size) - len(pair_forward.pages)
         if needed > 0:
-            stream.pages = np.concatenate((stream.pages, allocate(needed)))
+            pair_forward.pages = np.concatenate((pair_forward.pages, allocate(needed)))
         segments.append(
             Segment(
-                token_ids=stream.layout.ids[piece.start : piece.stop],
+                token_ids=pair_forward.layout.ids[piece.start : piece.stop],
                 context=piece.start,
-                pages=stream.pages,
-                slot=NO_SLOT if stream.reference else slots[stream.pair.adapter],
+                pages=pair_forward.pages,
+                slot=NO_SLOT if pair_forward.reference else slots[pair_forward.pair.adapter],
                 position=piece.position,
                 hidden=piece.hidden,
             )
@@ -340,18 +340,18 @@ def segments_of(
     return segments
 
 
-def take_of(group: MicroBatch, taken: Taken, segments: list[Segment], device: torch.device) -> Take:
+def take_of(micro_batch: MicroBatch, taken: Taken, segments: list[Segment], device: torch.device) -> Take:
     """Return what the layer tap is to keep of a packed batch that holds `segments`."""
     rows: list[np.ndarray] = []
     last: list[np.ndarray] = []
     kept: list[np.ndarray] = []
     kept_start = -1
-    for (stream, piece), segment in zip(taken, segments, strict=True):
+    for (pair_forward, piece), segment in zip(taken, segments, strict=True):
         rows.append(np.arange(segment.start, segment.start + piece.stop - piece.start))
-        last.append(np.arange(stream.row + piece.start, stream.row + piece.stop))
-        if stream.kept >= 0:
-            kept_start = kept_start if kept else stream.kept + piece.start
+        last.append(np.arange(pair_forward.row + piece.start, pair_forward.row + piece.stop))
+        if pair_forward.kept >= 0:
+            kept_start = kept_start if kept else pair_forward.kept + piece.start
             kept.append(rows[-1])
     moved = upload([np.concatenate(part) for part in (rows, last, kept) if part], device)
-    inputs, kept_rows = (group.inputs, moved[2]) if kept else (None, None)
-    return Take(group.last, moved[0], moved[1], inputs, kept_rows, kept_start)
+    inputs, kept_rows = (micro_batch.inputs, moved[2]) if kept else (None, None)
+    return Take(micro_batch.last, moved[0], moved[1], inputs, kept_rows, kept_start)

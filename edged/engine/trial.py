@@ -184,27 +184,27 @@ def _answer_logps(model: ServedModel, state: AdapterState, pair: TokenPair, atte
     return logps
 
 
-def _gradients(model: ServedModel, align: AlignSettings, member: AdapterStep, keep: Kept) -> torch.Tensor:
+def _gradients(model: ServedModel, align: AlignSettings, adapter_step: AdapterStep, keep: Kept) -> torch.Tensor:
     """Run a step's forward and units up to the optimizer's; return the gradients of all A and B in one row."""
     kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
     tap = LayerTap(model)
-    step = DpoStep([member], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep)
-    model.lora.load(0, member.state.weights, member.state.form.scalings)
+    step = DpoStep([adapter_step], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep)
+    model.lora.load(0, adapter_step.state.weights, adapter_step.state.form.scalings)
     try:
-        while step.group.tokens_left or step.units_left()[0][0] != "step":
-            if not step.group.tokens_left:
+        while step.micro_batch.tokens_left or step.units_left()[0][0] != "step":
+            if not step.micro_batch.tokens_left:
                 step.run_unit()
                 continue
-            size = min(step.group.tokens_left, _WINDOW)
-            taken = step.group.take(size)
-            segments = segments_of(taken, {member.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
+            size = min(step.micro_batch.tokens_left, _WINDOW)
+            taken = step.micro_batch.take(size)
+            segments = segments_of(taken, {adapter_step.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
             with torch.inference_mode():
                 batch = pack(segments, kv, model.device)
-                tap.arm([take_of(step.group, taken, segments, model.device)])
+                tap.arm([take_of(step.micro_batch, taken, segments, model.device)])
                 with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
                     model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
                 tap.disarm()
-            step.group.advance(size)
+            step.micro_batch.advance(size)
     finally:
         tap.remove()
-    return torch.cat([gradient.flatten() for both in member.gradients.values() for gradient in both])
+    return torch.cat([gradient.flatten() for both in adapter_step.gradients.values() for gradient in both])

@@ -304,7 +304,10 @@ class Prober:
     def _advance(self, open_step: OpenStep, running: Sequence[Running]) -> tuple[RunnerOutput, int]:
         """Run the step's next chunk of forward, or its next unit; return the output and the chunk's tokens."""
         task = open_step.task
-        left, most = open_step.step.group.tokens_left, self._parts.settings.serving.max_batch_tokens - len(running)
+        left, most = (
+            open_step.step.micro_batch.tokens_left,
+            self._parts.settings.serving.max_batch_tokens - len(running),
+        )
         if not left:
             return self._run((), Grant(task, 0, 1, next(self._windows)), open_steps={task.task_id: open_step}), 0
         # Chunks of all lengths: a third of the rest, then of what remains, and then all of it.

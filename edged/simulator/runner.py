@@ -35,7 +35,7 @@ from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Device, Pass
-from edged.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, SimulatedStream
+from edged.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, SimulatedPairForward
 
 START_S = 1.0
 """Start of virtual time, not 0: a moment of 0 means "not happened yet" in a request's record."""
@@ -250,20 +250,20 @@ class SimulatedRunner:
     def _tune(self, open_step: SimulatedOpenStep, num_tokens: int, load: Pass) -> int:
         """Advance a step by up to `num_tokens`; return the tokens done. Raises OutOfPages before any stream has
         advanced."""
-        taken: list[tuple[SimulatedStream, int]] = []
+        taken: list[tuple[SimulatedPairForward, int]] = []
         needed, left, size = 0, num_tokens, self.pages.page_size
-        for stream in open_step.step.packing:
-            piece = min(stream.left, left)
+        for pair_forward in open_step.step.packing:
+            piece = min(pair_forward.left, left)
             if piece:
-                taken.append((stream, piece))
-                needed += max(0, -(-(stream.done + piece) // size) - stream.pages)
+                taken.append((pair_forward, piece))
+                needed += max(0, -(-(pair_forward.done + piece) // size) - pair_forward.pages)
                 left -= piece
         open_step.pages += self.pages.allocate(needed)
-        for stream, piece in taken:
-            load.add_chunk(piece, stream.done, finetune=True)
-            load.adapted += 0 if stream.reference else piece
-            stream.done += piece
-            stream.pages = max(stream.pages, -(-stream.done // size))
+        for pair_forward, piece in taken:
+            load.add_chunk(piece, pair_forward.done, finetune=True)
+            load.adapted += 0 if pair_forward.reference else piece
+            pair_forward.done += piece
+            pair_forward.pages = max(pair_forward.pages, -(-pair_forward.done // size))
         return num_tokens - left
 
     def run_units(
@@ -280,12 +280,12 @@ class SimulatedRunner:
         """
         ran = 0
         while ran < grant.units and not open_step.step.finished and not open_step.step.tokens_left:
-            streams = open_step.step.streams
+            pair_forwards = open_step.step.pair_forwards
             ran += 1
             unit = Unit(*open_step.step.run_unit(grant.window if ran == grant.units else 0))
-            if open_step.step.streams is not streams or open_step.step.group_ended:
+            if open_step.step.pair_forwards is not pair_forwards or open_step.step.group_ended:
                 # Those of the next group's forward were allocated after all of this one's.
-                held = sum(stream.pages for stream in streams)
+                held = sum(pair_forward.pages for pair_forward in pair_forwards)
                 self.pages.pool.release(open_step.pages[:held])
                 open_step.pages = open_step.pages[held:]
             seconds = pace * self._jittered(self._device.unit_s(unit))

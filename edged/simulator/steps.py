@@ -19,7 +19,7 @@ from edged.settings.load import AlignSettings
 
 
 @dataclass(slots=True)
-class SimulatedStream:
+class SimulatedPairForward:
     """One pair's forward under the adapter or, when `reference`, under the base."""
 
     num_tokens: int
@@ -39,44 +39,44 @@ class SimulatedStep(StepPlan):
     """The work of a `DpoStep` of one adapter: the same tokens and units in the same order."""
 
     finished = False
-    streams: Sequence[SimulatedStream]
-    ahead: Sequence[SimulatedStream] = ()
+    pair_forwards: Sequence[SimulatedPairForward]
+    ahead: Sequence[SimulatedPairForward] = ()
     """Forwards of the next group, where they may be computed ahead: see `DpoStep.look_ahead`."""
 
     def next_group(self) -> None:
         """Begin the next group, or go on with what of its forward was computed ahead."""
         ahead = self.ahead
         super().next_group()
-        self.streams = ahead or self.streams
+        self.pair_forwards = ahead or self.pair_forwards
 
     def restart(self) -> None:
         """Begin the group's forward, or begin it again after its pages were taken away."""
         super().restart()
-        self.streams, self.ahead = self._forwards(self.pairs, not self.graphed), ()
+        self.pair_forwards, self.ahead = self._forwards(self.pairs, not self.graphed), ()
 
     def look_ahead(self) -> None:
         """Let the next group's forward begin, once the present one's has ended."""
         if not self.ahead and not self.tokens_left:
             self.ahead = self._forwards(self.following, True)
 
-    def _forwards(self, pairs: Sequence[TokenPair], packed: bool) -> Sequence[SimulatedStream]:
+    def _forwards(self, pairs: Sequence[TokenPair], packed: bool) -> Sequence[SimulatedPairForward]:
         """Return the forwards of `pairs`; the policy's are computed in `packed` ones or over a kept graph."""
-        streams = []
+        pair_forwards = []
         for pair in pairs:
             if self.needs_reference(pair):
-                streams.append(SimulatedStream(pair.num_tokens, reference=True, packed=True))
-            streams.append(SimulatedStream(pair.num_tokens, reference=False, packed=packed))
-        return streams
+                pair_forwards.append(SimulatedPairForward(pair.num_tokens, reference=True, packed=True))
+            pair_forwards.append(SimulatedPairForward(pair.num_tokens, reference=False, packed=packed))
+        return pair_forwards
 
     @property
-    def packing(self) -> Sequence[SimulatedStream]:
+    def packing(self) -> Sequence[SimulatedPairForward]:
         """The forwards that are computed next."""
-        return self.streams if self.tokens_left else self.ahead
+        return self.pair_forwards if self.tokens_left else self.ahead
 
     @property
     def tokens_left(self) -> int:
         """Forward tokens of the current group that are still to compute."""
-        return sum(stream.left for stream in self.streams)
+        return sum(pair_forward.left for pair_forward in self.pair_forwards)
 
     def run_unit(self, most: int = 0) -> UnitWork:
         """Run the next unit, or `most` of its rows, and return what ran."""
@@ -178,14 +178,14 @@ class SimulatedFinetuning:
         self._scheduler.add(task, now)
 
     def _sync(self, open_step: SimulatedOpenStep) -> None:
-        task, streams = open_step.task, [*open_step.step.streams, *open_step.step.ahead]
+        task, pair_forwards = open_step.task, [*open_step.step.pair_forwards, *open_step.step.ahead]
         task.num_tokens, task.next_unit = open_step.step.tokens_left, 0
-        task.ahead = sum(stream.left for stream in open_step.step.ahead)
+        task.ahead = sum(pair_forward.left for pair_forward in open_step.step.ahead)
         task.units = tuple(Unit(kind, num_tokens) for kind, num_tokens in open_step.step.units)
         task.groups_done = open_step.step.groups_done
-        task.context = sum(stream.done for stream in streams)
+        task.context = sum(pair_forward.done for pair_forward in pair_forwards)
         task.held_pages = len(open_step.pages)
-        unfinished = sum(stream.left > 0 for stream in streams)
+        unfinished = sum(pair_forward.left > 0 for pair_forward in pair_forwards)
         task.capacity = task.context - unfinished * self._page_size
 
     def preempt(self, task_id: int, now: float) -> bool:

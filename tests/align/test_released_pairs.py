@@ -29,13 +29,13 @@ def pair(number: int, **more: object) -> TokenPair:
 
 def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradient: float = 1e4) -> AdapterStep:
     """A step of these pairs that ended; by their `margin` of log-probabilities they are suspicious or usual."""
-    member = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
+    adapter_step = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
     for one in pairs:
-        member.take(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
-    for total in (tensor for both in member.gradients.values() for tensor in both):
+        adapter_step.take(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
+    for total in (tensor for both in adapter_step.gradients.values() for tensor in both):
         total += torch.full_like(total, gradient)
-    member.finish()
-    return member
+    adapter_step.finish()
+    return adapter_step
 
 
 @pytest.fixture
@@ -46,24 +46,24 @@ def queue() -> AdapterQueue:
 
 
 def test_a_released_pair_is_stepped_however_large_its_gradient_is(queue: AdapterQueue) -> None:
-    member = stepped(queue, pair(1, trusted=True))
-    assert (member.strange, member.state.version) == ("", 1)
-    assert [record.state for record in queue.finish_step(member, 1, 1)] == ["trained"]
+    adapter_step = stepped(queue, pair(1, trusted=True))
+    assert (adapter_step.strange, adapter_step.state.version) == ("", 1)
+    assert [record.state for record in queue.finish_step(adapter_step, 1, 1)] == ["trained"]
 
 
 def test_a_released_pair_beside_others_of_a_strange_step_is_tried_again_without_them(queue: AdapterQueue) -> None:
-    member = stepped(queue, pair(1), pair(2, trusted=True), margin=0.0)
-    assert member.strange
-    assert [(record.pair_id, record.state) for record in queue.finish_step(member, 0, 1)] == [(1, "quarantined")]
+    adapter_step = stepped(queue, pair(1), pair(2, trusted=True), margin=0.0)
+    assert adapter_step.strange
+    assert [(record.pair_id, record.state) for record in queue.finish_step(adapter_step, 0, 1)] == [(1, "quarantined")]
     assert [waits.pair_id for waits in queue.queue] == [2]
 
 
 def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(queue: AdapterQueue) -> None:
     queue.queue.append(pair(9, trusted=True))
     fresh = [pair(1, trusted=True), *(pair(number) for number in range(2, 7)), pair(7, epochs_done=1)]
-    member = stepped(queue, *fresh)
-    assert member.burst
-    queue.put_back(member.fresh)
+    adapter_step = stepped(queue, *fresh)
+    assert adapter_step.burst
+    queue.put_back(adapter_step.fresh)
     assert [held.pair_id for held in queue.hold_burst(0.0)] == [2, 3, 4, 5, 6]
     assert [waits.pair_id for waits in queue.queue] == [1, 7, 9]
 
@@ -71,10 +71,10 @@ def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(queue: 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_burst_of_the_users_own_signals_alone_is_trained_on_and_watched(queue: AdapterQueue, others: int) -> None:
     own = [pair(number, direct=True) for number in range(8 - others)]
-    member = stepped(queue, *own, *(pair(9 + number) for number in range(others)), gradient=0.01)
-    assert member.turned == (not others), "of mixed ones the others are held"
-    assert bool(member.burst) == bool(others)
-    assert member.state.version == (0 if others else 1)
+    adapter_step = stepped(queue, *own, *(pair(9 + number) for number in range(others)), gradient=0.01)
+    assert adapter_step.turned == (not others), "of mixed ones the others are held"
+    assert bool(adapter_step.burst) == bool(others)
+    assert adapter_step.state.version == (0 if others else 1)
 
 
 def test_a_released_pair_that_is_quarantined_again_waits_for_another_decision(tmp_path: Path) -> None:

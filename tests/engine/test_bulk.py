@@ -71,7 +71,7 @@ def test_the_ratings_of_a_jobs_step_are_compared_with_each_other(tmp_path: Path)
 
         def watched(*arguments: Any) -> Any:
             if step := engine.trainer.jobs["made"].step:
-                compared.add(len(step.members["made"].mismatched))
+                compared.add(len(step.adapter_steps["made"].mismatched))
             return plan_of(*arguments)
 
         assert engine.start_job(JobPlan("job", "made", align, 2, 2, 1, 0)).result(30) == 0
@@ -95,7 +95,9 @@ def test_the_base_computes_the_examples_of_losses_that_have_a_reference(
 
         def watched(*arguments: Any) -> Any:
             if step := engine.trainer.jobs["made"].step:
-                references[step.members["made"].version] |= {stream.reference for stream in step.streams}
+                references[step.adapter_steps["made"].version] |= {
+                    pair_forward.reference for pair_forward in step.pair_forwards
+                }
             return plan_of(*arguments)
 
         assert engine.start_job(job).result(30) == 0

@@ -164,8 +164,8 @@ def take_pages_of_steps(engine: BuiltEngine, times: int) -> list[int]:
 
     def plan(*arguments: Any) -> Plan:
         made = plan_of(*arguments)
-        for task_id, job in engine.built.finetuning.open_steps.items():
-            task = job.task
+        for task_id, open_step in engine.built.finetuning.open_steps.items():
+            task = open_step.task
             if task.held_pages and len(hit) < times and rng.random() < 0.5:
                 hit.append(task_id)
                 made.grants[:] = [grant for grant in made.grants if grant.task is not task]
@@ -244,7 +244,7 @@ def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_
             def watched(
                 plan: Plan, sequences: Any, jobs: Any, run: Any = run, fills: bool = fills, **named: Any
             ) -> RunnerOutput:
-                packed = [job.step.packing is not job.step.group for job in jobs.values()]
+                packed = [open_step.step.packing is not open_step.step.micro_batch for open_step in jobs.values()]
                 named["interrupted"] = lambda: True
                 work = run(plan, sequences, jobs, **named)
                 ahead[fills] += any(packed) and bool(work.finetuned)

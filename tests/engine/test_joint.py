@@ -163,10 +163,10 @@ def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple
 
     def prepared(now: float) -> None:
         prepare(now)
-        for job in list(engine.built.finetuning.open_steps.values()):
-            kinds = [kind for kind, _ in job.step.units_left()]
-            if not hit and len(job.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
-                hit.append(job.step.adapters)
+        for open_step in list(engine.built.finetuning.open_steps.values()):
+            kinds = [kind for kind, _ in open_step.step.units_left()]
+            if not hit and len(open_step.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
+                hit.append(open_step.step.adapters)
                 command()
                 engine.built.commands.run_pending()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
@@ -223,7 +223,7 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
     run_unit = DpoStep.run_unit
 
     def fails_for_several(step: DpoStep, most: int = 0) -> tuple[str, int]:
-        if len(step.members) > 1 or "bob" in step.members:
+        if len(step.adapter_steps) > 1 or "bob" in step.adapter_steps:
             raise RuntimeError("no room")
         return run_unit(step, most)
 

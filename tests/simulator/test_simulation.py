@@ -303,7 +303,7 @@ class Told(DpoStep):
     def run_unit(self, most: int = 0) -> tuple[str, int]:
         left = self.units_left()
         ran = super().run_unit(most)
-        type(self).told.append((left, ran, self.group.tokens_left, self.finished))
+        type(self).told.append((left, ran, self.micro_batch.tokens_left, self.finished))
         return ran
 
 
@@ -327,8 +327,8 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     )
     told = []
     while not step.finished:
-        for stream in step.streams:
-            stream.done += stream.left
+        for pair_forward in step.pair_forwards:
+            pair_forward.done += pair_forward.left
         left = list(step.units)
         ran = step.run_unit()
         told.append((left, ran, step.tokens_left, step.finished))

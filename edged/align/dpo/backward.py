@@ -14,12 +14,12 @@ from edged.tensors.device_copy import upload
 
 
 def lora_rows(
-    branches: Sequence[Branches], streams: Sequence[PairForward], leaves: Mapping[str, LoraParameters]
+    branches: Sequence[Branches], pair_forwards: Sequence[PairForward], leaves: Mapping[str, LoraParameters]
 ) -> list[LoraRows]:
-    """The rows that `branches` (of `streams`) cover, by adapter; an adapter's pairs are adjacent."""
+    """The rows that `branches` (of `pair_forwards`) cover, by adapter; an adapter's pairs are adjacent."""
     rows: list[LoraRows] = []
-    for branch, stream in zip(branches, streams, strict=True):
-        own, start = leaves[stream.pair.adapter], branch.first
+    for branch, pair_forward in zip(branches, pair_forwards, strict=True):
+        own, start = leaves[pair_forward.pair.adapter], branch.first
         if rows and rows[-1].leaves is own:
             start = rows.pop().start
         rows.append(LoraRows(start, branch.last, own))
@@ -27,20 +27,20 @@ def lora_rows(
 
 
 def branches_of(
-    group: MicroBatch, decoder: Decoder, layer: int, start: int, stop: int
+    micro_batch: MicroBatch, decoder: Decoder, layer: int, start: int, stop: int
 ) -> tuple[list[Branches], list[PairForward], list[torch.Tensor]]:
     """The pairs that a window of a layer covers, their streams, and their earlier KV as autograd leaves."""
     branches, owners, leaves = [], [], []
-    for stream in group.streams:
-        first, last = max(start, stream.kept), min(stop, stream.kept + stream.layout.num_tokens)
-        if stream.kept < 0 or first >= last:
+    for pair_forward in micro_batch.pair_forwards:
+        first, last = max(start, pair_forward.kept), min(stop, pair_forward.kept + pair_forward.layout.num_tokens)
+        if pair_forward.kept < 0 or first >= last:
             continue
-        begin = first - stream.kept
-        earlier = decoder.read_kv(layer, stream.pages, begin) if begin else None
+        begin = first - pair_forward.kept
+        earlier = decoder.read_kv(layer, pair_forward.pages, begin) if begin else None
         leaves += [tensor.requires_grad_(True) for tensor in earlier or ()]
-        pieces = tuple(stream.layout.pieces(begin, last - stream.kept))
-        branches.append(Branches(first - start, last - start, begin, pieces, earlier, group.masks))
-        owners.append(stream)
+        pieces = tuple(pair_forward.layout.pieces(begin, last - pair_forward.kept))
+        branches.append(Branches(first - start, last - start, begin, pieces, earlier, micro_batch.masks))
+        owners.append(pair_forward)
     return branches, owners, leaves
 
 
@@ -65,18 +65,18 @@ def add_gradients(rows: Sequence[LoraRows], names: Sequence[str], gradients: Ite
 
 
 def upstream_of(
-    group: MicroBatch, heads: Sequence[HeadWindow], coefficients: Sequence[float], decoder: Decoder
+    micro_batch: MicroBatch, heads: Sequence[HeadWindow], coefficients: Sequence[float], decoder: Decoder
 ) -> torch.Tensor:
     """d loss / d (last layer's output) [kept rows, hidden]: the heads' gradients times each answer's coefficient."""
     device = decoder.device
-    kept_rows = np.full(group.rows, -1, np.int64)
-    for stream in group.streams:
-        if stream.kept >= 0:
-            rows = np.arange(stream.kept, stream.kept + stream.layout.num_tokens)
-            kept_rows[stream.row : stream.row + stream.layout.num_tokens] = rows
+    kept_rows = np.full(micro_batch.rows, -1, np.int64)
+    for pair_forward in micro_batch.pair_forwards:
+        if pair_forward.kept >= 0:
+            rows = np.arange(pair_forward.kept, pair_forward.kept + pair_forward.layout.num_tokens)
+            kept_rows[pair_forward.row : pair_forward.row + pair_forward.layout.num_tokens] = rows
     kept_row, bits = upload([kept_rows, np.array(coefficients, np.float64).view(np.int64)], device)
     scale = bits.view(torch.float64).float()
-    out = torch.zeros(group.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
+    out = torch.zeros(micro_batch.kept_rows, decoder.hidden_size, dtype=torch.float32, device=device)
     for head in heads:
         if head.gradient is not None:
             weighted = head.gradient.float() * scale.index_select(0, head.owners)[:, None]
@@ -94,13 +94,13 @@ class RecomputeBackward:
 
     def __init__(
         self,
-        group: MicroBatch,
+        micro_batch: MicroBatch,
         windows: Sequence[tuple[int, int]],
         upstream: torch.Tensor,
         decoder: Decoder,
         leaves: Mapping[str, LoraParameters],
     ) -> None:
-        self._group, self._windows, self._upstream, self._decoder = group, list(windows), upstream, decoder
+        self._micro_batch, self._windows, self._upstream, self._decoder = micro_batch, list(windows), upstream, decoder
         self._leaves = leaves
         self._layer, self._window, self._done = decoder.layer_count - 1, 0, 0
         self._earlier: dict[int, KeysValues] = {}
@@ -112,7 +112,7 @@ class RecomputeBackward:
         self._layer_unit(self._layer, stop - rows, stop)
         if self._done or stop - rows > start:
             # A layer that is cut elsewhere has no use for these masks.
-            self._group.masks.clear()
+            self._micro_batch.masks.clear()
         self._done += rows
         if stop - rows > start:
             return
@@ -126,15 +126,15 @@ class RecomputeBackward:
         The output's gradient and the gradient that later windows left on this window's own KV go in; the gradients of
         the input, of the earlier KV and of the layer's LoRA matrices come out.
         """
-        assert self._group.inputs is not None
-        branches, owners, earlier = branches_of(self._group, self._decoder, layer, start, stop)
+        assert self._micro_batch.inputs is not None
+        branches, owners, earlier = branches_of(self._micro_batch, self._decoder, layer, start, stop)
         rows, names = lora_rows(branches, owners, self._leaves), self._decoder.layer_linears(layer)
-        hidden = self._group.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
-        call = self._group.inputs.window(layer, start, stop)
+        hidden = self._micro_batch.inputs.hidden[layer, start:stop].detach().requires_grad_(layer > 0)
+        call = self._micro_batch.inputs.window(layer, start, stop)
         with torch.enable_grad():
             out, keys, values = self._decoder.run_branches(layer, hidden, call, branches, rows)
         outputs, upstream = [out], [self._upstream[start:stop]]
-        if any(stream.row in self._earlier for stream in owners):
+        if any(pair_forward.row in self._earlier for pair_forward in owners):
             outputs += [keys, values]
             upstream += self._own_gradients(branches, owners, keys)
         inputs = [*([hidden] if layer else []), *earlier, *matrices(rows, names)]
@@ -146,12 +146,12 @@ class RecomputeBackward:
         gradients = iter(torch.autograd.grad(outputs, inputs, upstream, allow_unused=True))
         if layer:
             self._upstream[start:stop] = present(next(gradients))
-        for branch, stream in zip(branches, owners, strict=True):
+        for branch, pair_forward in zip(branches, owners, strict=True):
             if branch.earlier is not None:
                 keys, values = next(gradients), next(gradients)
                 # None where all of it is hidden from the window.
                 if keys is not None and values is not None:
-                    self._add_earlier(stream.row, keys, values)
+                    self._add_earlier(pair_forward.row, keys, values)
         add_gradients(rows, names, map(present, gradients))
 
     def _own_gradients(
@@ -159,10 +159,10 @@ class RecomputeBackward:
     ) -> list[torch.Tensor]:
         """Gradients of this window's own keys and values from the attention of later windows."""
         both = [torch.zeros_like(keys), torch.zeros_like(keys)]
-        for branch, stream in zip(branches, owners, strict=True):
-            if stream.row in self._earlier:
+        for branch, pair_forward in zip(branches, owners, strict=True):
+            if pair_forward.row in self._earlier:
                 rows = slice(branch.start, branch.start + branch.last - branch.first)
-                for into, total in zip(both, self._earlier[stream.row], strict=True):
+                for into, total in zip(both, self._earlier[pair_forward.row], strict=True):
                     into[:, branch.first : branch.last] = total[:, rows]
         return both
 
@@ -184,11 +184,13 @@ class FullGraphBackward:
     of its adapter: forward units from the first layer to the last; then, from an upstream gradient, backward ones.
     """
 
-    def __init__(self, group: MicroBatch, decoder: Decoder, leaves: Mapping[str, LoraParameters], lean: bool) -> None:
+    def __init__(
+        self, micro_batch: MicroBatch, decoder: Decoder, leaves: Mapping[str, LoraParameters], lean: bool
+    ) -> None:
         """With `lean` no more is kept of a layer than `KeptResults`, from which its backward makes the graph again."""
-        self._group, self._decoder, self._lean = group, decoder, lean
-        self._branches, streams, _ = branches_of(group, decoder, 0, 0, group.kept_rows)
-        self._rows = lora_rows(self._branches, streams, leaves)
+        self._micro_batch, self._decoder, self._lean = micro_batch, decoder, lean
+        self._branches, pair_forwards, _ = branches_of(micro_batch, decoder, 0, 0, micro_batch.kept_rows)
+        self._rows = lora_rows(self._branches, pair_forwards, leaves)
         positions = [
             np.arange(piece.position, piece.position + piece.stop - piece.start)
             for branch in self._branches
@@ -196,7 +198,10 @@ class FullGraphBackward:
         ]
         ranks = (len(own[0]) for part in self._rows for own in part.leaves.weights.values() if len(own) > 1)
         self._rank = max(ranks, default=0)
-        tables = [np.concatenate([stream.layout.ids for stream in streams]), np.concatenate(positions)]
+        tables = [
+            np.concatenate([pair_forward.layout.ids for pair_forward in pair_forwards]),
+            np.concatenate(positions),
+        ]
         self._hidden, self._calls = decoder.begin(*upload(tables, decoder.device))
         self._layers: list[tuple[torch.Tensor, torch.Tensor | KeptResults]] = []
         """Input of each layer, and its output with the graph between them, or the results that are kept instead."""
@@ -212,10 +217,12 @@ class FullGraphBackward:
         self._layers.append((hidden, kept or out))
         self._hidden = out.detach()
         if len(self._layers) == self._decoder.layer_count:
-            for stream in self._group.streams:
-                if stream.kept >= 0:
-                    rows = slice(stream.kept, stream.kept + stream.layout.num_tokens)
-                    self._group.last[stream.row : stream.row + stream.layout.num_tokens] = self._hidden[rows]
+            for pair_forward in self._micro_batch.pair_forwards:
+                if pair_forward.kept >= 0:
+                    rows = slice(pair_forward.kept, pair_forward.kept + pair_forward.layout.num_tokens)
+                    self._micro_batch.last[pair_forward.row : pair_forward.row + pair_forward.layout.num_tokens] = (
+                        self._hidden[rows]
+                    )
 
     def _run(self, layer: int, hidden: torch.Tensor, mode: AbstractContextManager[Any]) -> torch.Tensor:
         with torch.enable_grad(), mode:

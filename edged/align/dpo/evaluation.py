@@ -44,7 +44,7 @@ class HeldOutEvaluation:
 
     def _open(self) -> None:
         # KL needs the base's whole distributions; for neutral text its log-probabilities are enough.
-        self.group = MicroBatch(
+        self.micro_batch = MicroBatch(
             [self._pairs.pop(0)],
             lambda pair: pair.pair_id >= 0 or pair.ref_chosen_logp is None,
             "nothing",
@@ -56,35 +56,37 @@ class HeldOutEvaluation:
     def _reset(self) -> None:
         size = head_window_size(self.align.window_tokens, self.decoder.vocab_size)
         device = self.decoder.device
-        reference, policy = head_windows(self.group, True, size), head_windows(self.group, False, size)
+        reference, policy = head_windows(self.micro_batch, True, size), head_windows(self.micro_batch, False, size)
         known: list[HeadWindow | None] = [*reference] or [None] * len(policy)
         self._heads = list(zip(known, policy, strict=True))
         self._next = 0
-        self._sums = torch.zeros(self.group.owners, device=device)
+        self._sums = torch.zeros(self.micro_batch.owners, device=device)
         self._kl = torch.zeros_like(self._sums)
 
     @property
     def packing(self) -> MicroBatch:
         """The micro-batch whose forward is computed next."""
-        return self.group
+        return self.micro_batch
 
     @property
-    def streams(self) -> list[PairForward]:
+    def pair_forwards(self) -> list[PairForward]:
         """All forwards under way."""
-        return self.group.streams
+        return self.micro_batch.pair_forwards
 
     def restart(self) -> None:
         """Start the current pair again, after its pages were taken away."""
-        self.group.restart(self._release)
+        self.micro_batch.restart(self._release)
         self._reset()
 
     def free(self) -> None:
         """Give the pair's pages back."""
-        self.group.free(self._release)
+        self.micro_batch.free(self._release)
 
     def units_left(self) -> list[Work]:
         """Head windows of the current pair that are left."""
-        return [("test", len(self.group.streams) * len(policy.rows)) for _, policy in self._heads[self._next :]]
+        return [
+            ("test", len(self.micro_batch.pair_forwards) * len(policy.rows)) for _, policy in self._heads[self._next :]
+        ]
 
     def run_unit(self, _most: int = 0) -> Work:
         """Score one window, a whole one, under both policies."""
@@ -93,7 +95,7 @@ class HeldOutEvaluation:
         both = []
         with torch.no_grad():
             for head in (reference, policy) if reference is not None else (policy,):
-                logps = self.decoder.logits(self.group.last.index_select(0, head.rows)).log_softmax(-1)
+                logps = self.decoder.logits(self.micro_batch.last.index_select(0, head.rows)).log_softmax(-1)
                 self._sums.index_add_(0, head.owners, logps.gather(1, head.targets[:, None])[:, 0])
                 both.append(logps)
             # KL(policy || base) over the vocabulary, exact at every scored position.
@@ -103,17 +105,17 @@ class HeldOutEvaluation:
         return "test", len(both) * len(policy.rows)
 
     def _score(self) -> None:
-        stream = self.group.streams[-1]
+        pair_forward = self.micro_batch.pair_forwards[-1]
         sums, kl = torch.stack((self._sums, self._kl)).tolist()
-        pair, known = stream.pair, sums[self.group.streams[0].owners]
-        answers = answer_logps(sums[stream.owners], known, stream.layout.scored_tokens)
-        if len(self.group.streams) == 2:
+        pair, known = pair_forward.pair, sums[self.micro_batch.pair_forwards[0].owners]
+        answers = answer_logps(sums[pair_forward.owners], known, pair_forward.layout.scored_tokens)
+        if len(self.micro_batch.pair_forwards) == 2:
             pair = replace(pair, ref_chosen_logp=known[0], ref_rejected_logp=known[1])
         if pair.pair_id < 0:
             self.neutral.append(pair)
             self._neutral_logp += sum(answer.logp for answer in answers[:2])
         else:
-            mean_kl = sum(kl[stream.owners][:2]) / max(sum(answer.num_tokens for answer in answers[:2]), 1)
+            mean_kl = sum(kl[pair_forward.owners][:2]) / max(sum(answer.num_tokens for answer in answers[:2]), 1)
             loss = example_loss(pair, answers, self.align)
             self.scores.append(pair_score(pair, self.version, "held_out", answers, loss, mean_kl))
         self.free()

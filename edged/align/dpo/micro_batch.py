@@ -118,7 +118,7 @@ class MicroBatch:
     ):
         """`keep` is what a backward pass needs of the policy's forward; packed forwards do not compute a "graph"."""
         layouts = [Layout.of(pair, align) for pair in pairs]
-        self.streams: list[PairForward] = []
+        self.pair_forwards: list[PairForward] = []
         row = kept = owner = 0
         for pair, layout in zip(pairs, layouts, strict=True):
             for is_reference in (True, False):
@@ -127,7 +127,7 @@ class MicroBatch:
                 keeps = keep != "nothing" and not is_reference
                 packed = is_reference or keep != "graph"
                 at = (row, kept if keeps else -1, owner)
-                self.streams.append(PairForward(pair, layout, is_reference, *at, packed))
+                self.pair_forwards.append(PairForward(pair, layout, is_reference, *at, packed))
                 row += layout.num_tokens
                 owner += len(layout.scored_tokens)
                 kept += layout.num_tokens if keeps else 0
@@ -148,37 +148,37 @@ class MicroBatch:
     @property
     def tokens_left(self) -> int:
         """Forward tokens that are not computed yet."""
-        return sum(stream.left for stream in self.streams)
+        return sum(pair_forward.left for pair_forward in self.pair_forwards)
 
     def take(self, num_tokens: int) -> list[tuple[PairForward, Piece]]:
         """The next `num_tokens` forward tokens as pieces, which `advance` marks as computed."""
         taken: list[tuple[PairForward, Piece]] = []
-        for stream in self.streams:
-            stop = stream.done + min(stream.left, num_tokens)
-            if stop > stream.done:
-                taken += [(stream, piece) for piece in stream.layout.pieces(stream.done, stop)]
-                num_tokens -= stop - stream.done
+        for pair_forward in self.pair_forwards:
+            stop = pair_forward.done + min(pair_forward.left, num_tokens)
+            if stop > pair_forward.done:
+                taken += [(pair_forward, piece) for piece in pair_forward.layout.pieces(pair_forward.done, stop)]
+                num_tokens -= stop - pair_forward.done
         return taken
 
     def restart(self, release: Callable[[np.ndarray], None]) -> None:
         """Give the pages back, and mark all tokens as not computed."""
         self.inputs = self.inputs or self._new_inputs()
         self.free(release)
-        for stream in self.streams:
-            stream.done = 0
+        for pair_forward in self.pair_forwards:
+            pair_forward.done = 0
 
     def free(self, release: Callable[[np.ndarray], None]) -> None:
         """Give the pages back."""
-        for stream in self.streams:
-            if len(stream.pages):
-                release(stream.pages)
-                stream.pages = stream.pages[:0]
+        for pair_forward in self.pair_forwards:
+            if len(pair_forward.pages):
+                release(pair_forward.pages)
+                pair_forward.pages = pair_forward.pages[:0]
 
     def advance(self, num_tokens: int) -> None:
         """Mark the next `num_tokens` as computed."""
-        for stream in self.streams:
-            n = min(num_tokens, stream.left)
-            stream.done += n
+        for pair_forward in self.pair_forwards:
+            n = min(num_tokens, pair_forward.left)
+            pair_forward.done += n
             num_tokens -= n
 
 
@@ -203,19 +203,19 @@ class HeadWindow:
         return first, last
 
 
-def head_windows(group: MicroBatch, reference: bool, size: int) -> list[HeadWindow]:
+def head_windows(micro_batch: MicroBatch, reference: bool, size: int) -> list[HeadWindow]:
     """Cut the scored predictions of the reference's or the policy's streams into windows of at most `size`."""
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     owners: list[np.ndarray] = []
-    for stream in group.streams:
-        if stream.reference == reference:
-            scored = stream.layout.scored_rows()
-            rows += [stream.row + part for part in scored]
-            targets += stream.layout.targets()
-            owners += [np.full(len(part), owner) for owner, part in enumerate(scored, stream.owner)]
+    for pair_forward in micro_batch.pair_forwards:
+        if pair_forward.reference == reference:
+            scored = pair_forward.layout.scored_rows()
+            rows += [pair_forward.row + part for part in scored]
+            targets += pair_forward.layout.targets()
+            owners += [np.full(len(part), owner) for owner, part in enumerate(scored, pair_forward.owner)]
     if not rows:
         return []
-    tables = upload([*map(np.concatenate, (rows, targets, owners))], group.last.device)
+    tables = upload([*map(np.concatenate, (rows, targets, owners))], micro_batch.last.device)
     row, target, owner = (table.split(size) for table in tables)
     return [HeadWindow(*part, reference=reference) for part in zip(row, target, owner, strict=True)]

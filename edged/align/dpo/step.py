@@ -19,8 +19,9 @@ from edged.settings.load import AlignSettings
 class DpoStep:
     """An optimizer step of each member adapter over its pairs, one micro-batch of them after the other.
 
-    Its life cycle: while `group.tokens_left`, the engine packs `take`n pieces into its forwards, fills `group.last` and
-    `group.inputs`, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit` until `finished`.
+    Its life cycle: while `micro_batch.tokens_left`, the engine packs `take`n pieces into its forwards, fills `last`
+    and `inputs` of the micro-batch, and calls `advance` (a kept graph fills the policy's rows itself); then `run_unit`
+    until `finished`.
     Beside units the same may be done for the group `ahead`, where `look_ahead` has opened it.
     Members share the units, which read the base weights once for all; every row uses its own adapter. Each member's
     gradient is exactly that of a step of its own on whole sequences, and so is all that follows from it.
@@ -28,7 +29,7 @@ class DpoStep:
 
     def __init__(
         self,
-        members: Sequence[AdapterStep],
+        adapter_steps: Sequence[AdapterStep],
         decoder: Decoder,
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
@@ -37,15 +38,15 @@ class DpoStep:
     ) -> None:
         """`most_tokens`: see `StepPlan`. Groups of at most a window keep of their forward what `keep` names."""
         self.decoder, self.align = decoder, align
-        self.members = by_adapter = {member.adapter: member for member in members}
-        self.adapters = tuple(self.members)
+        self.adapter_steps = by_adapter = {adapter_step.adapter: adapter_step for adapter_step in adapter_steps}
+        self.adapters = tuple(self.adapter_steps)
         self.finished = False
         self._release = release
-        self._leaves = {member.adapter: member.parameters(decoder.dtype) for member in members}
+        self._leaves = {adapter_step.adapter: adapter_step.parameters(decoder.dtype) for adapter_step in adapter_steps}
         self.keeps_graph = keep != "inputs"
         self._lean = keep == "lean"
         self._plan = StepPlan(
-            [pair for member in members for pair in member.examples],
+            [pair for adapter_step in adapter_steps for pair in adapter_step.examples],
             # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not refer to
             # the step, whose device memory is freed with the last reference to it.
             lambda pair: pair.ref_chosen_logp is None and by_adapter[pair.adapter].version > 0,
@@ -54,16 +55,16 @@ class DpoStep:
             decoder.vocab_size,
             most_tokens,
             self.keeps_graph,
-            len(members),
+            len(adapter_steps),
         )
         self.ahead: MicroBatch | None = None
-        """The micro-batch after `group`, where its forward may be computed ahead."""
+        """The micro-batch after `micro_batch`, where its forward may be computed ahead."""
         self._open()
 
     def _open(self) -> None:
         """Begin the plan's current group, or go on with what of its forward was computed ahead."""
         keep: Literal["graph", "inputs"] = "graph" if self._plan.graphed else "inputs"
-        self.group = self.ahead or self._micro_batch(self._plan.pairs, keep)
+        self.micro_batch = self.ahead or self._micro_batch(self._plan.pairs, keep)
         self.ahead = None
         self._reset_group()
 
@@ -72,30 +73,30 @@ class DpoStep:
 
     def look_ahead(self) -> None:
         """Open the next micro-batch, if there is one, once the present one's forward has ended."""
-        if self.ahead is None and self._plan.following and not self.group.tokens_left:
+        if self.ahead is None and self._plan.following and not self.micro_batch.tokens_left:
             self.ahead = self._micro_batch(self._plan.following, "inputs")
 
     @property
     def packing(self) -> MicroBatch:
         """The micro-batch whose forward is computed next."""
-        return self.group if self.ahead is None or self.group.tokens_left else self.ahead
+        return self.micro_batch if self.ahead is None or self.micro_batch.tokens_left else self.ahead
 
     @property
-    def streams(self) -> list[PairForward]:
+    def pair_forwards(self) -> list[PairForward]:
         """All forwards under way, those computed ahead last."""
-        return self.group.streams + (self.ahead.streams if self.ahead is not None else [])
+        return self.micro_batch.pair_forwards + (self.ahead.pair_forwards if self.ahead is not None else [])
 
     def _reset_group(self) -> None:
         size = self._plan.head_size
         self._heads: list[HeadWindow] = []
         """Windows of predictions that are scored; `_heads_left` are the others, in order."""
-        self._heads_left = [head for kind in (True, False) for head in head_windows(self.group, kind, size)]
-        self._sums = torch.zeros(self.group.owners, dtype=torch.float32, device=self.decoder.device)
+        self._heads_left = [head for kind in (True, False) for head in head_windows(self.micro_batch, kind, size)]
+        self._sums = torch.zeros(self.micro_batch.owners, dtype=torch.float32, device=self.decoder.device)
         """Log-probabilities of the group's scored texts."""
         self._weighted = torch.zeros_like(self._sums)
         """The same of each token times its probability, for DFT."""
         self._backward: RecomputeBackward | FullGraphBackward | None = None
-        about = self.group, self.decoder, self._leaves, self._lean
+        about = self.micro_batch, self.decoder, self._leaves, self._lean
         self._graph = FullGraphBackward(*about) if self._plan.graphed else None
 
     @property
@@ -109,17 +110,17 @@ class DpoStep:
         """Start the current micro-batch again from nothing, after its pages were taken away."""
         self.free()
         self.ahead = None
-        self.group.restart(self._release)
-        for member in self.members.values():
-            member.restart()
+        self.micro_batch.restart(self._release)
+        for adapter_step in self.adapter_steps.values():
+            adapter_step.restart()
         self._plan.restart()
         self._reset_group()
 
     def free(self) -> None:
         """Give all pages back."""
-        for group in (self.group, self.ahead):
-            if group is not None:
-                group.free(self._release)
+        for micro_batch in (self.micro_batch, self.ahead):
+            if micro_batch is not None:
+                micro_batch.free(self._release)
 
     # -- the units ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class DpoStep:
             rest, head = head.split(len(head.rows) - rows)
             self._heads_left.insert(0, rest)
         self._heads.append(head)
-        hidden = self.group.last.index_select(0, head.rows)
+        hidden = self.micro_batch.last.index_select(0, head.rows)
         with torch.set_grad_enabled(not head.reference):
             hidden.requires_grad_(not head.reference)
             logits = self.decoder.logits(hidden)
@@ -178,45 +179,47 @@ class DpoStep:
         coefficients = [0.0] * len(sums)
         reference: dict[int, Sequence[float]] = {}
         active: list[tuple[int, int]] = []
-        for stream in self.group.streams:
-            pair, own = stream.pair, sums[stream.owners]
-            if stream.reference:
+        for pair_forward in self.micro_batch.pair_forwards:
+            pair, own = pair_forward.pair, sums[pair_forward.owners]
+            if pair_forward.reference:
                 reference[id(pair)] = own
                 continue
             known = reference.get(id(pair), own)
             if pair.ref_chosen_logp is not None and pair.ref_rejected_logp is not None:
                 known = (pair.ref_chosen_logp, pair.ref_rejected_logp)
-            answers = answer_logps(own, known, stream.layout.scored_tokens, weighted[stream.owners])
-            loss = self.members[pair.adapter].take(pair, answers)
+            answers = answer_logps(own, known, pair_forward.layout.scored_tokens, weighted[pair_forward.owners])
+            loss = self.adapter_steps[pair.adapter].take(pair, answers)
             if loss is not None:
-                coefficients[stream.owners] = [pair.weight * coefficient for coefficient in loss.coefficients]
+                coefficients[pair_forward.owners] = [pair.weight * coefficient for coefficient in loss.coefficients]
                 # Rows behind the last answer that has a coefficient have no gradient.
-                stops = [stop for (_, stop), each in zip(stream.layout.spans, loss.coefficients, strict=False) if each]
-                active.append((stream.kept, stream.kept + max(stops, default=0)))
+                stops = [
+                    stop for (_, stop), each in zip(pair_forward.layout.spans, loss.coefficients, strict=False) if each
+                ]
+                active.append((pair_forward.kept, pair_forward.kept + max(stops, default=0)))
         windows = self._plan.begin_backward(active)
         if active:
-            upstream = upstream_of(self.group, self._heads, coefficients, self.decoder)
+            upstream = upstream_of(self.micro_batch, self._heads, coefficients, self.decoder)
             self._backward = self._graph
             if self._graph is not None:
                 self._graph.upstream = upstream
             else:
-                self._backward = RecomputeBackward(self.group, windows, upstream, self.decoder, self._leaves)
+                self._backward = RecomputeBackward(self.micro_batch, windows, upstream, self.decoder, self._leaves)
 
     def _end_group(self) -> None:
         # The layers' inputs are freed to make room for the mean gradient.
-        self._backward = self._graph = self.group.inputs = None
-        self.group.masks.clear()
-        self.group.free(self._release)
+        self._backward = self._graph = self.micro_batch.inputs = None
+        self.micro_batch.masks.clear()
+        self.micro_batch.free(self._release)
         if not self._plan.last_group:
-            for member in self.members.values():
-                member.mark()
+            for adapter_step in self.adapter_steps.values():
+                adapter_step.mark()
             self._plan.next_group()
             self._open()
-        elif not any(member.trained for member in self.members.values()):
+        elif not any(adapter_step.trained for adapter_step in self.adapter_steps.values()):
             self._end_step()
 
     def _end_step(self) -> None:
         """Take all members' optimizer steps in one unit: between two of them no member could leave the step."""
         self.finished = True
-        for member in self.members.values():
-            member.finish()
+        for adapter_step in self.adapter_steps.values():
+            adapter_step.finish()

@@ -226,7 +226,7 @@ class BinBuilder:
 
 
 def grant_finetune(
-    draft: BinBuilder,
+    builder: BinBuilder,
     task: Task,
     cost: CostModel,
     limit_s: float,
@@ -239,18 +239,18 @@ def grant_finetune(
     With `at_least` the task gets as many tokens, as far as it has them and there is room, or one unit in any case.
     Where it `cuts`, the first unit that does not fit gets the rows that do (FlexLLM Algorithm 2, line 15).
     """
-    plan = draft.plan
-    ahead = _grant_ahead(draft, task, cost, limit_s) if task.ahead and not task.num_tokens else 0
+    plan = builder.plan
+    ahead = _grant_ahead(builder, task, cost, limit_s) if task.ahead and not task.num_tokens else 0
     num_tokens = units = window = 0
-    most = draft.room(task)
+    most = builder.room(task)
     if most > 0:
         left_s = limit_s - plan.predicted_units_s
-        num_tokens = cost.chunk(draft.load_beside(task), task.context, most, left_s, finetune=True)
+        num_tokens = cost.chunk(builder.load_beside(task), task.context, most, left_s, finetune=True)
         num_tokens = max(num_tokens, min(most, at_least))
         if num_tokens > 0:
-            draft.take(task, num_tokens)
+            builder.take(task, num_tokens)
     if num_tokens == task.num_tokens:
-        left_s, priced, unit_s = limit_s - cost.forward_s(draft.load), None, 0.0
+        left_s, priced, unit_s = limit_s - cost.forward_s(builder.load), None, 0.0
         for unit in task.units[task.next_unit :]:
             # A model's layers are alike.
             if unit is not priced and unit != priced:
@@ -271,15 +271,15 @@ def grant_finetune(
         plan.grants.append(Grant(task, num_tokens or ahead, units, window))
 
 
-def _grant_ahead(draft: BinBuilder, task: Task, cost: CostModel, limit_s: float) -> int:
+def _grant_ahead(builder: BinBuilder, task: Task, cost: CostModel, limit_s: float) -> int:
     """Take tokens of the next group's forward into what the bin reads the weights for anyway; returns how many.
 
     None while its pages are not open: they are promised to nobody, so that nobody waits for them.
     """
-    most = min(task.ahead, draft.tokens_left, cost.free_tokens(draft.load))
-    if most <= 0 or draft.pages(task, task.ahead) > draft.open_pages:
+    most = min(task.ahead, builder.tokens_left, cost.free_tokens(builder.load))
+    if most <= 0 or builder.pages(task, task.ahead) > builder.open_pages:
         return 0
-    num_tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=True)
-    draft.promised_pages += draft.pages(task, num_tokens)
-    draft.take(task, num_tokens)
+    num_tokens = cost.chunk(builder.load_beside(task), task.context, most, limit_s, finetune=True)
+    builder.promised_pages += builder.pages(task, num_tokens)
+    builder.take(task, num_tokens)
     return num_tokens

@@ -112,11 +112,11 @@ class Spare(Part):
         """Return how long fine-tuning has waited."""
         return 0.0
 
-    def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
+    def owed_s(self, builder: BinBuilder, entry: Entry, now: float) -> float:
         """Return the seconds owed to a step that is due or in the way, whatever the budget; asked before chunks."""
         return 0.0
 
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
+    def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the latency budget of the iteration; asked when prompts have their chunks."""
         return 0.0
 
@@ -124,8 +124,8 @@ class Spare(Part):
 class Admission(Part):
     """The choice of the tasks that work in a hybrid iteration, and of those that enter memory for it."""
 
-    def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        """Choose the tasks; those that enter are promised their pages in `draft`, which has the decodes already."""
+    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+        """Choose the tasks; those that enter are promised their pages in `builder`, which has the decodes already."""
         raise NotImplementedError
 
 

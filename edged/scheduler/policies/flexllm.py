@@ -46,12 +46,12 @@ class SloBudget(Spare):
         outside_s = now - self._begun_s - result.forward_s - sum([seconds for _, seconds in result.units])
         self._overhead_s += _LATEST * (max(0.0, outside_s) - self._overhead_s)
 
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
+    def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
         slo_s = self.settings.slo_ms / 1e3
         if not slo_s:
-            served = {grant.task.service for grant in draft.plan.grants} | {task.service for task in draft.prompts}
-            load = draft.load if draft.load.decodes else Load(decodes=1)
+            served = {grant.task.service for grant in builder.plan.grants} | {task.service for task in builder.prompts}
+            load = builder.load if builder.load.decodes else Load(decodes=1)
             alone_s = self.cost.priced_s(load)
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
         return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
@@ -66,7 +66,7 @@ class BatchBudget(Spare):
 
     most_units = 1
 
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
+    def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return no limit."""
         return math.inf
 
@@ -80,48 +80,48 @@ class CoServing(Fill):
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
-        draft, cost = BinBuilder(queues, now, resources, policy.victims.ranked), policy.cost
-        draft.prompts = queues.started + queues.first(1)
-        plan = draft.plan
-        plan.budget_s = policy.spare.limit_s(draft, now)
-        all_enter = self._add_prompts(draft, queues, cost)
+        builder, cost = BinBuilder(queues, now, resources, policy.victims.ranked), policy.cost
+        builder.prompts = queues.started + queues.first(1)
+        plan = builder.plan
+        plan.budget_s = policy.spare.limit_s(builder, now)
+        all_enter = self._add_prompts(builder, queues, cost)
         step = next(iter(runnable_steps(queues, resources)), None)
-        if step is not None and step not in draft.preempted:
-            asks = 0 if step.context else draft.pages(step, step.num_tokens)
-            if asks and all_enter and asks <= draft.open_pages:
-                draft.enter(step)
+        if step is not None and step not in builder.preempted:
+            asks = 0 if step.context else builder.pages(step, step.num_tokens)
+            if asks and all_enter and asks <= builder.open_pages:
+                builder.enter(step)
                 asks = 0
             if not asks:
-                limit_s, at_least = self.room(draft, cost)
-                grant_finetune(draft, step, cost, limit_s, at_least, policy.spare.most_units, policy.cuts_windows)
-        draft.rescue()
-        plan.predicted_forward_s = cost.forward_s(draft.load)
+                limit_s, at_least = self.room(builder, cost)
+                grant_finetune(builder, step, cost, limit_s, at_least, policy.spare.most_units, policy.cuts_windows)
+        builder.rescue()
+        plan.predicted_forward_s = cost.forward_s(builder.load)
         return plan
 
-    def room(self, draft: BinBuilder, cost: CostModel) -> tuple[float, int]:
+    def room(self, builder: BinBuilder, cost: CostModel) -> tuple[float, int]:
         """Return the seconds that the iteration may take with its step, and the tokens that the step gets anyway."""
-        served = draft.load.decodes or draft.load.prefill_tokens
-        return draft.plan.budget_s, 0 if served else SMALLEST_CHUNK
+        served = builder.load.decodes or builder.load.prefill_tokens
+        return builder.plan.budget_s, 0 if served else SMALLEST_CHUNK
 
-    def _add_prompts(self, draft: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
+    def _add_prompts(self, builder: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
         """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""
-        for task in draft.started:
-            num_tokens = self._chunk(draft, task, cost)
+        for task in builder.started:
+            num_tokens = self._chunk(builder, task, cost)
             if num_tokens:
-                draft.grant(task, num_tokens)
-        for task in queues.first(max(0, draft.sequences_left)):
-            num_tokens = self._chunk(draft, task, cost)
-            if not num_tokens or draft.pages(task, task.num_tokens) > draft.open_pages:
+                builder.grant(task, num_tokens)
+        for task in queues.first(max(0, builder.sequences_left)):
+            num_tokens = self._chunk(builder, task, cost)
+            if not num_tokens or builder.pages(task, task.num_tokens) > builder.open_pages:
                 return False
-            draft.sequences_left -= 1
-            draft.enter(task)
-            draft.grant(task, num_tokens)
+            builder.sequences_left -= 1
+            builder.enter(task)
+            builder.grant(task, num_tokens)
         return True
 
-    def _chunk(self, draft: BinBuilder, task: Task, cost: CostModel) -> int:
+    def _chunk(self, builder: BinBuilder, task: Task, cost: CostModel) -> int:
         """Return the tokens of a prompt that keep the iteration within its latency."""
-        most, load = draft.room(task), draft.load_beside(task)
-        num_tokens = cost.chunk(load, task.context, most, draft.plan.budget_s, finetune=False) if most > 0 else 0
+        most, load = builder.room(task), builder.load_beside(task)
+        num_tokens = cost.chunk(load, task.context, most, builder.plan.budget_s, finetune=False) if most > 0 else 0
         return num_tokens if load.prefill_tokens else max(num_tokens, min(most, SMALLEST_CHUNK))
 
 

@@ -25,73 +25,73 @@ class Hybrid(Fill):
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         cost, spare = policy.cost, policy.spare
-        draft = BinBuilder(queues, now, resources, policy.victims.ranked)
-        plan = draft.plan
+        builder = BinBuilder(queues, now, resources, policy.victims.ranked)
+        plan = builder.plan
         # Nobody enters where others are preempted.
-        if queues.started or not draft.preempted:
+        if queues.started or not builder.preempted:
             # Where nobody overtakes, those beyond are looked for only if all of these enter.
             waiting = queues.first(LOOK_AHEAD if queues.order.strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
-            draft.prompts, draft.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
+            builder.prompts, builder.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
             if not queues.order.strict:
-                waiting = [*filterfalse(set(queues.started).__contains__, draft.prompts), *waiting[LOOK_AHEAD:]]
-            draft.waiting = waiting
-        entry = policy.admission.choose(draft, queues, spare, now)
+                waiting = [*filterfalse(set(queues.started).__contains__, builder.prompts), *waiting[LOOK_AHEAD:]]
+            builder.waiting = waiting
+        entry = policy.admission.choose(builder, queues, spare, now)
         if entry.paused:
-            draft.pause(entry.paused, now)
+            builder.pause(entry.paused, now)
         step, owed_s = entry.step, 0.0
         if step is not None and (entry.due or entry.in_the_way):
-            owed_s = spare.owed_s(draft, entry, now)
+            owed_s = spare.owed_s(builder, entry, now)
             plan.prepaid = entry.in_the_way
-        self._add_chunks(policy, draft, entry, owed_s, now)
-        plan.predicted_forward_s = cost.forward_s(draft.load)
-        plan.budget_s = spare.limit_s(draft, now)
+        self._add_chunks(policy, builder, entry, owed_s, now)
+        plan.predicted_forward_s = cost.forward_s(builder.load)
+        plan.budget_s = spare.limit_s(builder, now)
         if step is not None:
-            served = draft.load.decodes or draft.load.prefill_tokens
+            served = builder.load.decodes or builder.load.prefill_tokens
             at_least = SMALLEST_CHUNK if entry.due or entry.in_the_way or not served else 0
             limit_s = max(plan.budget_s, plan.predicted_forward_s + owed_s)
-            grant_finetune(draft, step, cost, limit_s, at_least)
+            grant_finetune(builder, step, cost, limit_s, at_least)
         if not plan.grants:
-            draft.rescue()
-        if draft.load.finetune_tokens or not plan.predicted_forward_s:
-            plan.predicted_forward_s = cost.forward_s(draft.load)
+            builder.rescue()
+        if builder.load.finetune_tokens or not plan.predicted_forward_s:
+            plan.predicted_forward_s = cost.forward_s(builder.load)
         return plan
 
-    def _add_chunks(self, policy: Policy, draft: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
+    def _add_chunks(self, policy: Policy, builder: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
         """Grant chunks to the runnable prompts: as much as keeps decodes on time, or keeps all heeded prompts on time.
 
         Fine-tuning that is due is left the tokens that it is owed.
         """
         if not entry.runnable:
             return
-        cost, load, step, kept = policy.cost, draft.load, entry.step, 0
+        cost, load, step, kept = policy.cost, builder.load, entry.step, 0
         if owed_s and step is not None and step.num_tokens:
-            most = max(0, draft.room(step))
+            most = max(0, builder.room(step))
             forward_s = cost.forward_s(load)
-            kept = cost.chunk(draft.load_beside(step), step.context, most, forward_s + owed_s, finetune=True)
+            kept = cost.chunk(builder.load_beside(step), step.context, most, forward_s + owed_s, finetune=True)
             kept = max(kept, min(most, SMALLEST_CHUNK))
-        draft.tokens_left -= kept
-        limit_s = draft.slack_s * (1.0 - cost.headroom) - owed_s
+        builder.tokens_left -= kept
+        limit_s = builder.slack_s * (1.0 - cost.headroom) - owed_s
         # A pace for many iterations: at prices, not at the slowness of the moment.
-        priced_s, all_tokens, needed = cost.priced_s(load), draft.tokens_left, 0
+        priced_s, all_tokens, needed = cost.priced_s(load), builder.tokens_left, 0
         runnable = set(entry.runnable)
 
         def beyond() -> Iterator[Task]:
-            yield from sorted(runnable.difference(draft.prompts), key=policy.order)
+            yield from sorted(runnable.difference(builder.prompts), key=policy.order)
 
-        for task in chain(filter(runnable.__contains__, draft.prompts), beyond()):
-            if draft.tokens_left <= 0:
+        for task in chain(filter(runnable.__contains__, builder.prompts), beyond()):
+            if builder.tokens_left <= 0:
                 break
-            most = draft.room(task)
+            most = builder.room(task)
             if most <= 0:
                 continue
             num_tokens = most
             if load.decodes:
-                num_tokens = cost.chunk(draft.load_beside(task), task.context, most, limit_s, finetune=False)
+                num_tokens = cost.chunk(builder.load_beside(task), task.context, most, limit_s, finetune=False)
             if num_tokens < most:
                 if not needed:
-                    needed = slo.required_tokens(draft.heeded, now, priced_s, cost.token_s, all_tokens)
+                    needed = slo.required_tokens(builder.heeded, now, priced_s, cost.token_s, all_tokens)
                     needed = max(SMALLEST_CHUNK, needed)
                 num_tokens = max(num_tokens, min(most, needed - load.prefill_tokens))
             if num_tokens > 0:
-                draft.grant(task, num_tokens)
-        draft.tokens_left += kept
+                builder.grant(task, num_tokens)
+        builder.tokens_left += kept

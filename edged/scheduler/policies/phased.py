@@ -61,21 +61,21 @@ def serve_only(
 
     Waiting prompts enter if they arrived before `before_s`. Empty only if no sequence can run.
     """
-    draft = BinBuilder(queues, now, resources, policy.victims.ranked)
-    for task in draft.started:
-        num_tokens = draft.room(task)
+    builder = BinBuilder(queues, now, resources, policy.victims.ranked)
+    for task in builder.started:
+        num_tokens = builder.room(task)
         if num_tokens > 0:
-            draft.grant(task, num_tokens)
-    for task in queues.first(max(0, draft.sequences_left)):
-        full = not draft.tokens_left or draft.sequences_left <= 0
-        if full or task.arrival_s >= before_s or draft.pages(task, task.num_tokens) > draft.open_pages:
+            builder.grant(task, num_tokens)
+    for task in queues.first(max(0, builder.sequences_left)):
+        full = not builder.tokens_left or builder.sequences_left <= 0
+        if full or task.arrival_s >= before_s or builder.pages(task, task.num_tokens) > builder.open_pages:
             break
-        draft.sequences_left -= 1
-        draft.enter(task)
-        draft.grant(task, draft.room(task))
-    draft.rescue()
-    plan = draft.plan
-    plan.predicted_forward_s = policy.cost.forward_s(draft.load)
+        builder.sequences_left -= 1
+        builder.enter(task)
+        builder.grant(task, builder.room(task))
+    builder.rescue()
+    plan = builder.plan
+    plan.predicted_forward_s = policy.cost.forward_s(builder.load)
     return plan
 
 
@@ -111,17 +111,17 @@ def train_only(
     far as `limit_s` is predicted to suffice. Where the first finds no pages for its forward, the latest requests lose
     theirs if it `preempts`; else there is no such iteration yet.
     """
-    draft = BinBuilder(queues, now, resources, policy.victims.ranked, serves=False)
+    builder = BinBuilder(queues, now, resources, policy.victims.ranked, serves=False)
     if preempts:
-        draft.make_room(tasks[0])
-    plan, free_pages = draft.plan, draft.free_pages
+        builder.make_room(tasks[0])
+    plan, free_pages = builder.plan, builder.free_pages
     for task in tasks:
         # Promises to prompts under way still hold: by the time that they run again, this step has ended.
-        free_pages -= draft.pages(task, task.num_tokens)
+        free_pages -= builder.pages(task, task.num_tokens)
         if free_pages < 0:
             break
-        grant_finetune(draft, task, policy.cost, limit_s, 0 if plan.grants else 1)
-    plan.predicted_forward_s = policy.cost.forward_s(draft.load)
+        grant_finetune(builder, task, policy.cost, limit_s, 0 if plan.grants else 1)
+    plan.predicted_forward_s = policy.cost.forward_s(builder.load)
     return plan if plan.grants else None
 
 

@@ -13,10 +13,10 @@ class SpatialSharing(CoServing):
     So does half of a device that knows nothing of the other half: what serving loses to it was not planned for.
     """
 
-    def room(self, draft: BinBuilder, cost: CostModel) -> tuple[float, int]:
+    def room(self, builder: BinBuilder, cost: CostModel) -> tuple[float, int]:
         """Return twice the forward's seconds, or those of an iteration with nobody to serve."""
-        limit_s, at_least = super().room(draft, cost)
-        return limit_s if at_least else 2.0 * cost.forward_s(draft.load), SMALLEST_CHUNK
+        limit_s, at_least = super().room(builder, cost)
+        return limit_s if at_least else 2.0 * cost.forward_s(builder.load), SMALLEST_CHUNK
 
 
 SPATIAL = Row(

@@ -80,14 +80,14 @@ def trained_adapter(model: ServedModel, align: AlignSettings, name: str = "ann")
 class Stepped:
     """What a step left behind, by adapter."""
 
-    members: dict[str, AdapterStep]
+    adapter_steps: dict[str, AdapterStep]
     gradients: dict[str, Gradients]
     before: dict[str, dict[str, torch.Tensor]]
     """Weights by PEFT's names."""
 
     def moved(self, adapter: str) -> torch.Tensor:
         """How far the optimizer took all weights."""
-        now = self.members[adapter].state.tensors()
+        now = self.adapter_steps[adapter].state.tensors()
         return torch.cat([(now[name] - value).flatten() for name, value in self.before[adapter].items()])
 
 
@@ -126,26 +126,26 @@ def take_step(
     for name, state in states.items():
         model.lora.load(slots[name], state.served, state.form.scalings)
     free = list(range(1, 80))
-    members = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
-    step = DpoStep(members, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)
+    adapter_steps = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
+    step = DpoStep(adapter_steps, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)
     captured: dict[str, Gradients] = {}
     before = {name: state.tensors() for name, state in states.items()}
     for state in states.values():
         capture_gradients(state, captured)
     ran = 0
     while not step.finished:
-        if step.group.tokens_left or (ahead() and may_look_ahead(step)):
+        if step.micro_batch.tokens_left or (ahead() and may_look_ahead(step)):
             compute_chunk(step.packing, chunk, model, kv, tap, slots, free)
         elif (ran := ran + 1) in preempt_at:
             step.restart()
         else:
             step.run_unit(cut_to())
     assert sorted(free) == list(range(1, 80)), "the step gave all pages back"
-    return Stepped(step.members, captured, before)
+    return Stepped(step.adapter_steps, captured, before)
 
 
 def compute_chunk(
-    group: MicroBatch,
+    micro_batch: MicroBatch,
     chunk: int,
     model: ServedModel,
     kv: KvStore,
@@ -154,16 +154,16 @@ def compute_chunk(
     free: list[int],
 ) -> None:
     """Compute the next `chunk` tokens of a micro-batch as the engine does, on pages from `free`."""
-    n = min(chunk, group.tokens_left)
-    taken = group.take(n)
+    n = min(chunk, micro_batch.tokens_left)
+    taken = micro_batch.take(n)
     segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
     with torch.inference_mode():
         batch = pack(segments, kv, DEVICE)
-        tap.arm([take_of(group, taken, segments, DEVICE)])
+        tap.arm([take_of(micro_batch, taken, segments, DEVICE)])
         with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
             model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         tap.arm([])
-    group.advance(n)
+    micro_batch.advance(n)
 
 
 def may_look_ahead(step: DpoStep) -> bool:
@@ -188,7 +188,7 @@ def unit_gradients(
 ) -> tuple[Gradients, AdapterStep, dict[str, torch.Tensor]]:
     """Gradient, member and weights (before it) of one adapter's step."""
     made = take_step(base, {"ann": pairs}, window, chunk, **how)
-    return made.gradients["ann"], made.members["ann"], made.before["ann"]
+    return made.gradients["ann"], made.adapter_steps["ann"], made.before["ann"]
 
 
 def peft_model(base: PreTrainedModel, targets: str | list[str] = "all-linear", config: PeftConfig | None = None) -> Any:
@@ -374,8 +374,8 @@ def test_twenty_steps_lose_what_trls_loss_and_torchs_adamw_lose(loss: str, tmp_p
     ours, theirs = [], []
     for _ in range(20):
         made = take_step(tiny_model("llama"), {"ann": pairs}, 16, 23, begun=states, **how)
-        states = states or {"ann": made.members["ann"].state}
-        ours.append(made.members["ann"].loss)
+        states = states or {"ann": made.adapter_steps["ann"].state}
+        ours.append(made.adapter_steps["ann"].loss)
         if not weights:
             weights = {name: value.clone().requires_grad_() for name, value in made.before["ann"].items()}
             optimizer = torch.optim.AdamW(weights.values(), lr=2e-3, weight_decay=0.01)
@@ -433,12 +433,12 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
             tiny_model(kind), scored_by_base(tiny_model(kind), own), together.before[name], tmp_path, loss
         )
         assert worst_error(together.gradients[name], wanted) <= ROUNDING
-        member, single = together.members[name], alone.members[name]
-        assert member.loss == pytest.approx(value, rel=1e-5)
-        assert (member.trained, member.state.version) == (len(own), 2)
-        assert member.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
-        assert [outcome.pair.pair_id for outcome in member.outcomes] == [pair.pair_id for pair in own]
-        for score, other in zip(member.scores, single.scores, strict=True):
+        adapter_step, single = together.adapter_steps[name], alone.adapter_steps[name]
+        assert adapter_step.loss == pytest.approx(value, rel=1e-5)
+        assert (adapter_step.trained, adapter_step.state.version) == (len(own), 2)
+        assert adapter_step.grad_norm == pytest.approx(single.grad_norm, rel=1e-4)
+        assert [outcome.pair.pair_id for outcome in adapter_step.outcomes] == [pair.pair_id for pair in own]
+        for score, other in zip(adapter_step.scores, single.scores, strict=True):
             assert (score.adapter, score.pair_id, score.version) == (name, other.pair_id, 1)
             assert score.chosen_logp == pytest.approx(other.chosen_logp, rel=1e-5)
             assert score.reward_margin == pytest.approx(other.reward_margin, rel=1e-4)
@@ -451,10 +451,10 @@ def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window:
     pairs = three_users()
     whole = take_step(tiny_model("llama"), pairs, window, 50, keep=keep)
     broken = take_step(tiny_model("llama"), pairs, window, 50, keep=keep, broken="bob")
-    assert broken.members["bob"].error == "loss is nan"
-    assert broken.members["bob"].state.version == 1
+    assert broken.adapter_steps["bob"].error == "loss is nan"
+    assert broken.adapter_steps["bob"].state.version == 1
     for name in ("ann", "cyd"):
-        assert broken.members[name].error == ""
+        assert broken.adapter_steps[name].error == ""
         assert worst_error(broken.gradients[name], whole.gradients[name]) <= ROUNDING
 
 
@@ -463,7 +463,7 @@ def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> No
     whole = take_step(tiny_model("llama"), pairs, 500, 50)
     pairs["bob"] = [replace(pairs["bob"][0], weight=float("inf"))]
     broken = take_step(tiny_model("llama"), pairs, 500, 50)
-    assert broken.members["bob"].error == "gradient norm is nan"
+    assert broken.adapter_steps["bob"].error == "gradient norm is nan"
     assert not broken.moved("bob").any()
     for name in ("ann", "cyd"):
         torch.testing.assert_close(broken.moved(name), whole.moved(name))
@@ -473,8 +473,11 @@ def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> No
 def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept) -> None:
     calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep)
     shaken = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep, preempt_at=(2, 9, 20, 33))
-    for name, member in shaken.members.items():
-        assert (member.trained, len(member.scores)) == (calm.members[name].trained, len(member.fresh))
+    for name, adapter_step in shaken.adapter_steps.items():
+        assert (adapter_step.trained, len(adapter_step.scores)) == (
+            calm.adapter_steps[name].trained,
+            len(adapter_step.fresh),
+        )
         assert worst_error(shaken.gradients[name], calm.gradients[name]) <= ROUNDING
 
 
@@ -493,16 +496,16 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         state = trained_adapter(model, align)
         pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
         step = DpoStep([AdapterStep(state, [pair], [])], decoder, align, lambda pages: None, 10_000)
-        taken = step.group.take(step.group.tokens_left)
+        taken = step.micro_batch.take(step.micro_batch.tokens_left)
         free = iter(range(1, 80))
         segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
         with torch.inference_mode():
             batch = pack(segments, kv, DEVICE)
-            tap.arm([take_of(step.group, taken, segments, DEVICE)])
+            tap.arm([take_of(step.micro_batch, taken, segments, DEVICE)])
             with attention_pass(PagedAttention(batch, kv)):
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])
-        step.group.advance(step.group.tokens_left)
+        step.micro_batch.advance(step.micro_batch.tokens_left)
         state.step = lambda gradients, n, *more: 0.0  # type: ignore[method-assign]
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             while not step.finished:

@@ -101,7 +101,7 @@ def test_adapters_of_any_form_get_trls_gradients_in_one_step(
     for name, own in pairs.items():
         scored = scored_by_base(base_model(), own)
         wanted, loss = trl_gradients(base_model(), scored, made.before[name], tmp_path, config=forms[name])
-        assert made.members[name].loss == pytest.approx(loss, rel=1e-5)
+        assert made.adapter_steps[name].loss == pytest.approx(loss, rel=1e-5)
         assert made.gradients[name].keys() == wanted.keys()
         assert worst_error(made.gradients[name], wanted) <= ROUNDING
         assert made.moved(name).any()

@@ -30,9 +30,11 @@ def test_promised_are_the_pages_of_those_who_have_begun_and_keep_theirs() -> Non
             kind = chance.choice([*Kind])
             queues.file(a_task(number, kind, chance), started=kind is Kind.PREFILL)
         resources = Resources(chance.choice((0, 2, 500)), 4096, PAGE_SIZE, 1024, 128)
-        draft = BinBuilder(queues, 1.0, resources, lambda tasks: tasks[::-1])
-        kept = [task for task in (*queues.started, *queues.finetunes) if task not in draft.preempted]
-        assert draft.promised_pages == sum(task.pages_for(task.num_tokens, PAGE_SIZE) for task in kept if task.context)
-        assert draft.started == [task for task in queues.started if task in kept]
-        preempted += len(draft.preempted)
+        builder = BinBuilder(queues, 1.0, resources, lambda tasks: tasks[::-1])
+        kept = [task for task in (*queues.started, *queues.finetunes) if task not in builder.preempted]
+        assert builder.promised_pages == sum(
+            task.pages_for(task.num_tokens, PAGE_SIZE) for task in kept if task.context
+        )
+        assert builder.started == [task for task in queues.started if task in kept]
+        preempted += len(builder.preempted)
     assert preempted > 50

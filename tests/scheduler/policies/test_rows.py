@@ -61,8 +61,8 @@ class LeastServed(Order):
 class TwoAtOnce(MaceAdmission):
     """The two decodes with the fewest tokens run, the others stand still."""
 
-    def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        entry = super().choose(draft, queues, spare, now)
+    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+        entry = super().choose(builder, queues, spare, now)
         decodes = sorted([grant.task for grant in queues.decodes], key=lambda task: (task.context, by_arrival(task)))
         entry.paused = set(decodes[2:])
         return entry

@@ -24,33 +24,33 @@ class ReaderAdmission(PatientAdmission):
     refines = True
     """Whether a prompt enters only if it gains more than its entry costs the others (2.4.3)."""
 
-    def choose(self, draft: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
         """Choose by what readers gain, then as MACE what finds room."""
-        contested = not (queues.order.strict or draft.preempted) and self._short(draft)
-        entered, paused = self._contest(draft, queues, now) if contested else ([], set())
-        entry = super().choose(draft, queues, spare, now)
+        contested = not (queues.order.strict or builder.preempted) and self._short(builder)
+        entered, paused = self._contest(builder, queues, now) if contested else ([], set())
+        entry = super().choose(builder, queues, spare, now)
         entry.runnable += entered
         entry.paused = paused
         return entry
 
-    def _short(self, draft: BinBuilder) -> bool:
+    def _short(self, builder: BinBuilder) -> bool:
         """Whether not all can be served, readers among them, or not as fast as the fastest reader reads."""
-        paces = [reader.pace for grant in draft.plan.grants if (reader := grant.task.reader) is not None]
-        if not paces and all([task.reader is None for task in draft.waiting[: 2 * LOOK_AHEAD]]):
+        paces = [reader.pace for grant in builder.plan.grants if (reader := grant.task.reader) is not None]
+        if not paces and all([task.reader is None for task in builder.waiting[: 2 * LOOK_AHEAD]]):
             return False
-        if draft.sequences_left < len(draft.waiting):
+        if builder.sequences_left < len(builder.waiting):
             return True
-        asking, least = draft.waiting[:LOOK_AHEAD], (1.0 - SHORT) * draft.total_pages
-        if draft.open_pages - draft.most_pages(asking) < least:
-            asked = sum([task.pages_for(task.num_tokens, draft.page_size) for task in asking])
-            if asked and draft.open_pages - asked < least:
+        asking, least = builder.waiting[:LOOK_AHEAD], (1.0 - SHORT) * builder.total_pages
+        if builder.open_pages - builder.most_pages(asking) < least:
+            asked = sum([task.pages_for(task.num_tokens, builder.page_size) for task in asking])
+            if asked and builder.open_pages - asked < least:
                 return True
-        return bool(paces) and self.cost.priced_s(draft.load) * max(paces) > 1.0
+        return bool(paces) and self.cost.priced_s(builder.load) * max(paces) > 1.0
 
-    def _contest(self, draft: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
+    def _contest(self, builder: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
         """Return the prompts that enter, with their pages promised, and the decodes that stand still; who gives way is
-        preempted in `draft`."""
-        grants, load = draft.plan.grants, draft.load
+        preempted in `builder`."""
+        grants, load = builder.plan.grants, builder.load
         # Decodes are queued by arrival.
         first = [next(grant.task for grant in queues.decodes if grant in grants)] if grants else []
         oldest = min(first + queues.started, key=by_arrival, default=None)
@@ -60,9 +60,9 @@ class ReaderAdmission(PatientAdmission):
             if (reader := (task := grant.task).reader) is not None and not task.preemptions and task is not oldest
         ]
         running = len(contenders)
-        pages = draft.open_pages + sum([one.pages for one in contenders])
-        prompt_s, page_size = self.cost.prompt_s, draft.page_size
-        for task in draft.waiting[: 2 * LOOK_AHEAD]:
+        pages = builder.open_pages + sum([one.pages for one in contenders])
+        prompt_s, page_size = self.cost.prompt_s, builder.page_size
+        for task in builder.waiting[: 2 * LOOK_AHEAD]:
             if (reader := task.reader) is not None:
                 starts_s = prompt_s(task.num_tokens)
                 late = (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
@@ -75,21 +75,21 @@ class ReaderAdmission(PatientAdmission):
             decodes = others + size
             return self.cost.priced_s(Load(0, decodes, 0, round(each * decodes), 0.0, load.adapters))
 
-        slots = draft.sequences_left + running
+        slots = builder.sequences_left + running
         ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self.settings.reader_horizon_s)
-        entered = self._refined(draft, ranked, chosen, now)
+        entered = self._refined(builder, ranked, chosen, now)
         if len(chosen) < size:
             return entered, set()
         # The size of the batch leaves them out, not memory.
         held_out = {one.task for one, _ in ranked if one.task not in chosen}
-        draft.waiting = [task for task in draft.waiting if task not in held_out]
-        return entered, held_out - draft.preempted
+        builder.waiting = [task for task in builder.waiting if task not in held_out]
+        return entered, held_out - builder.preempted
 
     def _refined(
-        self, draft: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[Task], now: float
+        self, builder: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[Task], now: float
     ) -> list[Task]:
         """Let those of the `chosen` enter who wait, each for the fewest of the lowest others, while it pays."""
-        free, slots, num_tokens = draft.open_pages, draft.sequences_left, draft.tokens_left
+        free, slots, num_tokens = builder.open_pages, builder.sequences_left, builder.tokens_left
         lowest = [one for one, _ in reversed(ranked) if not one.starts_s and one.task not in chosen]
         entered: list[Task] = []
         gone: list[Contender] = []
@@ -102,7 +102,7 @@ class ReaderAdmission(PatientAdmission):
                     continue
                 # Nobody overtakes it: pages that come free next are its own.
                 break
-            if victims and self.refines and not one.urgent and not self._pays(draft, one, gained, victims, now):
+            if victims and self.refines and not one.urgent and not self._pays(builder, one, gained, victims, now):
                 break
             gone += victims
             lowest = [other for other in lowest if other not in victims]
@@ -110,14 +110,14 @@ class ReaderAdmission(PatientAdmission):
             slots += len(victims) - 1
             num_tokens -= one.task.num_tokens
             entered.append(one.task)
-        draft.preempt([victim.task for victim in gone], now)
+        builder.preempt([victim.task for victim in gone], now)
         for task in entered:
-            draft.sequences_left -= 1
-            draft.enter(task)
-            draft.waiting.remove(task)
+            builder.sequences_left -= 1
+            builder.enter(task)
+            builder.waiting.remove(task)
         return entered
 
-    def _pays(self, draft: BinBuilder, one: Contender, gained: float, victims: list[Contender], now: float) -> bool:
+    def _pays(self, builder: BinBuilder, one: Contender, gained: float, victims: list[Contender], now: float) -> bool:
         """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
         computed."""
         again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
@@ -126,7 +126,7 @@ class ReaderAdmission(PatientAdmission):
             return False
         overhead_s = self.cost.prompt_s(one.task.num_tokens) + sum(again_s)
         left = {victim.task for victim in victims}
-        stay = [grant.task.reader for grant in draft.plan.grants if grant.task not in left]
+        stay = [grant.task.reader for grant in builder.plan.grants if grant.task not in left]
         return gained > sum(
             [reader.loss(now, self.settings.reader_horizon_s, overhead_s) for reader in stay if reader is not None]
         )

@@ -26,19 +26,19 @@ class AdmissionByArrival(MaceAdmission):
     step's arrival towards now.
     """
 
-    def _ranked(self, queues: TaskQueues, draft: BinBuilder, now: float) -> list[Task]:
-        return sorted(super()._ranked(queues, draft, now), key=lambda task: (not task.begun, by_arrival(task)))
+    def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[Task]:
+        return sorted(super()._ranked(queues, builder, now), key=lambda task: (not task.begun, by_arrival(task)))
 
-    def _outranks_serving(self, draft: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
-        serving = [grant.task for grant in queues.decodes[:1]] + (draft.prompts or queues.first(LOOK_AHEAD))
+    def _outranks_serving(self, builder: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
+        serving = [grant.task for grant in queues.decodes[:1]] + (builder.prompts or queues.first(LOOK_AHEAD))
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 
     def _asking(
-        self, draft: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
+        self, builder: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
     ) -> Iterator[Item]:
-        own = super()._asking(draft, tuning, [], due, now)
+        own = super()._asking(builder, tuning, [], due, now)
         # Nobody is too late to be overtaken: deadlines count for nothing.
-        prompts = (replace(item, patient=True) for item in super()._asking(draft, [], waiting, due, now))
+        prompts = (replace(item, patient=True) for item in super()._asking(builder, [], waiting, due, now))
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
 
 

@@ -62,7 +62,7 @@ class MaceSpare(Spare):
         """Return the wait of all fine-tuning, less what its work has paid for; jobs and passes do not count."""
         return self._deficit.wait_s(now) if self._tasks else 0.0
 
-    def owed_s(self, draft: BinBuilder, entry: Entry, now: float) -> float:
+    def owed_s(self, builder: BinBuilder, entry: Entry, now: float) -> float:
         """Return fine-tuning's share of the time that it waited; the quantum, when it is in the way.
 
         At most the quantum, or twice the share of this iteration's own length where that is more, so that what is owed
@@ -71,29 +71,29 @@ class MaceSpare(Spare):
         if entry.in_the_way:
             return self._quantum_s
         share = self._deficit.share
-        num_tokens = min(draft.tokens_left, sum(task.num_tokens for task in entry.runnable))
-        serving_s = self.cost.priced_s(draft.load) + num_tokens * self.cost.token_s
+        num_tokens = min(builder.tokens_left, sum(task.num_tokens for task in entry.runnable))
+        serving_s = self.cost.priced_s(builder.load) + num_tokens * self.cost.token_s
         most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
         return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
 
-    def limit_s(self, draft: BinBuilder, now: float) -> float:
+    def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the latency budget: within the least slack of the iteration's members and the prompts behind them.
 
         Fine-tuning takes of it what serving allows (`tbt_slowdown`), and the share that slots and pages are free. Where
         serving is dense, a longer iteration keeps more sequences in memory until those that arrive find none; so
         training thins out before.
         """
-        if not (draft.load.decodes or draft.load.prefill_tokens):
+        if not (builder.load.decodes or builder.load.prefill_tokens):
             return self._quantum_s
-        forward_s = draft.plan.predicted_forward_s
-        free = min(draft.sequences_left / draft.most_sequences, draft.open_pages / draft.total_pages)
+        forward_s = builder.plan.predicted_forward_s
+        free = min(builder.sequences_left / builder.most_sequences, builder.open_pages / builder.total_pages)
         if free <= 0.0:
             return forward_s
-        granted = {grant.task: grant.num_tokens for grant in draft.plan.grants[draft.load.decodes :]}
+        granted = {grant.task: grant.num_tokens for grant in builder.plan.grants[builder.load.decodes :]}
         # Below it less than nothing is left of the budget: `headroom` is a half at most.
         floor_s = -2.0 * forward_s / free
-        slack_s = min(draft.slack_s, slo.slack_s(draft.prompts, granted, now, self.cost.token_s, floor_s))
-        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, self._most_s(draft.plan))
+        slack_s = min(builder.slack_s, slo.slack_s(builder.prompts, granted, now, self.cost.token_s, floor_s))
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, self._most_s(builder.plan))
         return max(0.0, forward_s + spare_s * free)
 
     def _most_s(self, plan: Plan) -> float:
