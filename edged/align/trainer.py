@@ -169,7 +169,7 @@ class Trainer:
             stepped = self.jobs.pop(adapter).done > 0
             self.pair_queues.forget(adapter)
             self.pair_queues[adapter].guard.floor = floor = self.adapter_cache.version(adapter) if stepped else 0
-            self.adapter_cache.files.spare(adapter, floor)
+            self.adapter_cache.files.protect(adapter, floor)
             self.examine(adapter)
 
     def fail_job(self, adapter: str, reason: str) -> None:

@@ -90,7 +90,7 @@ class Versions:
         guard.caution, queue.detector.lenient = 1.0, False
         # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
         queue.replay.clear()
-        self._adapter_cache.files.spare(adapter, guard.floor)
+        self._adapter_cache.files.protect(adapter, guard.floor)
         return self._adapter_cache.version(adapter)
 
     def introduce(self, adapter: str) -> None:
@@ -141,7 +141,7 @@ class Versions:
         guard.last_good = self._adapter_cache.get(queue.name).copied()
         for copies in (guard.last_good.weights, guard.last_good.optimizer):
             self._bring(copies)
-        self._adapter_cache.files.spare(queue.name, score.version, guard.version_before_change, guard.floor)
+        self._adapter_cache.files.protect(queue.name, score.version, guard.version_before_change, guard.floor)
         if guard.fully_tested == score.version and score.better_than(guard.best, settings):
             guard.best, guard.foreign_since_best = score, 0
         return ""
@@ -153,7 +153,7 @@ class Versions:
             self._adapter_cache.keep(good)
         before = good.version if good is not None else self._adapter_cache.version(queue.name)
         queue.guard.version_before_change = before
-        self._adapter_cache.files.spare(queue.name, before, queue.guard.floor)
+        self._adapter_cache.files.protect(queue.name, before, queue.guard.floor)
 
     def suspect(self, adapter: str, version: int) -> bool:
         """Take in that a version answered with numbers that are not finite; returns whether it must be taken back.

@@ -88,7 +88,7 @@ class StepTable:
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
             self._trainer.pair_queues.recall(adapter, past)
-            self._trainer.adapter_cache.files.spare(adapter, past.floor)
+            self._trainer.adapter_cache.files.protect(adapter, past.floor)
 
     # -- opening steps -----------------------------------------------------------------------------------------------
 
@@ -170,15 +170,15 @@ class StepTable:
         longest_s = self._settings.now.scheduler.finetune_max_wait_s
         overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
-        spare = self._slots.count if slots_wanted and not overdue else 0
-        if not self._try_begin(adapter, now, spare, overdue) and not self._slotless:
+        reserve = self._slots.count if slots_wanted and not overdue else 0
+        if not self._try_begin(adapter, now, reserve, overdue) and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
 
-    def _try_begin(self, adapter: str, now: float, spare: int, overdue: bool) -> bool:
+    def _try_begin(self, adapter: str, now: float, reserve: int, overdue: bool) -> bool:
         """Open an adapter's step, or load the adapter first; returns whether it got a slot, or will get one."""
         if self._trainer.adapter_cache.resident(adapter):
-            return self._open_step(adapter, now, spare)
-        slot = overdue or self._slots.idle > spare
+            return self._open_step(adapter, now, reserve)
+        slot = overdue or self._slots.idle > reserve
         if slot and self._loader.count < self._max_open:
             self._loader.fetch(adapter)
         return slot
@@ -372,10 +372,10 @@ class StepTable:
 
     # -- open steps --------------------------------------------------------------------------------------------------
 
-    def _open_step(self, adapter: str, now: float, spare: int) -> bool:
+    def _open_step(self, adapter: str, now: float, reserve: int) -> bool:
         """Open the adapter's next step or test, which other adapters in memory may join. False when it got no slot.
 
-        It leaves `spare` idle slots to requests; the adapters that join leave at least half of all slots idle. A slot
+        It leaves `reserve` idle slots to requests; the adapters that join leave at least half of all slots idle. A slot
         is held until the step ends.
         """
         slots: dict[str, int] = {}
@@ -384,7 +384,7 @@ class StepTable:
             state = self._trainer.adapter_cache.peek(name)
             if state is None:
                 return False
-            slot = self._slots.acquire(state, max(spare, self._slots.count // 2) if slots else spare)
+            slot = self._slots.acquire(state, max(reserve, self._slots.count // 2) if slots else reserve)
             if slot is not None:
                 slots[name] = slot
             return slot is not None

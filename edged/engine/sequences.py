@@ -51,8 +51,8 @@ class AdapterSlots(Protocol):
     def held(self, adapter: str, version: int) -> bool:
         """Whether a slot has these weights."""
 
-    def acquire(self, state: Any, spare: int = 0) -> int | None:
-        """Return a slot with the state's weights, for one more user of it; None when none is idle beyond `spare`."""
+    def acquire(self, state: Any, reserve: int = 0) -> int | None:
+        """Return a slot with the state's weights, for one more user of it; None when none is idle beyond `reserve`."""
 
     def release(self, slot: int) -> None:
         """Give a slot back for one user of it."""

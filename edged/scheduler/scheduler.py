@@ -190,7 +190,7 @@ class Scheduler:
     @property
     def lent_s(self) -> float:
         """Seconds of fine-tuning so far in time that readers had no need of."""
-        return self.policy.spare.lent_s
+        return self.policy.finetune_share.lent_s
 
     # -- a policy that fails -----------------------------------------------------------------------------------------
 

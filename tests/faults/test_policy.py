@@ -10,8 +10,8 @@ import pytest
 
 from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.scheduler.policies.base import Policy
+from edged.scheduler.policies.mace.finetune_share import MaceFinetuneShare
 from edged.scheduler.policies.mace.policy import MACE
-from edged.scheduler.policies.mace.spare import MaceSpare
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome
@@ -41,13 +41,13 @@ def test_every_policy_is_replaced_when_it_fails(
 
 
 def test_a_part_that_fails_at_what_happens_is_the_policys_failure() -> None:
-    class Failing(MaceSpare):
+    class Failing(MaceFinetuneShare):
         def completed(self, *_: object) -> None:
             raise ZeroDivisionError("no work")
 
     settings = SchedulerSettings()
     cost = scheduler_of().cost
-    scheduler = Scheduler(settings, cost, Policy(replace(MACE, spare=Failing), settings, cost))
+    scheduler = Scheduler(settings, cost, Policy(replace(MACE, finetune_share=Failing), settings, cost))
     task = Task(1, Kind.PREFILL, arrival_s=0.0, num_tokens=20)
     scheduler.add(task, 0.0)
     assert scheduler.plan(0.0, RESOURCES).grants

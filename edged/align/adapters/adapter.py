@@ -265,7 +265,7 @@ class AdapterFiles:
     def __init__(self, root: Path, spec: LoraSpec, keep: int) -> None:
         self.root, self.spec, self.keep = root, spec, keep
         self._hidden: list[str] = []
-        self._spared: dict[str, tuple[int, ...]] = {}
+        self._protected: dict[str, tuple[int, ...]] = {}
         self.left: set[str] = set()
         """Forgotten adapters whose files, here or of another base, could not be removed; nothing new is saved."""
         root.mkdir(parents=True, exist_ok=True)
@@ -314,13 +314,13 @@ class AdapterFiles:
             sync(path)
         sync(draft)
 
-    def spare(self, adapter: str, *versions: int) -> None:
+    def protect(self, adapter: str, *versions: int) -> None:
         """Exempt these versions of an adapter from retention, in place of those exempt before."""
-        self._spared[adapter] = versions
+        self._protected[adapter] = versions
 
     def _retire(self, adapter: str) -> tuple[int, ...]:
-        spared = self._spared.get(adapter, ())
-        old = [version for version in self.versions(adapter)[: -self.keep] if version not in spared]
+        protected = self._protected.get(adapter, ())
+        old = [version for version in self.versions(adapter)[: -self.keep] if version not in protected]
         for version in old:
             shutil.rmtree(self.path(adapter, version), ignore_errors=True)
         return tuple(old)
@@ -406,7 +406,7 @@ class AdapterFiles:
     def hide(self, adapter: str) -> None:
         """Hide an adapter's versions from look-ups until `forget` has removed them; may be called on any thread."""
         self._hidden.append(adapter)
-        self._spared.pop(adapter, None)
+        self._protected.pop(adapter, None)
 
     def hidden(self, adapter: str) -> bool:
         """Whether an adapter's versions are about to be removed, or could not be."""

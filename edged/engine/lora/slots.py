@@ -36,8 +36,8 @@ class SlotTable:
         """Number of adapter versions in slots."""
         return len(self._where)
 
-    def acquire(self, state: AdapterState, spare: int = 0) -> int | None:
-        """Hold a slot with the state's current version until `release`; None if only `spare` slots are idle.
+    def acquire(self, state: AdapterState, reserve: int = 0) -> int | None:
+        """Hold a slot with the state's current version until `release`; None if only `reserve` slots are idle.
 
         The untrained version 0 needs no slot: NO_SLOT.
         """
@@ -45,7 +45,7 @@ class SlotTable:
             return NO_SLOT
         key = (state.name, state.version)
         slot = self._where.get(key)
-        if (slot is None or slot in self._idle) and len(self._idle) <= spare:
+        if (slot is None or slot in self._idle) and len(self._idle) <= reserve:
             return None
         if slot is None:
             slot = next(iter(self._idle))

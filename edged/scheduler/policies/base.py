@@ -100,7 +100,7 @@ class Entry:
     """Whether the step holds pages without which a prompt cannot enter: the sooner it ends, the better."""
 
 
-class Spare(Part):
+class FinetuneShare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
 
     most_units = math.inf
@@ -124,7 +124,7 @@ class Spare(Part):
 class Admission(Part):
     """The choice of the tasks that work in a hybrid iteration, and of those that enter memory for it."""
 
-    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+    def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
         """Choose the tasks; those that enter are promised their pages in `builder`, which has the decodes already."""
         raise NotImplementedError
 
@@ -178,7 +178,7 @@ class Fill(Part):
 
 @dataclass(frozen=True)
 class Row:
-    """A policy by name, and how its parts are made. `admission` and `spare` are for fills that share iterations."""
+    """A policy by name, and how its parts are made; shared iterations use `admission` and `finetune_share`."""
 
     name: str
     keeps: str
@@ -186,7 +186,7 @@ class Row:
     fill: Callable[[], Fill]
     order: Callable[[], Order] = Order
     admission: Callable[[], Admission] = Admission
-    spare: Callable[[], Spare] = Spare
+    finetune_share: Callable[[], FinetuneShare] = FinetuneShare
     victims: Callable[[], Victims] = Victims
     due: Callable[[], Due] = Due
     cuts_windows: bool = False
@@ -210,7 +210,7 @@ class Policy:
         self.name, self.trains, self.cuts_windows = row.name, row.trains, row.cuts_windows
         self.fills_ahead, self.two_streams = row.fills_ahead, row.two_streams
         self.shares_prefixes, self.prunes = row.shares_prefixes, row.prunes
-        self.flow_order, self.admission, self.spare = row.order(), row.admission(), row.spare()
+        self.flow_order, self.admission, self.finetune_share = row.order(), row.admission(), row.finetune_share()
         self.victims, self.due, self.fill = row.victims(), row.due(), row.fill()
         self.cost = cost
         if self.cuts_windows:
@@ -229,7 +229,7 @@ class Policy:
         # Those that have entered go as the row says, where a fair order is about who enters.
         self.rank = (self.row_order if order.entry_only else order).rank
         orders = (order,) if order is self.row_order else (self.row_order, order)
-        parts = (*orders, self.admission, self.spare, self.victims, self.due, self.fill)
+        parts = (*orders, self.admission, self.finetune_share, self.victims, self.due, self.fill)
         hooks = {name: hook for name, hook in vars(Part).items() if callable(hook)}
         idle = {hook for hook in hooks.values() if hook is not Part.configure}
         self.hooks: dict[Callable[..., None], list[Callable[..., None]]] = {

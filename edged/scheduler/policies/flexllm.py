@@ -12,7 +12,7 @@ from edged.scheduler.cost.model import CostModel, Load
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets
-from edged.scheduler.policies.base import Fill, Policy, Row, Spare
+from edged.scheduler.policies.base import Fill, FinetuneShare, Policy, Row
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.policies.phased import runnable_steps
 from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
@@ -22,7 +22,7 @@ _LATEST = 0.05
 """Share of the latest iteration in the time outside forwards and units."""
 
 
-class SloBudget(Spare):
+class SloBudget(FinetuneShare):
     """Iterations as long as `slo_ms`, or the least TBT target of those who are served, less the predictions' error.
 
     Fine-tuning has no share of its own: where serving leaves nothing it starves. What an iteration takes outside its
@@ -57,7 +57,7 @@ class SloBudget(Spare):
         return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
 
 
-class BatchBudget(Spare):
+class BatchBudget(FinetuneShare):
     """Iterations of at most `serving.max_batch_tokens`, however long, and one unit of the backward after them.
 
     So does FlexLLM's public code, whose backward step is a layer over a whole sequence: here over a window of
@@ -72,7 +72,7 @@ class BatchBudget(Spare):
 
 
 class CoServing(Fill):
-    """Every decode, prompts first come first served in chunks, then a step, within the latency that `Spare` says.
+    """Every decode, prompts first come first served in chunks, then a step, within `FinetuneShare.limit_s`.
 
     The first prompt gets SMALLEST_CHUNK in any case, and so does the step with nobody to serve. Fine-tuning begins
     nothing on pages that a prompt waits for.
@@ -83,7 +83,7 @@ class CoServing(Fill):
         builder, cost = BinBuilder(queues, now, resources, policy.victims.ranked), policy.cost
         builder.prompts = queues.started + queues.first(1)
         plan = builder.plan
-        plan.budget_s = policy.spare.limit_s(builder, now)
+        plan.budget_s = policy.finetune_share.limit_s(builder, now)
         all_enter = self._add_prompts(builder, queues, cost)
         step = next(iter(runnable_steps(queues, resources)), None)
         if step is not None and step not in builder.preempted:
@@ -93,7 +93,9 @@ class CoServing(Fill):
                 asks = 0
             if not asks:
                 limit_s, at_least = self.room(builder, cost)
-                grant_finetune(builder, step, cost, limit_s, at_least, policy.spare.most_units, policy.cuts_windows)
+                grant_finetune(
+                    builder, step, cost, limit_s, at_least, policy.finetune_share.most_units, policy.cuts_windows
+                )
         builder.rescue()
         plan.predicted_forward_s = cost.forward_s(builder.load)
         return plan
@@ -129,7 +131,7 @@ FLEXLLM = Row(
     "flexllm",
     "FlexLLM 6.2: fine-tune tokens in forward and backward as far as the latency target allows",
     fill=CoServing,
-    spare=SloBudget,
+    finetune_share=SloBudget,
     cuts_windows=True,
     fills_ahead=True,
 )
@@ -137,7 +139,7 @@ FLEXLLM_STATIC = replace(
     FLEXLLM,
     name="flexllm-static",
     keeps="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
-    spare=BatchBudget,
+    finetune_share=BatchBudget,
     cuts_windows=False,
     fills_ahead=False,
 )

@@ -24,7 +24,7 @@ class Hybrid(Fill):
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
-        cost, spare = policy.cost, policy.spare
+        cost, finetune_share = policy.cost, policy.finetune_share
         builder = BinBuilder(queues, now, resources, policy.victims.ranked)
         plan = builder.plan
         # Nobody enters where others are preempted.
@@ -35,16 +35,16 @@ class Hybrid(Fill):
             if not queues.order.strict:
                 waiting = [*filterfalse(set(queues.started).__contains__, builder.prompts), *waiting[LOOK_AHEAD:]]
             builder.waiting = waiting
-        entry = policy.admission.choose(builder, queues, spare, now)
+        entry = policy.admission.choose(builder, queues, finetune_share, now)
         if entry.paused:
             builder.pause(entry.paused, now)
         step, owed_s = entry.step, 0.0
         if step is not None and (entry.due or entry.in_the_way):
-            owed_s = spare.owed_s(builder, entry, now)
+            owed_s = finetune_share.owed_s(builder, entry, now)
             plan.prepaid = entry.in_the_way
         self._add_chunks(policy, builder, entry, owed_s, now)
         plan.predicted_forward_s = cost.forward_s(builder.load)
-        plan.budget_s = spare.limit_s(builder, now)
+        plan.budget_s = finetune_share.limit_s(builder, now)
         if step is not None:
             served = builder.load.decodes or builder.load.prefill_tokens
             at_least = SMALLEST_CHUNK if entry.due or entry.in_the_way or not served else 0

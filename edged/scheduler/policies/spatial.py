@@ -23,6 +23,6 @@ SPATIAL = Row(
     "spatial",
     "FlexLLM 8.2, spatial sharing: a step as long as the forward and at the same time; on a real device after it",
     fill=SpatialSharing,
-    spare=SloBudget,
+    finetune_share=SloBudget,
     two_streams=True,
 )

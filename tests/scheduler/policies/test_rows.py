@@ -12,7 +12,7 @@ import pytest
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.policies.base import Entry, Order, Policy, Row, Spare
+from edged.scheduler.policies.base import Entry, FinetuneShare, Order, Policy, Row
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.phased import FCFS
@@ -61,8 +61,8 @@ class LeastServed(Order):
 class TwoAtOnce(MaceAdmission):
     """The two decodes with the fewest tokens run, the others stand still."""
 
-    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        entry = super().choose(builder, queues, spare, now)
+    def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
+        entry = super().choose(builder, queues, finetune_share, now)
         decodes = sorted([grant.task for grant in queues.decodes], key=lambda task: (task.context, by_arrival(task)))
         entry.paused = set(decodes[2:])
         return entry

@@ -6,7 +6,7 @@ from edged.scheduler.cost.model import Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
-from edged.scheduler.policies.base import Entry, Spare
+from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission, overdue_s
 from edged.scheduler.task import Task
@@ -24,11 +24,11 @@ class ReaderAdmission(PatientAdmission):
     refines = True
     """Whether a prompt enters only if it gains more than its entry costs the others (2.4.3)."""
 
-    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
+    def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
         """Choose by what readers gain, then as MACE what finds room."""
         contested = not (queues.order.strict or builder.preempted) and self._short(builder)
         entered, paused = self._contest(builder, queues, now) if contested else ([], set())
-        entry = super().choose(builder, queues, spare, now)
+        entry = super().choose(builder, queues, finetune_share, now)
         entry.runnable += entered
         entry.paused = paused
         return entry

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.policies.base import Order, Spare
+from edged.scheduler.policies.base import FinetuneShare, Order
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
@@ -29,7 +29,9 @@ class AdmissionByArrival(MaceAdmission):
     def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[Task]:
         return sorted(super()._ranked(queues, builder, now), key=lambda task: (not task.begun, by_arrival(task)))
 
-    def _outranks_serving(self, builder: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
+    def _outranks_serving(
+        self, builder: BinBuilder, queues: TaskQueues, first: Task, finetune_share: FinetuneShare, now: float
+    ) -> bool:
         serving = [grant.task for grant in queues.decodes[:1]] + (builder.prompts or queues.first(LOOK_AHEAD))
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 

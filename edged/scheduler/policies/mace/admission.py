@@ -6,7 +6,7 @@ from itertools import chain
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.policies.base import Admission, Entry, Spare
+from edged.scheduler.policies.base import Admission, Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
@@ -30,12 +30,14 @@ class MaceAdmission(Admission):
         super().configure(settings, cost)
         self._priorities = Priorities(settings)
 
-    def choose(self, builder: BinBuilder, queues: TaskQueues, spare: Spare, now: float) -> Entry:
-        """Choose the prompts that may run, and the step by the wait that `spare` knows."""
+    def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
+        """Choose the prompts that may run, and the step by the wait that `finetune_share` knows."""
         tuning = self._ranked(queues, builder, now) if queues.finetunes and not queues.throttled else []
         entry = Entry(builder.started.copy())
         entry.due = (
-            bool(tuning) and not tuning[0].bulk and self._outranks_serving(builder, queues, tuning[0], spare, now)
+            bool(tuning)
+            and not tuning[0].bulk
+            and self._outranks_serving(builder, queues, tuning[0], finetune_share, now)
         )
         self._admit(builder, queues, tuning, entry, now)
         return entry
@@ -50,10 +52,12 @@ class MaceAdmission(Admission):
         able = [task for task in able if task.underway or task.context or task.next_unit] or able
         return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
-    def _outranks_serving(self, builder: BinBuilder, queues: TaskQueues, first: Task, spare: Spare, now: float) -> bool:
+    def _outranks_serving(
+        self, builder: BinBuilder, queues: TaskQueues, first: Task, finetune_share: FinetuneShare, now: float
+    ) -> bool:
         """Whether fine-tuning, by the wait of all of it and the loss of its `first`, stands at or above all serving."""
         priorities = self._priorities
-        own = priorities.finetune(spare.waited_s(now), first.loss)
+        own = priorities.finetune(finetune_share.waited_s(now), first.loss)
         if queues.decodes and own < priorities.decode(now - queues.decodes[0].task.arrival_s):
             return False
         prompts = builder.prompts or queues.first(LOOK_AHEAD)

@@ -4,7 +4,7 @@ import math
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.finetune_budget import SlowdownBudget
-from edged.scheduler.policies.mace.spare import MaceSpare
+from edged.scheduler.policies.mace.finetune_share import MaceFinetuneShare
 from edged.scheduler.task import FINETUNE, Plan
 from edged.settings.load import SchedulerSettings
 
@@ -16,14 +16,14 @@ bound there were a twentieth fewer; with 2 large GPUs learned up to a sixth less
 """
 
 
-class ReaderSpare(MaceSpare):
+class ReaderFinetuneShare(MaceFinetuneShare):
     """The latency budget that readers leave: time in which nobody runs out of text is lent to fine-tuning.
 
     Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`), as long as
     answers take no more than READ_SLOWDOWN times as long: they hold slots and pages meanwhile, which those who come in
-    the next burst find taken. Anybody else brings in the slow-down that `MaceSpare` allows. The load is what serving
-    really uses: a lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of its
-    capacity.
+    the next burst find taken. Anybody else brings in the slow-down that `MaceFinetuneShare` allows. The load is what
+    serving really uses: a lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of
+    its capacity.
     """
 
     _lending = False

@@ -6,8 +6,8 @@ from edged.scheduler.planning.queues import by_deadline
 from edged.scheduler.policies.base import Order, ReaderDue, Row
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
-from edged.scheduler.policies.mace.lending import ReaderSpare
-from edged.scheduler.policies.mace.spare import MaceSpare
+from edged.scheduler.policies.mace.finetune_share import MaceFinetuneShare
+from edged.scheduler.policies.mace.lending import ReaderFinetuneShare
 from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
 
 
@@ -23,7 +23,7 @@ MACE_PAPER = Row(
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
-    spare=MaceSpare,
+    finetune_share=MaceFinetuneShare,
     prunes=True,
 )
 MACE = replace(
@@ -33,6 +33,6 @@ MACE = replace(
     "readers' slack is lent to fine-tuning",
     order=Triage,
     admission=PatientAdmission,
-    spare=ReaderSpare,
+    finetune_share=ReaderFinetuneShare,
     due=ReaderDue,
 )

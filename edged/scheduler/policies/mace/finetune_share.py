@@ -6,12 +6,12 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
-from edged.scheduler.policies.base import Entry, Spare
+from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
 
 
-class MaceSpare(Spare):
+class MaceFinetuneShare(FinetuneShare):
     """The rest of the latency budget for fine-tuning; once that outranks serving, its share of the time it waited.
 
     A step keeps memory from its first token to its last unit. So one that keeps prompts out gets the quantum in every
