@@ -141,11 +141,11 @@ def measure(
     finally:
         bench.close()
     pieces = list(pieces_of(ran))
-    learnt = {
+    learned = {
         "steps": after["finetune"]["steps"] - before["finetune"]["steps"],
         "pairs_left": after["finetune"]["pairs_queued"],
     }
-    return [wait_of(pieces, *moment) for moment in moments], learnt
+    return [wait_of(pieces, *moment) for moment in moments], learned
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
     dtype = device_dtype(options.device)
     machine = apart(lambda: measure_machine(torch.device(options.device), dtype))
     floors = Floors(Sizes.of(model, dtype, settings.align.rank), machine)
-    waits, learnt = measure(model, settings, shared, options.requests, options.gap_s, options.seed)
+    waits, learned = measure(model, settings, shared, options.requests, options.gap_s, options.seed)
     return {
         **header,
         "requests": options.requests,
         "mean_gap_s": options.gap_s,
         "adapters": options.adapters,
-        "learnt_meanwhile": learnt,
+        "learnt_meanwhile": learned,
         "machine": asdict(machine),
         "all": summary(waits, floors),
         "by_kind": {

@@ -23,7 +23,7 @@ LONGEST_DECISION_MS, LONGEST_QUEUED_MS, MOST_SCHEDULER_MB = 0.10, 1.0, 5.0
 QUEUED_PROMPTS = 4096
 """Queued prompts, besides 64 live tasks, at which LONGEST_QUEUED_MS applies."""
 MET, NOT_MET, NOT_MEASURED, WITHIN = "met", "not met", learning.NOT_MEASURED, "within the spread"
-NOTHING_LEARNT = "–"
+NOTHING_LEARNED = "–"
 """Text of claims that compare no policies, or whose runs lack the number."""
 _NEAR = 0.03
 """Distance from the paper's retrain rate of 10 % that still counts as 10 %."""
@@ -37,7 +37,7 @@ class Claim:
     paper: str
     ours: str
     verdict: str
-    learnt: str = NOTHING_LEARNT
+    learned: str = NOTHING_LEARNED
     """Pairs that each policy learned, if policies are compared: the numbers seldom agree."""
 
 
@@ -132,7 +132,7 @@ def _told(value: float | Middle, form: str) -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
-def _learnt(
+def _learned(
     setting: Setting, policies: Sequence[str], rates: Sequence[float], retrain_rates: Sequence[float] = ()
 ) -> str:
     """Return the median pairs that each policy learned in the window, by load, at each of the retrain rates."""
@@ -148,7 +148,7 @@ def _learnt(
         if any(count is not None for each in counts.values() for count in each):
             told = [f"{policy} {' / '.join(map(_count, each))}" for policy, each in counts.items()]
             found.append(f"{', '.join(told)} at {setting.load(rate)}")
-    return "; ".join(found) or NOTHING_LEARNT
+    return "; ".join(found) or NOTHING_LEARNED
 
 
 def _count(value: float | None) -> str:
@@ -160,7 +160,7 @@ def _ratio(setting: Setting, what: str, metric: ReportFigure, baseline: str, mos
     told = f"{wanted}; {paper.TTFT_BELOW_ADAINF}" if (metric, baseline) == (TTFT, "adainf") else wanted
     unanswered = _unanswered(setting, ("mace", baseline)) if metric == TTFT else ""
     met = verdict(ratios, below(most) if baseline == "ekya" else lambda value: value <= most)
-    return Claim(what, told, _listed(ratios) + unanswered, met, _learnt(setting, ("mace", baseline), setting.rates))
+    return Claim(what, told, _listed(ratios) + unanswered, met, _learned(setting, ("mace", baseline), setting.rates))
 
 
 def _unanswered(setting: Setting, policies: Sequence[str]) -> str:
@@ -186,9 +186,9 @@ def _throughput(setting: Setting) -> Claim:
         ratios = {}
     if "orin" in (setting.simulated or ""):
         return _mean_throughput(setting, ratios)
-    number, learnt = paper.THROUGHPUT_TO_ADAINF, _learnt(setting, policies, setting.rates)
+    number, learned = paper.THROUGHPUT_TO_ADAINF, _learned(setting, policies, setting.rates)
     wanted, met = f"at least {number.value:.2f}x; {number}", verdict(ratios, at_least(number.value))
-    return Claim("throughput of AdaInf's at 10 % retrain rate", wanted, _listed(ratios), met, learnt)
+    return Claim("throughput of AdaInf's at 10 % retrain rate", wanted, _listed(ratios), met, learned)
 
 
 def _mean_throughput(setting: Setting, headline: dict[str, Middle]) -> Claim:
@@ -204,8 +204,8 @@ def _mean_throughput(setting: Setting, headline: dict[str, Middle]) -> Claim:
     if headline and not known:
         met = "not shown: an average needs several retrain rates"
     what, wanted = "throughput of AdaInf's, mean over the retrain rates", f"at least {number.value:.2f}x; {number}"
-    learnt = _learnt(setting, policies, setting.rates, setting.retrain_rates)
-    return Claim(what, wanted, " / ".join(told) or "–", met, learnt)
+    learned = _learned(setting, policies, setting.rates, setting.retrain_rates)
+    return Claim(what, wanted, " / ".join(told) or "–", met, learned)
 
 
 def _attainment(setting: Setting) -> Claim:
@@ -224,8 +224,8 @@ def _attainment(setting: Setting) -> Claim:
     wanted = f"at least {WANTED_ATTAINMENT:.0%} where both baselines are under {FALLEN_ATTAINMENT:.0%}"
     met = verdict(ours, at_least(WANTED_ATTAINMENT))
     met = "not shown: at no load both baselines fell so low" if told and not ours else met
-    learnt = _learnt(setting, ("mace", "ekya", "adainf"), setting.rates)
-    return Claim("SLO attainment (of Ekya and AdaInf)", wanted, "; ".join(told) or "–", met, learnt)
+    learned = _learned(setting, ("mace", "ekya", "adainf"), setting.rates)
+    return Claim("SLO attainment (of Ekya and AdaInf)", wanted, "; ".join(told) or "–", met, learned)
 
 
 def _ablations(setting: Setting) -> list[Claim]:
@@ -244,8 +244,8 @@ def _ablations(setting: Setting) -> list[Claim]:
         form: str,
         holds: Callable[[float], bool],
     ) -> Claim:
-        values, learnt = {} if ours is None else {place: ours}, _learnt(setting, ("mace", policy), (highest,))
-        return Claim(f"{what} {policy}", str(number), _listed(values, form), verdict(values, holds), learnt)
+        values, learned = {} if ours is None else {place: ours}, _learned(setting, ("mace", policy), (highest,))
+        return Claim(f"{what} {policy}", str(number), _listed(values, form), verdict(values, holds), learned)
 
     def loss(metric: ReportFigure, policy: str) -> Middle | None:
         kept = setting.runs.ratio(metric, policy, "mace", **{**setting.headline, "rate_per_s": highest})
@@ -275,8 +275,8 @@ def _learning_lost(setting: Setting) -> list[Claim]:
             met = MET if whole.low > part.high else NOT_MET if whole.high < part.low else WITHIN
             if min(len(setting.runs.at(policy=name, **point)) for name in ("mace", policy)) < 2:
                 met = "not shown: one seed tells no spread"
-        learnt = _learnt(setting, ("mace", policy), setting.rates[-1:])
-        found.append(Claim(what, str(number), told, met, learnt))
+        learned = _learned(setting, ("mace", policy), setting.rates[-1:])
+        found.append(Claim(what, str(number), told, met, learned))
     return found
 
 
@@ -312,5 +312,5 @@ def _ordering(setting: Setting) -> Claim:
         return Claim("CLPD over time by strategy", wanted, told, NOT_MEASURED)
     ordered = means["none"] < min(periodic) and max(periodic) < means["mace"]
     trained = [policy for policy in means if policy != "none"]
-    learnt = _learnt(setting, trained, (point["rate_per_s"],), (point["retrain_rate"],))
-    return Claim("CLPD over time by strategy", wanted, told, MET if ordered else NOT_MET, learnt)
+    learned = _learned(setting, trained, (point["rate_per_s"],), (point["retrain_rate"],))
+    return Claim("CLPD over time by strategy", wanted, told, MET if ordered else NOT_MET, learned)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.canvas import Canvas
-from benchmarks.report.claims import NOT_MEASURED, NOTHING_LEARNT, Claim, claims, scheduler_claims
+from benchmarks.report.claims import NOT_MEASURED, NOTHING_LEARNED, Claim, claims, scheduler_claims
 from benchmarks.report.learning import against_retrain_rate, over_time
 from benchmarks.report.overheads import (
     prefix_sharing,
@@ -131,9 +131,9 @@ def _claims_part(found: Sequence[Claim]) -> str:
     """Return the claims that these runs measured, and one line with the others."""
     told = [claim for claim in found if claim.verdict != NOT_MEASURED]
     others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
-    rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learnt, one.verdict) for one in told]
+    rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learned, one.verdict) for one in told]
     head: tuple[str, ...] = ("", "wanted", "ours", "pairs learnt", "verdict")
-    if all(claim.learnt == NOTHING_LEARNT for claim in told):
+    if all(claim.learned == NOTHING_LEARNED for claim in told):
         head, rows = (*head[:3], head[4]), [(*row[:3], row[4]) for row in rows]
     parts = ["### What must come out\n", _table(head, rows) if rows else ""]
     parts.append(f"Not measured by these runs: {'; '.join(others)}.\n" if others else "")

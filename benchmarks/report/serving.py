@@ -66,7 +66,7 @@ def breakdown(setting: Setting) -> Figure:
         "Figure 11: latency breakdown",
         tuple(rows),
         _latency_panels(setting),
-        f"At {setting.point()}, means. Fine-tuning is the time from a pair's submission until a version has learnt it.",
+        f"At {setting.point()}, means. Fine-tuning is the time from a pair's submission to a version that learned it.",
     )
 
 

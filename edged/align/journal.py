@@ -132,7 +132,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             adapters.insert_metric(db, created_at, asdict(record))
             feedback.set_reference(db, record.pair_id, record.ref_chosen_logp, record.ref_rejected_logp, ref_model)
         case PairRetired():
-            # A pair that is learnt without a step of its own is credited to the version that knew it.
+            # A pair that is learned without a step of its own is credited to the version that knew it.
             of_it = record.state == "learnt" or (record.epochs_done > 0 and record.state in ("queued", "trained"))
             learned = record.version or None if of_it else None
             feedback.set_pair_state(db, record.pair_id, record.state, record.epochs_done, learned, record.reason)

@@ -53,12 +53,12 @@ class Workload:
 
     def command(self, policy: str, retrain_rate: float, rate_per_s: float | None, seed: int) -> list[str]:
         """Return the command of one run; without a rate the run measures the machine's capacity first."""
-        learnt = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
+        learned = {} if self.device else {"--pairs": self.pairs, "--format": self.pair_format}
         options = {
             "--device": self.device,
             "--trace": self.trace,
             "--arrivals": self.arrivals,
-            **learnt,
+            **learned,
             "--model": self.model,
             "--config": self.config,
             "--policy": policy,

@@ -105,7 +105,8 @@ def learning_latency(pairs: Sequence[SentPair], end_s: float) -> dict[str, float
     percentile that too few pairs reached is None, and so is the mean where one is censored.
     """
     waits = sorted(
-        (end_s - pair.sent_s, True) if pair.learnt_s is None else (pair.learnt_s - pair.sent_s, False) for pair in pairs
+        (end_s - pair.sent_s, True) if pair.learned_s is None else (pair.learned_s - pair.sent_s, False)
+        for pair in pairs
     )
     wanted: dict[str, float | None] = {"p50": None, "p95": None, "p99": None}
     waiting_share = 1.0

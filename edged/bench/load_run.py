@@ -117,7 +117,7 @@ class LoadRun(ABC):
                 "tokens_per_s": gained("finetune_tokens") / plan.seconds,
                 "lent_s": after["scheduler"]["lent_s"] - before["scheduler"]["lent_s"],
                 "trained_tokens_per_s": gained("trained_tokens") / plan.seconds,
-                "pairs_waiting": sum(pair.learnt_s is None for pair in pairs),
+                "pairs_waiting": sum(pair.learned_s is None for pair in pairs),
                 "latency_ms": figures.learning_latency(pairs, self._clock()),
             },
             "alignment": figures.alignment_figures([score for _, score in scores]),
@@ -177,7 +177,7 @@ class LoadRun(ABC):
         self._looks.append((now, status["busy"] | {name: status["totals"][name] for name in figures.COUNTED}))
         if time.monotonic() >= self._next_line_s:
             self._next_line_s = time.monotonic() + _LINE_EVERY_S
-            learned = sum(pair.learnt_s is not None for pair in list(self.recorder.pairs.values()))
+            learned = sum(pair.learned_s is not None for pair in list(self.recorder.pairs.values()))
             done = f"{self.recorder.open_requests} requests open, {learned} of {self._pairs_sent} pairs learned"
             self._progress(f"{now - start_s:.0f} of {self._plan.seconds:.0f} s: {done}")
 

@@ -40,7 +40,7 @@ class SentPair:
     """One preference pair of the replay; times are seconds of the recorder's clock."""
 
     sent_s: float
-    learnt_s: float | None = None
+    learned_s: float | None = None
     """Time at which the first version that was trained on the pair was published."""
 
 
@@ -99,7 +99,7 @@ class ReplayRecorder:
                 self.scores.append((now, record))
             elif isinstance(record, PairRetired) and record.epochs_done and record.state != "skipped":
                 pair = self.pairs[record.pair_id]
-                pair.learnt_s = pair.learnt_s or now
+                pair.learned_s = pair.learned_s or now
             elif isinstance(record, StepSkipped):
                 self.skipped_steps.append(record)
 

@@ -27,7 +27,7 @@ ASK_S = 0.2
 """Interval at which outcomes are polled."""
 OUTCOMES = {
     "trained": "learned",
-    "learnt": "known already",
+    "learnt": "converged",
     "held_out": "kept as a test",
     "quarantined": "held (edged quarantine list)",
     "skipped": "not learned",

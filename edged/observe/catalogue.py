@@ -77,7 +77,9 @@ CATALOGUE = (
     _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
     _gauge("edged_device_drift_ratio", "Times now over the usual ones of the last hours of work; above 1: slower"),
     # Alignment
-    _gauge("edged_finetune_enabled", "1 where pairs are learnt; 0 when paused, switched off, held back, or impossible"),
+    _gauge(
+        "edged_finetune_enabled", "1 where pairs are learned; 0 when paused, switched off, held back, or impossible"
+    ),
     _gauge("edged_pairs_pending", "Pairs that wait for training or are in a step"),
     _counter("edged_pairs_trained_total", "Pairs that were trained on"),
     _counter("edged_optimizer_steps_total", "Optimizer steps"),

@@ -1,4 +1,4 @@
-// The box: its processors, memory by owner, heat and power; queues, punctuality, and why nothing is learnt if so.
+// The box: its processors, memory by owner, heat and power; queues, punctuality, and why nothing is learned if so.
 
 import { byId, bytes, count, h, milliseconds, number, percent, plural, setText } from "./text.js";
 
@@ -114,5 +114,5 @@ function doing(tuning) {
   const names = tuning.active_adapters.join(", ");
   if (names) return `${tuning.testing ? "Testing" : "Fine-tuning"} ${names}${waiting}`;
   if (waiting) return `Fine-tuning waits for its turn${waiting}`;
-  return `Fine-tuning has nothing to do: ${plural(tuning.pairs_trained, "pair")} learnt in ${plural(tuning.steps, "step")}`;
+  return `Fine-tuning has nothing to do: ${plural(tuning.pairs_trained, "pair")} learned in ${plural(tuning.steps, "step")}`;
 }

@@ -217,7 +217,7 @@ function rollBack(version) {
   const { adapter: name, current } = shown;
   const dialog = byId("confirm");
   setText(byId("confirm-text"), version
-    ? `${name} answers with version ${current} now. Version ${version} is then served again, as a new version; pairs learnt since are not learnt again.`
+    ? `${name} answers with version ${current} now. Version ${version} is then served again, as a new version; pairs learned since are not learned again.`
     : `${name} answers with version ${current} now. The untrained adapter is then served, as a new version: it answers as the base model.`);
   dialog.returnValue = "";
   dialog.showModal();

@@ -206,7 +206,7 @@ class AlignSettings(Section):
         0.0, "how long pairs wait until a step has micro_batch_pairs, unless its user asks for an answer", ge=0.0
     )
     replay_share: Share = setting(0.25, "older pairs added to a step, as a share of its new pairs")
-    loss_threshold: float = setting(0.05, "a pair whose loss is below it is learnt (CheckEnd)", ge=0.0)
+    loss_threshold: float = setting(0.05, "a pair whose loss is below it has converged (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")
     keep_graph: Literal["auto", "inputs", "lean", "graph"] = setting(
         "auto", "kept of a step's forward where memory allows: all, what is costly, or inputs; auto: the most that fits"

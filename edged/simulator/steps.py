@@ -237,7 +237,7 @@ class SimulatedFinetuning:
         for pair in pairs:
             known = replace(pair, epochs_done=pair.epochs_done + 1, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
             sent = self.pairs[pair.pair_id]
-            sent.learnt_s = sent.learnt_s or now
+            sent.learned_s = sent.learned_s or now
             if known.epochs_done < self._align.epochs:
                 self._queue.queue.append(known)
                 continue

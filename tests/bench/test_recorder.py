@@ -110,11 +110,11 @@ def test_a_pair_is_learnt_when_the_first_version_trained_on_it_comes() -> None:
     for pair_id in (1, 2, 3, 4):
         recorder.expect_pair(pair_id)
     recorder.journal([PairRetired(1, "replay", "queued", 1, 1), PairRetired(2, "replay", "learnt", 1, 0)])
-    first_s = recorder.pairs[1].learnt_s
+    first_s = recorder.pairs[1].learned_s
     recorder.journal([PairRetired(1, "replay", "trained", 2, 2), PairRetired(3, "replay", "skipped", 2, 1)])
     assert first_s is not None
-    assert recorder.pairs[1].learnt_s == first_s
-    assert [pair.learnt_s is None for pair in recorder.pairs.values()] == [False, True, True, True]
+    assert recorder.pairs[1].learned_s == first_s
+    assert [pair.learned_s is None for pair in recorder.pairs.values()] == [False, True, True, True]
 
 
 def test_pairs_not_learned_count_as_longer_than_they_waited() -> None:

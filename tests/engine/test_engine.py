@@ -82,7 +82,7 @@ def test_plans_made_ahead_change_no_answer(tmp_path: Path) -> None:
     assert answers["on"] == answers["off"]
 
 
-def learnt(engine: BuiltEngine, client: Client, adapter: str, seed: int, pairs: int = 8) -> int:
+def learned(engine: BuiltEngine, client: Client, adapter: str, seed: int, pairs: int = 8) -> int:
     """Teach an adapter; returns its version."""
     before = len(client.of(PairRetired))
     engine.submit_pairs(random_pairs(pairs, adapter, seed, first_id=before + 1))
@@ -95,7 +95,7 @@ def learnt(engine: BuiltEngine, client: Client, adapter: str, seed: int, pairs: 
 def test_several_adapters_share_a_batch_and_answer_as_peft_does(kind: str, tmp_path: Path) -> None:
     with running_engine(tmp_path, kind, align__learning_rate=0.02, guard__held_out_share=0.0) as (engine, client):
         for name, seed in (("ann", 1), ("bob", 2)):
-            assert learnt(engine, client, name, seed, pairs=4) > 0
+            assert learned(engine, client, name, seed, pairs=4) > 0
         prompt = random_ids(30, 9)
         for name in ("ann", "bob", None):
             engine.submit(request(str(name), prompt, 15, adapter=name, logprobs=0))
@@ -151,7 +151,7 @@ def test_serving_goes_on_while_fine_tuning_and_new_versions_reach_running_answer
 def test_pinned_answers_finish_on_the_version_they_started_with(tmp_path: Path) -> None:
     settings = {"serving__on_update": "pin", "guard__held_out_share": 0.0, "align__learning_rate": 0.05}
     with running_engine(tmp_path, **settings) as (engine, client):
-        learnt(engine, client, "ann", 1)
+        learned(engine, client, "ann", 1)
         prompt = random_ids(10, 1)
         engine.submit(request("alone", prompt, 300, adapter="ann"))
         client.wait(lambda: "alone" in client.finished)
@@ -175,7 +175,7 @@ def test_a_pinned_answer_keeps_its_version_when_it_loses_its_pages(tmp_path: Pat
         "model__max_context_tokens": 120,
     }
     with running_engine(tmp_path, **settings) as (engine, client):
-        learnt(engine, client, "ann", 1, pairs=4)
+        learned(engine, client, "ann", 1, pairs=4)
         version = engine.adapters()["ann"]
         names = [f"r{i}" for i in range(24)]
         for i, name in enumerate(names):
@@ -193,14 +193,14 @@ def test_a_pinned_answer_keeps_its_version_when_it_loses_its_pages(tmp_path: Pat
 def test_an_adapter_of_another_rank_is_passed_over_and_learns_on_under_new_numbers(tmp_path: Path) -> None:
     settings = {"guard__held_out_share": 0.0, "store__save_every_s": 0.001, "store__keep_versions": 1}
     with running_engine(tmp_path, align__rank=4, **settings) as (engine, client):
-        version = learnt(engine, client, "ann", 1)
+        version = learned(engine, client, "ann", 1)
     with running_engine(tmp_path, align__rank=8, **settings) as (engine, client):
         assert engine.adapters() == {"ann": 0}
         for name in ("ann", "bob"):
             engine.submit(request(name, random_ids(20, 3), 10, adapter=name))
         client.wait(lambda: len(client.finished) == 2)
         assert {event.reason for event in client.finished.values()} == {"length"}
-        assert learnt(engine, client, "ann", 1) > version
+        assert learned(engine, client, "ann", 1) > version
     with running_engine(tmp_path, align__rank=8, **settings) as (engine, _):
         assert engine.adapters()["ann"] > version
 
@@ -208,12 +208,12 @@ def test_an_adapter_of_another_rank_is_passed_over_and_learns_on_under_new_numbe
 def test_a_forgotten_user_who_comes_back_is_not_served_what_was_computed_before(tmp_path: Path) -> None:
     prompt = random_ids(40, 1)
     with running_engine(tmp_path, guard__held_out_share=0.0, align__learning_rate=0.05) as (engine, client):
-        assert learnt(engine, client, "ann", 1, pairs=4) == 1
+        assert learned(engine, client, "ann", 1, pairs=4) == 1
         engine.submit(request("old", prompt, 200, adapter="ann"))
         client.wait(lambda: client.tokens["old"])
         engine.forget("ann").result(10)
         client.wait(lambda: "old" in client.finished)
-        assert learnt(engine, client, "ann", 7, pairs=4) == 1
+        assert learned(engine, client, "ann", 7, pairs=4) == 1
         engine.submit(request("new", prompt, 10, adapter="ann"))
         client.wait(lambda: "new" in client.finished)
         assert client.finished["new"].cached_tokens == 0
@@ -222,7 +222,7 @@ def test_a_forgotten_user_who_comes_back_is_not_served_what_was_computed_before(
 def test_what_a_forgotten_user_said_to_a_shared_adapter_is_not_found_by_others(tmp_path: Path) -> None:
     done, under_way = random_ids(40, 1), random_ids(40, 2)
     with running_engine(tmp_path, guard__held_out_share=0.0, align__learning_rate=0.05) as (engine, client):
-        learnt(engine, client, "recipes", 1, pairs=4)
+        learned(engine, client, "recipes", 1, pairs=4)
         engine.submit(replace(request("done", done, 4, adapter="recipes"), user="ann"))
         client.wait(lambda: "done" in client.finished)
         engine.submit(replace(request("old", under_way, 200, adapter="recipes"), user="ann"))
@@ -239,12 +239,12 @@ def test_what_a_forgotten_user_said_to_a_shared_adapter_is_not_found_by_others(t
 def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_path: Path) -> None:
     settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "store__save_every_s": 0.05}
     with running_engine(tmp_path, **settings) as (engine, client):
-        assert learnt(engine, client, "ann", 1, pairs=4) == 1
+        assert learned(engine, client, "ann", 1, pairs=4) == 1
         client.wait(lambda: client.of(VersionSaved))
         written: Future[None] = Future()
         saver = engine.built.finetuning._writer
         journal, saver._journal = saver._journal, lambda records: (journal(records), written)[1]
-        assert learnt(engine, client, "ann", 5, pairs=4) == 2
+        assert learned(engine, client, "ann", 5, pairs=4) == 2
         while engine.built.finetuning.next_due_s() is not None:
             time.sleep(0.01)
         gone = engine.forget("ann")
@@ -253,7 +253,7 @@ def test_serving_goes_on_while_a_forgotten_users_files_wait_for_the_disk(tmp_pat
             client.wait(lambda: "other" in client.finished, 20)
             assert not gone.done()
             assert engine.adapter_files.path("ann", 1).is_dir(), "its files wait for the disk, and are nobody's"
-            assert learnt(engine, client, "ann", 9, pairs=4) == 1
+            assert learned(engine, client, "ann", 9, pairs=4) == 1
         finally:
             written.set_result(None)
         gone.result(20)
@@ -362,7 +362,7 @@ def test_a_restart_serves_the_newest_whole_version(tmp_path: Path) -> None:
         engine,
         client,
     ):
-        version = learnt(engine, client, "ann", 1)
+        version = learned(engine, client, "ann", 1)
         assert version >= 2
         engine.submit(request("before", random_ids(20, 3), 20, adapter="ann"))
         client.wait(lambda: "before" in client.finished)
@@ -381,7 +381,7 @@ def test_a_restart_serves_the_newest_whole_version(tmp_path: Path) -> None:
 def test_rollback_and_forget(tmp_path: Path) -> None:
     prompt = random_ids(20, 3)
     with running_engine(tmp_path, guard__held_out_share=0.0, align__learning_rate=0.05) as (engine, client):
-        learnt(engine, client, "ann", 1)
+        learned(engine, client, "ann", 1)
         new = engine.rollback("ann", 0).result(10)
         assert new == engine.adapters()["ann"]
         assert [r.reason for r in client.of(VersionPublished)][-1:] == ["rollback to 0"] or client.wait(

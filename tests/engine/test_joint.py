@@ -1,4 +1,4 @@
-"""Pairs of several users are learnt in one step, as if each had been stepped alone."""
+"""Pairs of several users are learned in one step, as if each had been stepped alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
 
 @contextmanager
 def three_users(tmp_path: Path, data: str, **settings: Any) -> Iterator[tuple[BuiltEngine, Client, Watch]]:
-    """All three have learnt once and are in memory; fine-tuning is paused, and each has brought one pair more."""
+    """All three have learned once and are in memory; fine-tuning is paused, and each has brought one pair more."""
     settings = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0, **settings}
     with running_engine(tmp_path, data=data, **settings) as (engine, client):
         for i, name in enumerate(USERS):

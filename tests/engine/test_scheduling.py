@@ -1,4 +1,4 @@
-"""Scheduling policies on a real engine: everybody is served, every pair is learnt, and nobody starves."""
+"""Scheduling policies on a real engine: everybody is served, every pair is learned, and nobody starves."""
 
 from __future__ import annotations
 

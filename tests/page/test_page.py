@@ -59,7 +59,7 @@ def adapter(daemon: LiveDaemon, name: str) -> dict[str, Any]:
         return http.get(f"/v1/adapters/{name}").json()
 
 
-def learnt(page: Page, user: str, pairs: int) -> None:
+def learned(page: Page, user: str, pairs: int) -> None:
     """Wait until the panel shows this user's adapter, and says so."""
     expect(page.locator("#learning-title")).to_have_text(f"What {user}'s adapter learned", timeout=PATIENT_MS)
     expect(page.locator("#progress")).to_contain_text(f"{pairs} of {pairs} pair", timeout=PATIENT_MS)
@@ -89,14 +89,14 @@ def test_text_comes_word_by_word_unless_motion_is_not_wanted(page: Page) -> None
 def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon: LiveDaemon) -> None:
     person = Person(page).is_called("picker")
     taught(daemon, "picker", 9)
-    learnt(page, "picker", 9)
+    learned(page, "picker", 9)
     expect(page.locator("#no-curves")).to_have_text("The curves begin at ten pairs: there are 9.")
     expect(page.locator("#verdict")).to_have_text(re.compile(r"^Too early to tell: \d pairs?\.$"))
     for pairs in (10, 11):
         while not person.asks(RICE if pairs == 10 else LAKE).locator(".pick:visible").count():
             pass  # both answers were the same
         person.picks("B")
-        learnt(page, "picker", pairs)
+        learned(page, "picker", pairs)
         points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
         expect(points).to_have_count(pairs - 9, timeout=PATIENT_MS)
     expect(page.locator("#curves")).to_have_attribute(
@@ -132,7 +132,7 @@ def test_an_edit_makes_a_pair_and_the_talk_goes_on_from_it(page: Page, daemon: L
     page.get_by_role("button", name="Save edit").click()
     person.reads("^Pair ")
     expect(answer.locator(".text")).to_have_text("Boil it.")
-    learnt(page, "editor", 1)
+    learned(page, "editor", 1)
     with page.expect_request("**/v1/chat/completions") as sent:
         person.asks("How long?")
     assert sent.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Boil it."}
@@ -148,9 +148,9 @@ def test_learning_follows_the_chats_user(page: Page, daemon: LiveDaemon) -> None
     expect(verdict).to_have_text("Nothing yet: what late picks, rates or edits in the chat is learned.")
     expect(page.locator("#figures")).to_be_hidden()
     taught(daemon, "late", 1)
-    learnt(page, "late", 1)
+    learned(page, "late", 1)
     Person(page).is_called("early")
-    learnt(page, "early", 1)
+    learned(page, "early", 1)
     Person(page).is_called("")
     expect(title).to_have_text("Learning")
     expect(verdict).to_contain_text("nobody learns")
@@ -211,7 +211,7 @@ def test_another_adapter_is_drawn_without_the_one_before_it(page: Page, daemon: 
     taught(daemon, "few", 11)
     for user, pairs in (("many", 12), ("few", 11)):
         Person(page).is_called(user)
-        learnt(page, user, pairs)
+        learned(page, user, pairs)
         expect(page.locator("#curves")).to_have_attribute("aria-label", re.compile(f" to {pairs}: "))
     held: list[Route] = []
     page.route("**/v1/adapters/many*", lambda route: held.append(route))
@@ -257,7 +257,7 @@ def test_an_adapter_goes_back_after_a_question(page: Page, daemon: LiveDaemon) -
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
-    learnt(page, "turner", 1)
+    learned(page, "turner", 1)
     page.get_by_role("button", name="Go back to version 0").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     assert adapter(daemon, "turner")["version"] == 1
@@ -289,7 +289,7 @@ def test_iterations_are_drawn_by_what_they_were_filled_with(page: Page) -> None:
     person.asks(RICE).get_by_role("button", name="Edit the answer").click()
     page.get_by_label("New text of the answer").fill("Boil it.")
     page.keyboard.press("Control+Enter")
-    learnt(page, "drawer", 1)
+    learned(page, "drawer", 1)
     person.asks(LAKE)
     expect(page.locator("#summary")).to_contain_text(re.compile("[1-9]\\d* a second"))
     page.get_by_role("button", name="Pause").click()
@@ -399,7 +399,7 @@ def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browse
         person.answer.get_by_role("button", name="Edit answer A").tap()
         page.get_by_role("textbox", name="New text of answer A").fill("Boil it.")
         page.get_by_role("button", name="Save edit").tap()
-        learnt(page, "a" * 64, 10)
+        learned(page, "a" * 64, 10)
         expect(page.locator("#curves svg").first).to_be_visible(timeout=PATIENT_MS)
         fits(page)
 

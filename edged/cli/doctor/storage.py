@@ -189,7 +189,7 @@ def adapters(it: Examination) -> Finding:
         if problem := _damage(folder, sums):
             damaged.append(f"{folder.parent.name} {folder.name}: {problem}")
     if damaged:
-        way_out = "nothing need be done: the version before it is served, and its pairs are learnt again"
+        way_out = "nothing need be done: the version before it is served, and its pairs are learned again"
         return doubtful(f"{len(damaged)} of {len(newest)} damaged: " + "; ".join(damaged[:3]), way_out)
     if not newest:
         return fine("none yet")

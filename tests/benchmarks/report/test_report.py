@@ -81,7 +81,7 @@ def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: P
         assert drawing.stat().st_size < LARGEST_DRAWING_BYTES
         ElementTree.parse(drawing)
         assert json.loads((output / f"{key}-tiny.json").read_text())["panels"]
-    assert "| pairs learnt |" in page
+    assert "| pairs learned |" in page
     assert "python -m benchmarks.scheduler --policy mace --tasks 64 --json > scheduler-mace.json" in page
     command = "python -m benchmarks.report.arrivals compare tiny --trace trace.jsonl --pairs pairs.jsonl --format hh"
     assert page.count(command) == 1, "all figures of a folder are of one comparison"
@@ -261,21 +261,21 @@ def test_the_orins_throughput_is_judged_by_its_mean_over_retrain_rates(at_half: 
     found = claim(claims(orin), "throughput of AdaInf's")
     assert found.ours == f"mean over 10%, 50%: {mean} at 2.00 requests/s / 10% alone: 1.00x at 2.00 requests/s"
     assert found.verdict == verdict
-    assert found.learnt == "mace 5 / 5.5, adainf 20 / 20 at 2.00 requests/s"
+    assert found.learned == "mace 5 / 5.5, adainf 20 / 20 at 2.00 requests/s"
     row = throughput(orin).rows[-1]
     assert (row.what, row.ours) == ("mace to adainf, 2.00 requests/s, mean over retrain rates of 10%, 50%", mean)
 
 
-def test_beside_each_comparison_stands_how_many_pairs_were_learnt() -> None:
+def test_beside_each_comparison_stands_how_many_pairs_were_learned() -> None:
     runs = [done("mace", rate, ttft=30.0, tokens=10.0, attained=1.0, pairs=5.5) for rate in (1.0, 2.0)]
     runs += [done("ekya", rate, ttft=100.0, attained=0.1, pairs=17.0) for rate in (1.0, 2.0)]
     runs += [done("mace-bin", 2.0, tokens=8.0, pairs=18.0), done("adainf", 2.0, attained=0.1)]
     found = claims(setting(*runs))
     both = "mace 5.5, ekya 17 at 1.00 requests/s; mace 5.5, ekya 17 at 2.00 requests/s"
-    assert claim(found, "TTFT p50 of Ekya's").learnt == both
-    assert claim(found, "SLO attainment").learnt.endswith("mace 5.5, ekya 17, adainf – at 2.00 requests/s")
-    assert claim(found, "throughput lost as mace-bin").learnt == "mace 5.5, mace-bin 18 at 2.00 requests/s"
-    assert claim(found, "CLPD not pruned").learnt == "–"
+    assert claim(found, "TTFT p50 of Ekya's").learned == both
+    assert claim(found, "SLO attainment").learned.endswith("mace 5.5, ekya 17, adainf – at 2.00 requests/s")
+    assert claim(found, "throughput lost as mace-bin").learned == "mace 5.5, mace-bin 18 at 2.00 requests/s"
+    assert claim(found, "CLPD not pruned").learned == "–"
 
 
 def test_attainment_counts_only_where_both_baselines_have_fallen() -> None:
@@ -319,11 +319,11 @@ def test_ablations_are_judged_at_the_highest_load() -> None:
     figure = ablations(setting(*runs))
     assert figure is not None
     assert not any("mace-priority" in row.what for row in figure.rows)
-    assert "pairs learnt at 2.00 requests/s" not in [panel.title for panel in figure.panels]
-    learnt = ablations(setting(done("mace", 2.0, pairs=8.0), done("mace-priority", 2.0, pairs=3.0)))
-    assert learnt is not None
-    assert [(row.what, row.ours) for row in learnt.rows] == [("pairs learnt, mace-priority (mace)", "3.0 (8.0)")]
-    assert [list(curve.y) for curve in learnt.panels[-1].curves.values()] == [[8.0], [3.0]]
+    assert "pairs learned at 2.00 requests/s" not in [panel.title for panel in figure.panels]
+    learned = ablations(setting(done("mace", 2.0, pairs=8.0), done("mace-priority", 2.0, pairs=3.0)))
+    assert learned is not None
+    assert [(row.what, row.ours) for row in learned.rows] == [("pairs learned, mace-priority (mace)", "3.0 (8.0)")]
+    assert [list(curve.y) for curve in learned.panels[-1].curves.values()] == [[8.0], [3.0]]
     assert ablations(setting(done("mace", attained=1.0))) is None
 
 

@@ -47,7 +47,7 @@ def test_the_loop_and_an_idle_engine_agree_on_every_step_but_for_the_first_weigh
         plain = reference.score(pairs)
         ours = reference.score(pairs, str(Path(saved.path) / WEIGHTS_FILE))
         assert reference.base(pairs) == [[rc, rr, rc, rr] for _, _, rc, rr in plain]
-    assert all(row[:2] == row[2:] for row in tested[:4]), "nothing was learnt before"
+    assert all(row[:2] == row[2:] for row in tested[:4]), "nothing was learned before"
     assert figures(tested[:4])["reward_accuracy"] == [0.5] * 4, "which is neither right nor wrong"
     margins = [sum((c - rc) - (r - rr) for c, r, rc, rr in rows) / len(rows) for rows in (plain, ours)]
     # Two steps of AdamW move every weight as far, whichever random A they start from.

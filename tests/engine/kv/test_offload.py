@@ -14,7 +14,7 @@ from edged.engine.kv.offload import DiskOffload, HostOffload, KvOffload, pick_sp
 from edged.engine.kv.store import KvStore
 from edged.settings.load import CacheSettings
 from tests.engine.harness import BuiltEngine, random_ids, request, running_engine
-from tests.engine.test_engine import generated, learnt
+from tests.engine.test_engine import generated, learned
 from tests.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_p
                 engine.submit(request(f"{round_}-{i}", random_ids(160, 100 * round_ + i), tokens=4))
             client.wait(lambda: all(f"{round_}-{i}" in client.finished for i in range(12)))
 
-        learnt(engine, client, "ann", 1, pairs=4)
+        learned(engine, client, "ann", 1, pairs=4)
         assert ask("ann", "ann") == 0
         push_out(1)
         assert ask("base", None) == 0
@@ -222,7 +222,7 @@ def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_p
         assert ask("ann again", "ann") >= 152
         assert client.ids("ann again") == client.ids("ann")
         push_out(3)
-        learnt(engine, client, "ann", 2, pairs=4)
+        learned(engine, client, "ann", 2, pairs=4)
         assert ask("ann newer", "ann") == 0
         push_out(4)
         assert ask("base again", None) >= 152

@@ -14,7 +14,7 @@ TWO_SLOTS = {"guard__held_out_share": 0.0, "align__max_active_adapters": 2, "mod
 
 
 def teach(engine: BuiltEngine, client: Client, *names: str) -> None:
-    """Each has learnt something, so that it needs a slot."""
+    """Each has learned something, so that it needs a slot."""
     for i, name in enumerate(names):
         before = len(client.of(PairRetired))
         engine.submit_pairs(random_pairs(2, name, seed=i, first_id=1 + 100 * i))

@@ -22,8 +22,8 @@ class ReaderFinetuneShare(MaceFinetuneShare):
     Where all who are served are readers, an iteration may take until the first of them is due (`ReaderDue`), as long as
     answers take no more than READ_SLOWDOWN times as long: they hold slots and pages meanwhile, which those who come in
     the next burst find taken. Anybody else brings in the slow-down that `MaceFinetuneShare` allows. The load is what
-    serving really uses: a lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all of
-    its capacity.
+    serving really uses: a lone answer keeps a device busy that is bound by reading the weights, and leaves nearly all
+    of its capacity.
     """
 
     _lending = False
