@@ -30,17 +30,17 @@ class TrieStats:
     prompt_tokens: int = 0
     hit_tokens: int = 0
     restored_tokens: int = 0
-    """Hit tokens that were copied back from the spill."""
+    """Hit tokens that were copied back from the offload."""
     evicted_pages: int = 0
     spilled_pages: int = 0
-    """Evicted pages that were copied to the spill."""
+    """Evicted pages that were copied to the offload."""
 
 
 @dataclass(slots=True, eq=False)
 class _TrieNode:
     """A cached page with the tokens `run`, given the tokens of all nodes above it.
 
-    It has a page, or a handle of the spill; a root, or a node that was dropped, has neither (-1, None).
+    It has a page, or a handle of the offload; a root, or a node that was dropped, has neither (-1, None).
     """
 
     key: Key
@@ -51,7 +51,7 @@ class _TrieNode:
     children: dict[tuple[int, ...], _TrieNode] = field(default_factory=dict)
 
 
-class Spill(Protocol):
+class PageOffload(Protocol):
     """A store of copies of evicted pages, by handle. When it is full, the trie decides which copies to drop."""
 
     @property
@@ -76,28 +76,28 @@ class PrefixTrie:
     pages are kept there and copied back when they are matched; when it is full, the oldest are dropped.
     """
 
-    def __init__(self, pool: PagePool, spill: Spill | None = None) -> None:
+    def __init__(self, pool: PagePool, offload: PageOffload | None = None) -> None:
         self.stats = TrieStats()
         self._pool = pool
-        self._spill = spill
+        self._offload = offload
         self._roots: dict[Key, _TrieNode] = {}
         self._recency: OrderedDict[_TrieNode, None] = OrderedDict()  # least recently used first
-        self._spilled: OrderedDict[_TrieNode, None] = OrderedDict()  # likewise
+        self._offloaded: OrderedDict[_TrieNode, None] = OrderedDict()  # likewise
 
     def __len__(self) -> int:
         """Number of pages that the trie keeps in the pool."""
         return len(self._recency)
 
     @property
-    def spilled_pages(self) -> int:
-        """Number of pages that the trie keeps in the spill."""
-        return len(self._spilled)
+    def offloaded_pages(self) -> int:
+        """Number of pages that the trie keeps in the offload."""
+        return len(self._offloaded)
 
     def match(self, key: Key, token_ids: Sequence[int], reserve: int = 0, counted: bool = True) -> list[int]:
         """Return the pages of the longest cached prefix of `token_ids`, in order, retained for the caller.
 
-        Covers at most `len(tokens) - 1` tokens, so that the last one is always computed and gives logits. Spilled pages
-        are copied back, as long as that leaves `reserve` pages free or evictable. `counted` adds it to `stats`.
+        Covers at most `len(token_ids) - 1` tokens, so that the last one is always computed and gives logits. Offloaded
+        pages are copied back, as long as that leaves `reserve` pages free or evictable. `counted` adds it to `stats`.
         """
         path = self._path(key, token_ids, len(token_ids) - 1)
         resident = [node.page for node in path if node.handle is None]
@@ -134,7 +134,7 @@ class PrefixTrie:
                     node = node or self._roots.setdefault(key, _TrieNode(key, (), -1, None))
                     child = node.children[run] = _TrieNode(key, run, -1, node)
                 else:
-                    self._unspill(child)
+                    self._forget_copy(child)
                 self._keep(child, pages[index])
             path.append(child)
             node = child
@@ -143,7 +143,7 @@ class PrefixTrie:
     def evict(self, count: int) -> int:
         """Free `count` pages that only the trie holds, or all of them when there are fewer; returns how many.
 
-        It frees more where a full spill drops a node with descendants in the pool.
+        It frees more where a full offload drops a node with descendants in the pool.
         """
         freed = 0
         wanted = min(count, self._pool.evictable_pages)
@@ -155,7 +155,7 @@ class PrefixTrie:
             freed += self._make_room()
             if node.page < 0 or freed >= wanted:
                 continue
-            handle = self._spill.save(node.page) if self._spill is not None else None
+            handle = self._offload.save(node.page) if self._offload is not None else None
             if handle is not None:
                 freed += self._put_away(node, handle)
                 continue
@@ -197,7 +197,7 @@ class PrefixTrie:
             self.expire(key)
 
     def _path(self, key: Key, token_ids: Sequence[int], stop: int) -> list[_TrieNode]:
-        """Return the nodes of the first `stop` of `token_ids`, in whole pages, as far as they are cached or spilled."""
+        """Return the nodes of the first `stop` of `token_ids`, in whole pages, as far as cached or offloaded."""
         size = self._pool.page_size
         path: list[_TrieNode] = []
         node = self._roots.get(key)
@@ -211,7 +211,7 @@ class PrefixTrie:
     def _touch(self, path: list[_TrieNode]) -> None:
         """Mark nodes as used, the deepest first, so that eviction meets a leaf before its parent."""
         for node in reversed(path):
-            (self._recency if node.handle is None else self._spilled).move_to_end(node)
+            (self._recency if node.handle is None else self._offloaded).move_to_end(node)
 
     def _keep(self, node: _TrieNode, page: int) -> None:
         """Keep `page` of the pool, which has `node`'s K/V."""
@@ -219,14 +219,14 @@ class PrefixTrie:
         node.page = page
         self._recency[node] = None
 
-    # -- the spill ---------------------------------------------------------------------------------------------------
+    # -- the offload ---------------------------------------------------------------------------------------------------
 
     def _restored(self, path: list[_TrieNode], reserve: int) -> list[int]:
         """Return the pages of `path` up to the first that cannot be copied back; those in the pool are retained."""
         room = self._pool.free_pages + self._pool.evictable_pages - reserve
-        spilled = sum(node.handle is not None for node in path)
-        # Evict all at once, before any of them is taken out of the spill.
-        self.evict(min(room, spilled) - self._pool.free_pages)
+        offloaded = sum(node.handle is not None for node in path)
+        # Evict all at once, before any of them is taken out of the offload.
+        self.evict(min(room, offloaded) - self._pool.free_pages)
         pages: list[int] = []
         for node in path:
             if node.handle is not None and room > 0:
@@ -239,42 +239,42 @@ class PrefixTrie:
         return pages
 
     def _restore(self, node: _TrieNode) -> None:
-        """Copy a spilled page back, retained for the caller, if a page is free and the spill can."""
-        assert self._spill is not None
+        """Copy an offloaded page back, retained for the caller, if a page is free and the offload can."""
+        assert self._offload is not None
         assert node.handle is not None
         if not self._pool.free_pages:
             return
         pages = self._pool.allocate(1)
-        if not self._spill.load(node.handle, pages[0]):
+        if not self._offload.load(node.handle, pages[0]):
             self._pool.release(pages)
             return
-        self._unspill(node)
+        self._forget_copy(node)
         self._keep(node, pages[0])
         self.stats.restored_tokens += self._pool.page_size
 
     def _put_away(self, node: _TrieNode, handle: int) -> bool:
-        """Give `node`'s page, of which the spill has a copy, back to the pool; True when that freed it."""
+        """Give `node`'s page, of which the offload has a copy, back to the pool; True when that freed it."""
         page, node.page, node.handle = node.page, -1, handle
         del self._recency[node]
-        self._spilled[node] = None
+        self._offloaded[node] = None
         self.stats.spilled_pages += 1
         return self._pool.abandon(page)
 
-    def _unspill(self, node: _TrieNode) -> None:
-        assert self._spill is not None
+    def _forget_copy(self, node: _TrieNode) -> None:
+        assert self._offload is not None
         assert node.handle is not None
-        self._spill.drop(node.handle)
+        self._offload.drop(node.handle)
         node.handle = None
-        del self._spilled[node]
+        del self._offloaded[node]
 
     def _make_room(self) -> int:
-        """Drop the least recently used spilled page, and the nodes below it, if the spill is full.
+        """Drop the least recently used offloaded page, and the nodes below it, if the offload is full.
 
         Returns how many pages of the pool that freed.
         """
-        if self._spill is None or not self._spill.full or not self._spilled:
+        if self._offload is None or not self._offload.full or not self._offloaded:
             return 0
-        return sum(self._drop(part) for part in list(_from_the_leaves(next(iter(self._spilled)))))
+        return sum(self._drop(part) for part in list(_from_the_leaves(next(iter(self._offloaded)))))
 
     def _drop(self, node: _TrieNode) -> bool:
         """Remove a childless node, and its root if that is empty then; True when its page became free."""
@@ -283,7 +283,7 @@ class PrefixTrie:
         if node.parent.parent is None and not node.parent.children:
             del self._roots[node.key]
         if node.handle is not None:
-            self._unspill(node)
+            self._forget_copy(node)
             return False
         page, node.page = node.page, -1
         del self._recency[node]

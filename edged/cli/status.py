@@ -125,7 +125,7 @@ def facts(data: dict[str, Any]) -> Renderable:
     pruned = f", {number(totals['pruned_pages'])} returned by pruning" if totals["pruned_pages"] else ""
     hits = f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"
     table.add_row("pages", free + pruned, "prefix hits", hits)
-    table.add_row("prefixes", f"{number(prefix['hit_tokens'])} tokens saved", "spilled", _spilled(prefix))
+    table.add_row("prefixes", f"{number(prefix['hit_tokens'])} tokens saved", "offloaded", _offloaded(prefix))
     policy = f"{data['scheduler']['policy']}, {number(data['scheduler']['decision_ms_p50'], 3)} ms a decision"
     table.add_row("scheduler", policy, "cost model", _predictions(data["cost_model"]))
     done = f"{number(totals['requests'])} requests, {number(totals['output_tokens'])} tokens out"
@@ -203,12 +203,12 @@ def governor_rows(table: Renderable, governors: dict[str, Any]) -> None:
         table.add_row("energy", f"{token} a token, {pair} a pair", "", "")
 
 
-def _spilled(prefix: dict[str, Any]) -> str:
+def _offloaded(prefix: dict[str, Any]) -> str:
     """Return the state of the KV offload: pages of evicted prefixes that are kept, and tokens restored."""
-    spill = prefix["spill"]
-    if spill["kind"] == "off":
+    offload = prefix["spill"]
+    if offload["kind"] == "off":
         return f"nothing, {number(prefix['evicted_pages'])} pages dropped"
-    pages = f"{number(spill['pages'])} of {number(spill['capacity'])} pages ({spill['kind']})"
+    pages = f"{number(offload['pages'])} of {number(offload['capacity'])} pages ({offload['kind']})"
     return f"{pages}, {number(prefix['restored_tokens'])} tokens restored"
 
 

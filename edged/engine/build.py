@@ -14,7 +14,7 @@ import torch
 from edged.align.adapters.form import LoraSpec, RowNorms
 from edged.cache.page_pool import PagePool
 from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_paths
-from edged.engine.kv.offload import pick_spill
+from edged.engine.kv.offload import pick_offload
 from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages
 from edged.engine.model.cpu_layers import shorten_layers
@@ -76,7 +76,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     # Page tables are padded with page 0: no sequence may own it.
     pool.allocate(1)
     shares = settings.cache.prefix_sharing and policy.shares_prefixes
-    pages = KvPages(pool, shares, pick_spill(kv, settings.cache, folder) if shares else None)
+    pages = KvPages(pool, shares, pick_offload(kv, settings.cache, folder) if shares else None)
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, (pool.pages - 1) * page_size)
     why_not_lora = pick_lora_kernel(model.lora, settings.model)

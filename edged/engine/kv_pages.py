@@ -87,7 +87,7 @@ class KvPages:
                 "hit_share": stats.hit_tokens / stats.prompt_tokens if stats.prompt_tokens else 0.0,
                 "spill": {
                     "kind": offload.kind if offload is not None else "off",
-                    "pages": trie.spilled_pages,
+                    "pages": trie.offloaded_pages,
                     "capacity": offload.capacity if offload is not None else 0,
                 },
             },

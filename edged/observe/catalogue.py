@@ -69,10 +69,10 @@ CATALOGUE = (
     _counter("edged_pruned_pages_total", "Pages that pruning gave back"),
     _counter("edged_prefix_lookup_tokens_total", "Prompt tokens that were looked up among the shared prefixes"),
     _counter("edged_prefix_hit_tokens_total", "Prompt tokens that were found there and not computed again"),
-    _counter("edged_prefix_restored_tokens_total", "Of these, tokens that came back from the spill"),
+    _counter("edged_prefix_restored_tokens_total", "Of these, tokens that came back from the offload"),
     _counter("edged_prefix_evicted_pages_total", "Pages of shared prefixes that were dropped"),
-    _counter("edged_prefix_spilled_tokens_total", "Tokens whose pages went to the spill instead"),
-    _gauge("edged_spill_pages", "Room for spilled prefixes, in pages", "state"),
+    _counter("edged_prefix_spilled_tokens_total", "Tokens whose pages went to the offload instead"),
+    _gauge("edged_spill_pages", "Room for offloaded prefixes, in pages", "state"),
     # Predictions
     _gauge("edged_prediction_error_ratio", "How far predicted times were off, mean of the latest iterations", "kind"),
     _gauge("edged_device_drift_ratio", "Times now over the usual ones of the last hours of work; above 1: slower"),

@@ -4,6 +4,7 @@ and flags, in rising order of precedence.
 """
 
 import difflib
+import logging
 import math
 import os
 import re
@@ -23,8 +24,15 @@ from edged.settings.by_user import ByUser
 from edged.settings.fairness import FairnessSettings as FairnessSettings
 from edged.settings.jobs import JobSettings as JobSettings
 
+log = logging.getLogger("edged.settings")
+
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
+RENAMED = {
+    "cache.spill": "cache.offload",
+    "cache.spill_mb": "cache.offload_mb",
+}
+"""Former names of settings, which are read with a line in the log, and their names now."""
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -95,10 +103,10 @@ class CacheSettings(Section):
     share_across: Literal["all", "user"] = setting(
         "all", "whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
     )
-    spill: Literal["auto", "off", "host", "disk"] = setting(
+    offload: Literal["auto", "off", "host", "disk"] = setting(
         "auto", "where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
     )
-    spill_mb: Count = setting(2048, "most memory or disk of spilled prefixes / 2^20")
+    offload_mb: Count = setting(2048, "most memory or disk of offloaded prefixes / 2^20")
     pruning: Literal["off", "auto", "on"] = setting(
         "auto", "of long answers' old K/V: auto only where memory is short, as it costs accuracy"
     )
@@ -394,6 +402,9 @@ def load_settings(
             raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f'config file "{path}" cannot be read: {error}') from None
+    for section, known in values.items():
+        if isinstance(known, dict):
+            values[section] = {_name_now(f"{section}.{key}").split(".", 1)[1]: value for key, value in known.items()}
     given: dict[str, Any] = {
         name.removeprefix("EDGED_").lower().replace("__", ".", 1): value
         for name, value in sorted((os.environ if environ is None else environ).items())
@@ -401,6 +412,7 @@ def load_settings(
     }
     given |= {dotted: value for dotted, value in (overrides or {}).items() if value is not None}
     for dotted, value in given.items():
+        dotted = _name_now(dotted)
         section, key = dotted.split(".", 1)
         known = values.setdefault(section, {})
         if not isinstance(known, dict):
@@ -411,6 +423,13 @@ def load_settings(
         return Settings.model_validate(values, context={"policies": policies})
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+
+
+def _name_now(dotted: str) -> str:
+    """Return a setting's name of now, with a line in the log where `dotted` is a former one."""
+    if dotted in RENAMED:
+        log.warning('setting "%s" is called "%s" now', dotted, RENAMED[dotted])
+    return RENAMED.get(dotted, dotted)
 
 
 def _explain(item: Any) -> str:

@@ -33,11 +33,13 @@ def check_trie(trie: PrefixTrie) -> None:
             if node is not root:
                 _check_node(node, key, trie._pool.page_size)
                 (seen if node.handle is None else handles).add(node.page if node.handle is None else node.handle)
-                kept = trie._recency if node.handle is None else trie._spilled
+                kept = trie._recency if node.handle is None else trie._offloaded
                 assert node in kept, f"page {node.page} of {key} can never be given up"
                 assert node.handle is not None or trie._pool.is_adopted(node.page), f"{node.page} is not the trie's"
     assert len(seen) == len(trie._recency), f"{len(seen)} pages are reachable, {len(trie._recency)} are kept"
-    assert len(handles) == len(trie._spilled), f"{len(handles)} handles are reachable, {len(trie._spilled)} are kept"
+    assert len(handles) == len(trie._offloaded), (
+        f"{len(handles)} handles are reachable, {len(trie._offloaded)} are kept"
+    )
     adopted = sum(trie._pool.is_adopted(page) for page in range(trie._pool.pages))
     assert adopted == len(seen), f"the pool counts {adopted} pages of the trie, {len(seen)} are reachable"
 

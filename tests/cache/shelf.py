@@ -1,4 +1,4 @@
-"""A spill of plain integers, for tests of the trie."""
+"""An offload of plain integers, for tests of the trie."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class DiskOffload(_Copies):
     def __init__(self, kv: KvStore, capacity: int, folder: Path, wait_s: float = _DISK_WAIT_S) -> None:
         super().__init__(kv, capacity)
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder, prefix="spill-", buffering=0)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="offload-", buffering=0)  # noqa: SIM115
         self._wait_s = self._left_s = wait_s
         reading = self._buffers(_READ_BUFFERS)
         self._bytes = reading[0].nbytes
@@ -143,7 +143,7 @@ class DiskOffload(_Copies):
         self._idle: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for part in self._buffers(min(64, max(4, _BUFFER_BYTES // self._bytes))):
             self._idle.put(part)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="edged-spill")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="edged-offload")
         self._written: dict[int, Future[None]] = {}
         self._failed = False
 
@@ -214,7 +214,7 @@ class DiskOffload(_Copies):
                 raise OSError(f"{written} of {self._bytes} bytes were written")
         except OSError as error:
             if not self._failed:
-                log.warning("cached prefixes are not spilled to disk any more: %s", error)
+                log.warning("cached prefixes are not offloaded to disk any more: %s", error)
             self._failed = True
             raise
         finally:
@@ -224,18 +224,18 @@ class DiskOffload(_Copies):
 KvOffload = HostOffload | DiskOffload
 
 
-def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload | None:
-    """Return the offload of evicted pages by `cache.spill`, or None if they are dropped.
+def pick_offload(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload | None:
+    """Return the offload of evicted pages by `cache.offload`, or None if they are dropped.
 
     "auto": a discrete GPU offloads to host memory. Other devices share the box's memory, and would win nothing.
     """
     device = kv.keys.device
-    kind = settings.spill
+    kind = settings.offload
     if kind == "auto":
         kind = "host" if has_own_memory(device) else "off"
     if kind == "off":
         return None
-    budget = settings.spill_mb << 20
+    budget = settings.offload_mb << 20
     if kind == "host":
         budget = min(budget, int(psutil.virtual_memory().available * _HOST_SHARE))
         if device.type == "cuda":
@@ -243,15 +243,15 @@ def pick_spill(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload 
             budget = 1 << max(0, budget.bit_length() - 1)
     capacity = budget // kv.page_bytes
     if not capacity:
-        log.warning("no page of %d bytes fits cache.spill_mb: evicted prefixes are dropped", kv.page_bytes)
+        log.warning("no page of %d bytes fits cache.offload_mb: evicted prefixes are dropped", kv.page_bytes)
         return None
     try:
-        spill = HostOffload(kv, capacity) if kind == "host" else DiskOffload(kv, capacity, folder)
+        offload = HostOffload(kv, capacity) if kind == "host" else DiskOffload(kv, capacity, folder)
     except (OSError, RuntimeError) as error:
-        log.warning("evicted prefixes are dropped, cache.spill %s is not possible: %s", kind, error)
+        log.warning("evicted prefixes are dropped, cache.offload %s is not possible: %s", kind, error)
         return None
     log.info("evicted prefixes go to %s: %d pages of %d bytes", kind, capacity, kv.page_bytes)
-    return spill
+    return offload
 
 
 def _bytes(buffer: torch.Tensor) -> memoryview:

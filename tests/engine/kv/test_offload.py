@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from edged.engine.kv.offload import DiskOffload, HostOffload, KvOffload, pick_spill
+from edged.engine.kv.offload import DiskOffload, HostOffload, KvOffload, pick_offload
 from edged.engine.kv.store import KvStore
 from edged.settings.load import CacheSettings
 from tests.engine.harness import BuiltEngine, random_ids, request, running_engine
@@ -38,36 +38,36 @@ def make(kind: str, kv: KvStore, folder: Path, capacity: int = 4) -> KvOffload:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_page_comes_back_bit_for_bit_wherever_it_is_put(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     kv = make_kv(dtype)
-    spill = make(kind, kv, tmp_path)
+    offload = make(kind, kv, tmp_path)
     keys, values = kv.keys.clone(), kv.values.clone()
-    handles = [spill.save(page) for page in (1, 2, 4)]
+    handles = [offload.save(page) for page in (1, 2, 4)]
     kv.keys.zero_()
     kv.values.zero_()
     for handle, page in zip(handles, (5, 0, 4), strict=True):
         assert handle is not None
-        assert spill.load(handle, page)
+        assert offload.load(handle, page)
     for source, target in ((1, 5), (2, 0), (4, 4)):
         for store, before in ((kv.keys, keys), (kv.values, values)):
             assert torch.equal(store[:, 2 * target : 2 * target + 2], before[:, 2 * source : 2 * source + 2])
     assert not kv.keys[:, 2:8].any(), "no other page was written"
-    spill.close()
+    offload.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_place_that_was_dropped_is_used_again(kind: str, tmp_path: Path) -> None:
     kv = make_kv()
-    spill = make(kind, kv, tmp_path, capacity=1)
-    first = spill.save(0)
+    offload = make(kind, kv, tmp_path, capacity=1)
+    first = offload.save(0)
     assert first is not None
-    assert spill.full
-    assert spill.save(1) is None
-    spill.drop(first)
-    second = spill.save(1)
+    assert offload.full
+    assert offload.save(1) is None
+    offload.drop(first)
+    second = offload.save(1)
     assert second is not None
-    assert spill.save(2) is None
-    assert spill.load(second, 5)
+    assert offload.save(2) is None
+    assert offload.load(second, 5)
     assert torch.equal(kv.keys[:, 10:12], kv.keys[:, 2:4])
-    spill.close()
+    offload.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,27 +76,27 @@ def test_a_copy_that_finds_no_memory_costs_no_place(kind: str, tmp_path: Path, m
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     kv = make_kv()
-    spill = make(kind, kv, tmp_path)
-    first = spill.save(0)
+    offload = make(kind, kv, tmp_path)
+    first = offload.save(0)
     assert first is not None
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "copy_", fails)
         for _ in range(20):
-            assert spill.save(1) is None
-            assert not spill.load(first, 5)
-    spill.join()
-    assert [spill.save(page) is not None for page in (1, 2, 3, 4)] == [True, True, True, False]
-    assert spill.load(first, 5)
+            assert offload.save(1) is None
+            assert not offload.load(first, 5)
+    offload.join()
+    assert [offload.save(page) is not None for page in (1, 2, 3, 4)] == [True, True, True, False]
+    assert offload.load(first, 5)
     assert torch.equal(kv.keys[:, 10:12], kv.keys[:, 0:2])
-    spill.close()
+    offload.close()
 
 
 def test_pages_are_read_into_buffers_in_turn_so_that_one_is_copied_while_the_next_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kv = make_kv()
-    spill = DiskOffload(kv, 4, tmp_path)
-    handles = [spill.save(page) for page in range(3)]
+    offload = DiskOffload(kv, 4, tmp_path)
+    handles = [offload.save(page) for page in range(3)]
     read, used = os.preadv, list[int]()
 
     def noted(file: int, buffers: list[memoryview], offset: int) -> int:
@@ -106,75 +106,75 @@ def test_pages_are_read_into_buffers_in_turn_so_that_one_is_copied_while_the_nex
     monkeypatch.setattr(os, "preadv", noted)
     for handle in handles * 3:
         assert handle is not None
-        assert spill.load(handle, 5)
+        assert offload.load(handle, 5)
     assert len(set(used[:8])) == 8
     assert used[8] == used[0]
-    spill.close()
+    offload.close()
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
-    spill = make("disk", make_kv(), tmp_path / "new")
-    spill.save(0)
+    offload = make("disk", make_kv(), tmp_path / "new")
+    offload.save(0)
     assert list((tmp_path / "new").iterdir()) == []
-    spill.close()
+    offload.close()
 
 
-def test_a_full_disk_ends_the_spilling_and_loses_only_the_copies(
+def test_a_full_disk_ends_offloading_and_loses_only_the_copies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spill = DiskOffload(make_kv(), 4, tmp_path)
-    spill._file.close()
-    spill._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
-    handle = spill.save(0)
+    offload = DiskOffload(make_kv(), 4, tmp_path)
+    offload._file.close()
+    offload._file = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
+    handle = offload.save(0)
     assert handle is not None
-    assert not spill.load(handle, 1)
+    assert not offload.load(handle, 1)
     assert "No space left on device" in caplog.text
-    assert spill.save(2) is None
-    spill.close()
+    assert offload.save(2) is None
+    offload.close()
 
 
 def test_an_iteration_waits_for_a_disk_no_longer_than_it_may(tmp_path: Path) -> None:
     kv = make_kv()
-    spill = DiskOffload(kv, 4, tmp_path, wait_s=1e-9)
-    handle = spill.save(0)
+    offload = DiskOffload(kv, 4, tmp_path, wait_s=1e-9)
+    handle = offload.save(0)
     assert handle is not None
-    assert not spill.load(handle, 1), "saving took this iteration's time"
-    spill._written[handle].result()
-    spill.join()
-    assert spill.load(handle, 1), "the next one has its own"
-    assert not spill.load(handle, 1)
-    spill.close()
+    assert not offload.load(handle, 1), "saving took this iteration's time"
+    offload._written[handle].result()
+    offload.join()
+    assert offload.load(handle, 1), "the next one has its own"
+    assert not offload.load(handle, 1)
+    offload.close()
 
 
 def test_where_pages_go_follows_the_settings_and_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kv = make_kv()
-    assert pick_spill(kv, CacheSettings(), tmp_path) is None, "the CPU's memory is the box's own"
-    assert pick_spill(kv, CacheSettings(spill="off"), tmp_path) is None
-    host = pick_spill(kv, CacheSettings(spill="host", spill_mb=1), tmp_path)
+    assert pick_offload(kv, CacheSettings(), tmp_path) is None, "the CPU's memory is the box's own"
+    assert pick_offload(kv, CacheSettings(offload="off"), tmp_path) is None
+    host = pick_offload(kv, CacheSettings(offload="host", offload_mb=1), tmp_path)
     assert host is not None
     assert host.capacity == (1 << 20) // (2 * 3 * 2 * 4 * 8 * 4)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
-    less = pick_spill(kv, CacheSettings(spill="host", spill_mb=1), tmp_path)
+    less = pick_offload(kv, CacheSettings(offload="host", offload_mb=1), tmp_path)
     assert less is not None
     assert 0 < less.capacity < host.capacity, "others need memory, too"
     (tmp_path / "file").write_text("")
-    assert pick_spill(kv, CacheSettings(spill="disk"), tmp_path / "file") is None
-    assert "cache.spill disk is not possible" in caplog.text
+    assert pick_offload(kv, CacheSettings(offload="disk"), tmp_path / "file") is None
+    assert "cache.offload disk is not possible" in caplog.text
 
 
 def wait_for_the_disk(engine: BuiltEngine) -> None:
     """As long as it takes: an iteration's 20 ms may pass while something else runs."""
-    spill = engine.built.runner.pages.offload
-    if isinstance(spill, DiskOffload):
-        spill._wait_s = spill._left_s = 30.0
+    offload = engine.built.runner.pages.offload
+    if isinstance(offload, DiskOffload):
+        offload._wait_s = offload._left_s = 30.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_the_same_after_a_round_trip_and_the_prefill_is_saved(kind: str, tmp_path: Path) -> None:
     first = random_ids(160, 1)
-    with running_engine(tmp_path, cache__spill=kind, **SMALL) as (engine, client):
+    with running_engine(tmp_path, cache__offload=kind, **SMALL) as (engine, client):
         wait_for_the_disk(engine)
         engine.submit(request("first", first, tokens=20))
         client.wait(lambda: "first" in client.finished)
@@ -197,7 +197,7 @@ def test_answers_are_the_same_after_a_round_trip_and_the_prefill_is_saved(kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_path: Path) -> None:
-    settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "cache__spill": kind, **SMALL}
+    settings = {"guard__held_out_share": 0.0, "align__learning_rate": 0.05, "cache__offload": kind, **SMALL}
     prompt = random_ids(160, 1)
     with running_engine(tmp_path, **settings) as (engine, client):
         wait_for_the_disk(engine)
@@ -231,7 +231,7 @@ def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_p
 
 def test_preempted_sequences_get_back_what_they_computed(tmp_path: Path) -> None:
     prompts = [random_ids(40, seed) for seed in range(30)]
-    settings = {"model__max_context_tokens": 120, "cache__memory_mb": 1, "cache__spill": "host"}
+    settings = {"model__max_context_tokens": 120, "cache__memory_mb": 1, "cache__offload": "host"}
     with running_engine(tmp_path, **settings) as (engine, client):
         total = engine.status()["pages"]["total"]
         for i, prompt in enumerate(prompts):

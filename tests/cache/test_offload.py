@@ -1,4 +1,4 @@
-"""What the prefix trie gives up comes back from the spill, for the same tokens and the same weights only."""
+"""What the prefix trie gives up comes back from the offload, for the same tokens and the same weights only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_evicted_pages_come_back_when_they_are_matched() -> None:
         shelf.contents[page] = run
     assert trie.evict(3) == 3
     assert pool.free_pages == pool.pages
-    assert trie.spilled_pages == 3
+    assert trie.offloaded_pages == 3
     assert trie.covered(BASE, PROMPT) == 0
     assert trie.match(ALICE, [*PROMPT, 9]) == []
     shelf.contents.clear()
@@ -52,7 +52,7 @@ def test_only_as_many_come_back_as_pages_may_be_taken() -> None:
     assert len(pages) == 2
     pool.release(pages)
     check_trie(trie)
-    assert trie.spilled_pages == 1
+    assert trie.offloaded_pages == 1
 
 
 def test_colder_pages_make_room_for_what_comes_back() -> None:
@@ -62,7 +62,7 @@ def test_colder_pages_make_room_for_what_comes_back() -> None:
     cached(trie, pool, BASE, [7, 7, 8, 8])
     pages = trie.match(BASE, [*PROMPT, 9])
     assert len(pages) == 3
-    assert trie.spilled_pages == 2
+    assert trie.offloaded_pages == 2
     check_trie(trie)
 
 
@@ -74,16 +74,16 @@ def test_no_more_is_evicted_than_what_comes_back_needs() -> None:
     pages = trie.match(BASE, [*PROMPT, 9])
     assert len(pages) == 3
     # Two pages were free, so one of the four was evicted for the third.
-    assert (trie.spilled_pages, pool.evictable_pages) == (1, 3)
+    assert (trie.offloaded_pages, pool.evictable_pages) == (1, 3)
 
 
-def test_a_full_spill_drops_what_was_not_used_for_longest() -> None:
+def test_a_full_offload_drops_what_was_not_used_for_longest() -> None:
     pool, trie, _ = make(capacity=2)
     cached(trie, pool, BASE, [1, 1, 2, 2])
     trie.evict(2)
     cached(trie, pool, BASE, [3, 3])
     trie.evict(1)
-    assert trie.spilled_pages == 2
+    assert trie.offloaded_pages == 2
     pages = trie.match(BASE, [1, 1, 2, 2, 9])
     assert len(pages) == 1, "the leaf went before its parent"
     pool.release(pages)
@@ -91,7 +91,7 @@ def test_a_full_spill_drops_what_was_not_used_for_longest() -> None:
     check_trie(trie)
 
 
-def test_a_spill_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -> None:
+def test_an_offload_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -> None:
     pool, trie, shelf = make()
     cached(trie, pool, BASE, PROMPT)
     trie.evict(2)
@@ -100,7 +100,7 @@ def test_a_spill_that_cannot_now_costs_the_pages_or_the_hit_but_nothing_else() -
     check_trie(trie)
     pool.release([node.page for node in trie._recency])
     assert trie.evict(1) == 1
-    assert trie.spilled_pages == 0, "what lay below the dropped page is not found any more"
+    assert trie.offloaded_pages == 0, "what lay below the dropped page is not found any more"
     assert shelf.copies == {}
     check_trie(trie)
 
@@ -126,7 +126,7 @@ def test_a_replaced_version_drops_its_copies() -> None:
     cached(trie, pool, BASE, [1, 1])
     trie.evict(4)
     trie.expire(ALICE)
-    assert trie.spilled_pages == len(shelf.copies) == 1
+    assert trie.offloaded_pages == len(shelf.copies) == 1
     assert trie.match(ALICE, [*PROMPT, 9]) == []
     check_trie(trie)
 
@@ -151,7 +151,7 @@ class Running:
 keys = st.sampled_from([BASE, ALICE])
 
 
-class SpillMachine(RuleBasedStateMachine):
+class OffloadMachine(RuleBasedStateMachine):
     """Every page is written with its key and all tokens up to its end; whatever is matched must read so."""
 
     def __init__(self) -> None:
@@ -213,10 +213,10 @@ class SpillMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_leaks(self) -> None:
         check_trie(self.trie)
-        assert len(self.shelf.copies) == self.trie.spilled_pages <= 4
+        assert len(self.shelf.copies) == self.trie.offloaded_pages <= 4
         held = {page for sequence in self.running for page in sequence.pages}
         assert self.pool.free_pages + self.pool.evictable_pages + len(held) == 8
 
 
-TestSpillMachine = SpillMachine.TestCase
-TestSpillMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOffloadMachine = OffloadMachine.TestCase
+TestOffloadMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
