@@ -142,7 +142,7 @@ class _EdgedLearner:
                 "micro_batch_pairs": job.pairs_per_step,
                 "replay_share": 0.0,
                 "loss_threshold": 0.0,
-                "idle_passes": 0,
+                "idle_replay": 0,
                 "max_active_adapters": 1,
                 "keep_graph": job.keep_graph,
             },

@@ -160,7 +160,7 @@ class Bench(LocalEngine):
                 recorder.outcomes.pop(pair_id, None)
             self.submit_pairs(part)
             recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
-            quiet = 0 if self.settings.align.idle_passes else 2
+            quiet = 0 if self.settings.align.idle_replay else 2
             while quiet < 2:
                 # The second time it is sure that no test or pass was about to begin.
                 finetune = self.engine.status()["finetune"]

@@ -11,7 +11,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
-from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, of_idle_pass
+from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_idle_replay
 from edged.align.guard import GuardState, PreferenceChange
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
@@ -86,7 +86,7 @@ class AdapterQueue:
     @property
     def pairs(self) -> int:
         """Number of the adapter's pairs that wait for training or are in a step; not those of a pass in idle time."""
-        return len(self.queue) + (0 if of_idle_pass(self.taken) else len(self.taken))
+        return len(self.queue) + (0 if is_idle_replay(self.taken) else len(self.taken))
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -197,18 +197,18 @@ class AdapterQueue:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def to_repeat(self, align: AlignSettings) -> list[TokenPair]:
+    def idle_replay_pairs(self, align: AlignSettings) -> list[TokenPair]:
         """Return the next pairs of a pass in idle time: learned ones, those first that were trained on least often."""
-        if not (align.idle_passes and self.passes_help) or self.queue or self.waiting or self.guard.change is not None:
+        if not (align.idle_replay and self.passes_help) or self.queue or self.waiting or self.guard.change is not None:
             return []
-        often = align.epochs + align.idle_passes
+        often = align.epochs + align.idle_replay
         left = [pair for pair in self.replay if pair.state == "trained" and pair.epochs_done < often]
         return sorted(left, key=lambda pair: pair.epochs_done)[: align.micro_batch_pairs]
 
     def draw(self, align: AlignSettings) -> StepBatch:
         """Draw the next step's pairs, which stay in the queue until `begin`; where none are queued, a pass's."""
         if not self.queue:
-            return StepBatch(self.to_repeat(align), [])
+            return StepBatch(self.idle_replay_pairs(align), [])
         fresh = list(islice(self.queue, align.micro_batch_pairs))
         share = len(fresh) * align.replay_share
         if not share or not self.replay:
@@ -244,12 +244,12 @@ class AdapterQueue:
         Direct pairs are added to a change of preferences under observation.
         """
         # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
-        norm = None if adapter_step.rated or of_idle_pass(adapter_step.fresh) else adapter_step.grad_norm
+        norm = None if adapter_step.rated or is_idle_replay(adapter_step.fresh) else adapter_step.grad_norm
         self.detector.learn([(each.pair, each.loss, each.verdict) for each in adapter_step.outcomes], norm)
         records = []
         for outcome in adapter_step.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if of_idle_pass(adapter_step.fresh):
+            if is_idle_replay(adapter_step.fresh):
                 # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
                 helps = outcome.trained and not adapter_step.strange
                 self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
@@ -330,7 +330,7 @@ class PairQueues:
         self._ready: dict[str, None] = {}
         self._gathering: dict[str, None] = {}
         """Adapters whose queued pairs wait for others (`align.accumulate_s`), those due first first."""
-        self._repeating: dict[str, None] = {}
+        self._idle_replay: dict[str, None] = {}
         """Adapters without other work whose learned pairs are, or are to be, trained on again in idle time."""
         self._waiting: dict[str, None] = {}
         """Adapters with pairs beyond `feedback.pairs_per_hour`."""
@@ -350,7 +350,7 @@ class PairQueues:
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
-        for names in (self._changed, self._ready, self._repeating, self._gathering, self._waiting, self._alarmed):
+        for names in (self._changed, self._ready, self._idle_replay, self._gathering, self._waiting, self._alarmed):
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
@@ -365,7 +365,11 @@ class PairQueues:
             _list(self._gathering, name, bool(queue.queue) and not due)
             ready = idle and (due or self.test_due(queue))
             _list(self._ready, name, ready)
-            _list(self._repeating, name, of_idle_pass(queue.taken) or (idle and not ready and queue.to_repeat(align)))
+            _list(
+                self._idle_replay,
+                name,
+                is_idle_replay(queue.taken) or (idle and not ready and queue.idle_replay_pairs(align)),
+            )
             _list(self._waiting, name, queue.waiting)
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
@@ -384,12 +388,12 @@ class PairQueues:
 
     # -- adapters with work ------------------------------------------------------------------------------------------
 
-    def repeating(self) -> str:
+    def idle_replay(self) -> str:
         """Return an adapter whose learned pairs are, or are to be, trained on again in idle time; "" without one."""
         self.recount()
-        for name in list(self._repeating):
+        for name in list(self._idle_replay):
             queue = self.queues[name]
-            if of_idle_pass(queue.taken) or queue.to_repeat(self._settings.now.align):
+            if is_idle_replay(queue.taken) or queue.idle_replay_pairs(self._settings.now.align):
                 return name
             # The settings have changed since it was counted.
             self._changed[name] = None
@@ -430,7 +434,7 @@ class PairQueues:
         if queue.queue:
             return False
         # Versions of passes in idle time alone wait for each other.
-        alone = behind == queue.idle_versions and queue.to_repeat(settings.align)
+        alone = behind == queue.idle_versions and queue.idle_replay_pairs(settings.align)
         return bool(queue.unscored) or (behind > 0 and not alone)
 
     def testable(self, queue: AdapterQueue) -> bool:

@@ -26,7 +26,7 @@ from edged.align.feedback.pair import (
     TokenPair,
     VersionPublished,
     VersionTested,
-    of_idle_pass,
+    is_idle_replay,
 )
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
@@ -304,14 +304,14 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        if of_idle_pass(adapter_step.fresh):
+        if is_idle_replay(adapter_step.fresh):
             queue.idle_versions += 1
         else:
             queue.idle_versions = 0
             self.trained_tokens += sum(outcome.pair.num_tokens for outcome in adapter_step.outcomes if outcome.trained)
             guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in adapter_step.outcomes)
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if of_idle_pass(adapter_step.fresh) else "trained"
+        reason = "repeated" if is_idle_replay(adapter_step.fresh) else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
         figures = {
@@ -383,7 +383,7 @@ class Trainer:
     def _close_failed(self, queue: AdapterQueue, adapter_step: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in adapter_step.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(adapter_step.fresh) and not of_idle_pass(adapter_step.fresh):
+        if 0 < len(sick) < len(adapter_step.fresh) and not is_idle_replay(adapter_step.fresh):
             queue.put_back([pair for pair in adapter_step.fresh if pair.pair_id not in sick])
             for pair in (pair for pair in adapter_step.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
@@ -438,7 +438,7 @@ class Trainer:
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
-            repeated = of_idle_pass(queue.taken)
+            repeated = is_idle_replay(queue.taken)
             queue.put_back()
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False, most_tries=_JOB_TRIES):

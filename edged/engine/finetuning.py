@@ -15,7 +15,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Kept
 from edged.align.feedback.outliers import OutlierHistory
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, of_idle_pass
+from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_idle_replay
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FineTuneStep
 from edged.align.trainer import Trainer
@@ -58,7 +58,7 @@ class StepTable:
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
-        self.passes_due = False
+        self.idle_replay_due = False
         """Whether learned pairs are to be trained on again in idle time."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
@@ -126,7 +126,7 @@ class StepTable:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        if not (ready or self.open_steps) and (adapter := self._trainer.pair_queues.repeating()):
+        if not (ready or self.open_steps) and (adapter := self._trainer.pair_queues.idle_replay()):
             if not sum(self._scheduler.counts().values()):
                 self._try_begin(adapter, now, 0, False)
             elif self._trainer.pair_queues.queues[adapter].idle_versions:
@@ -143,7 +143,7 @@ class StepTable:
         for open_step in list(bulk):
             queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
             wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
-            if wanted and of_idle_pass(queue.taken):
+            if wanted and is_idle_replay(queue.taken):
                 self.abandon(queue.name)
                 bulk.remove(open_step)
         if not bulk:
@@ -306,7 +306,7 @@ class StepTable:
         """
         queues, totals = self._trainer.pair_queues, self._stats.totals
         self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
-        self.passes_due = bool(queues.repeating())
+        self.idle_replay_due = bool(queues.idle_replay())
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             for record in records:
@@ -355,7 +355,7 @@ class StepTable:
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
             "repeating": next((name for name in bulk if name not in self._trainer.jobs), ""),
-            "passes_due": self.passes_due,
+            "idle_replay_due": self.idle_replay_due,
             "steps": self._trainer.steps,
             "active_adapters": list(open_steps[0].step.adapters) if open_steps else [],
             "testing": any(not isinstance(open_step.step, DpoStep) for open_step in open_steps),
@@ -407,7 +407,7 @@ class StepTable:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or of_idle_pass(self._trainer.pair_queues.queues[adapter].taken)
+        task.bulk = adapter in self._trainer.jobs or is_idle_replay(self._trainer.pair_queues.queues[adapter].taken)
         open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now)
         self._sync(open_step)
         self._scheduler.add(task, now)

@@ -29,6 +29,7 @@ log = logging.getLogger("edged.settings")
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
 RENAMED = {
+    "align.idle_passes": "align.idle_replay",
     "cache.spill": "cache.offload",
     "cache.spill_mb": "cache.offload_mb",
 }
@@ -206,7 +207,7 @@ class AlignSettings(Section):
     alpha: Positive = setting(32.0, "LoRA alpha; the update is scaled by alpha / rank")
     target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
     epochs: Count = setting(1, "times that a pair is trained on")
-    idle_passes: int = setting(
+    idle_replay: int = setting(
         2, "further times, in idle time, that the latest pairs are trained on while held-out pairs improve", ge=0
     )
     micro_batch_pairs: Count = setting(4, "pairs of one optimizer step")

@@ -92,13 +92,13 @@ def running_engine(
 ) -> Iterator[tuple[BuiltEngine, Client]]:
     """An engine on a saved tiny model, which `fails` or not; `settings` are section__key overrides.
 
-    Without `align__idle_passes` there are none, so that it ends when its pairs are learned.
+    Without `align__idle_replay` there are none, so that it ends when its pairs are learned.
     """
     model = tmp_path / f"model-{kind}"
     if not model.exists():
         save_tiny(model, kind)
     overrides = {"model.device": str(DEVICE), "model.dtype": "float32", "cache.page_size": 8, "cache.memory_mb": 4}
-    overrides["align.idle_passes"] = 0
+    overrides["align.idle_replay"] = 0
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     made: Settings = load_settings(environ={}, overrides=overrides)
     client = Client()

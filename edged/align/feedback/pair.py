@@ -49,7 +49,7 @@ class TokenPair:
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
 
 
-def of_idle_pass(pairs: Sequence[TokenPair]) -> bool:
+def is_idle_replay(pairs: Sequence[TokenPair]) -> bool:
     """Whether a step's own pairs are those of a pass in idle time: learned ones."""
     return bool(pairs) and pairs[0].state == "trained"
 

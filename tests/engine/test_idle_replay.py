@@ -25,7 +25,7 @@ def rest(engine: BuiltEngine) -> None:
 
 
 def test_learned_pairs_are_trained_on_again_so_often_and_no_version_takes_the_credit(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=2) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=2) as (engine, client):
         engine.submit_pairs(random_pairs(6))
         client.wait(lambda: len(repeats(client)) == 12)
         rest(engine)
@@ -40,7 +40,7 @@ def test_learned_pairs_are_trained_on_again_so_often_and_no_version_takes_the_cr
 
 def test_what_was_repeated_before_a_restart_is_not_repeated_again(tmp_path: Path) -> None:
     learned = [replace(pair, state="trained", epochs_done=pair.pair_id) for pair in random_pairs(3)]
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=2) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=2) as (engine, client):
         engine.submit_pairs(learned)
         client.wait(lambda: len(repeats(client)) == 3)
         rest(engine)
@@ -48,7 +48,7 @@ def test_what_was_repeated_before_a_restart_is_not_repeated_again(tmp_path: Path
 
 
 def test_passes_wait_for_those_who_ask_and_for_new_pairs(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=1) as (engine, client):
         engine.submit(request("long", random_ids(20, 1), 300))
         client.wait(lambda: engine.status()["queue"]["decode"] == 1)
         engine.submit_pairs(random_pairs(4))
@@ -64,7 +64,7 @@ def test_passes_end_where_held_out_pairs_do_not_gain_and_go_on_with_a_new_pair(t
     """Chosen and rejected answers of the held-out pairs are like each other: nothing can be gained on them."""
     same = [replace(pair, rejected=pair.chosen, state="held_out") for pair in random_pairs(4, seed=9, first_id=900)]
     settings = {**NO_TESTS, "guard__held_out_share": 0.001, "guard__min_pairs": 4, "guard__evaluate_every": 2}
-    with running_engine(tmp_path, **settings, align__idle_passes=50) as (engine, client):
+    with running_engine(tmp_path, **settings, align__idle_replay=50) as (engine, client):
         engine.submit_pairs(same)
         engine.submit_pairs(random_pairs(4))
         client.wait(lambda: len(repeats(client)) >= 4)
@@ -78,7 +78,7 @@ def test_passes_end_where_held_out_pairs_do_not_gain_and_go_on_with_a_new_pair(t
 def test_a_pair_that_a_version_was_taken_back_from_is_learned_again_once_and_repeated_as_others(tmp_path: Path) -> None:
     """Its note still says so after a restart, when it was learned again long ago."""
     learned = [replace(pair, state="trained", epochs_done=1, again=True) for pair in random_pairs(2)]
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=1) as (engine, client):
         engine.submit_pairs(learned)
         client.wait(lambda: len(repeats(client)) == 2)
         engine.submit_pairs(random_pairs(1, first_id=9))
@@ -88,18 +88,18 @@ def test_a_pair_that_a_version_was_taken_back_from_is_learned_again_once_and_rep
 
 
 def test_settings_that_end_the_passes_end_them_for_all(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1000) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=1000) as (engine, client):
         engine.submit_pairs([*random_pairs(2), *random_pairs(2, adapter="ben", first_id=11)])
         client.wait(lambda: len(repeats(client)) > 2)
-        align = engine.settings.align.model_copy(update={"idle_passes": 0})
+        align = engine.settings.align.model_copy(update={"idle_replay": 0})
         engine.configure(engine.settings.model_copy(update={"align": align})).result(20)
         rest(engine)
-        assert not engine.status()["finetune"]["passes_due"]
+        assert not engine.status()["finetune"]["idle_replay_due"]
     assert not client.of(StepSkipped)
 
 
 def test_after_a_rollback_nothing_is_repeated(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=2) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=2) as (engine, client):
         engine.pause_finetuning(True)
         engine.submit_pairs(random_pairs(4))
         engine.pause_finetuning(False)
@@ -117,7 +117,7 @@ def test_after_a_rollback_nothing_is_repeated(tmp_path: Path) -> None:
 
 
 def test_a_withdrawn_pair_is_repeated_no_more(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=1000) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=1000) as (engine, client):
         engine.submit_pairs(random_pairs(2))
         client.wait(lambda: len(repeats(client)) >= 4)
         engine.withdraw([1])
@@ -129,7 +129,7 @@ def test_a_withdrawn_pair_is_repeated_no_more(tmp_path: Path) -> None:
 
 
 def test_a_pass_that_fails_leaves_its_pairs_learned(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__idle_passes=2, align__max_grad_norm=1e30) as (engine, client):
+    with running_engine(tmp_path, **NO_TESTS, align__idle_replay=2, align__max_grad_norm=1e30) as (engine, client):
         learned = [replace(pair, state="trained", epochs_done=1) for pair in random_pairs(2)]
         broken = TokenPair(7, "ann", (3, 4), (5, 2), (6, 2), float("inf"), state="trained", epochs_done=1)
         engine.submit_pairs([*learned, broken])
