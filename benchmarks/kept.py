@@ -24,14 +24,14 @@ from typing import Any, get_args
 
 from benchmarks.support.command import finish, markdown, option, parse
 from benchmarks.support.random_llama import SHAPES, write_random_llama
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.engine.engine import Engine
 from edged.profiler.measure import Prober, StepShape
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 
-WAYS: tuple[Kept, ...] = get_args(Kept)
+WAYS: tuple[Recompute, ...] = get_args(Recompute)
 
 
 def main() -> None:
@@ -66,13 +66,13 @@ def engine(folder: str, tokens: int) -> Engine:
     return Engine.build(Settings(**settings), Path(folder), lambda _events: None, lambda _records: None, None)
 
 
-def peak_of(folder: str, tokens: int, way: Kept) -> int:
+def peak_of(folder: str, tokens: int, way: Recompute) -> int:
     """Return the peak bytes of a step above the memory before it."""
 
     def run() -> int:
         parts = engine(folder, tokens)
         measured, device = Prober(parts), parts.model.device
-        measured.run_step(StepShape(tokens // 8, 1, "inputs"))
+        measured.run_step(StepShape(tokens // 8, 1, "full"))
         start_peak(device)
         before = used_bytes(device)
         measured.run_step(StepShape(tokens, 1, way))
@@ -81,7 +81,7 @@ def peak_of(folder: str, tokens: int, way: Kept) -> int:
     return apart(run)
 
 
-def times(folder: str, tokens: int, rounds: int) -> dict[Kept, list[float]]:
+def times(folder: str, tokens: int, rounds: int) -> dict[Recompute, list[float]]:
     """Return the CPU seconds of steps, by way and round."""
     measured, found = Prober(engine(folder, tokens)), {way: list[float]() for way in WAYS}
     for number in range(rounds + 1):
@@ -93,11 +93,13 @@ def times(folder: str, tokens: int, rounds: int) -> dict[Kept, list[float]]:
     return found
 
 
-def report(options: Namespace, seconds: dict[Kept, list[float]], peaks: dict[Kept, int]) -> tuple[dict[str, Any], str]:
+def report(
+    options: Namespace, seconds: dict[Recompute, list[float]], peaks: dict[Recompute, int]
+) -> tuple[dict[str, Any], str]:
     """Return the figures, and them as a table; ratios are to the graph's step of the same round."""
     rows, lines = [], []
     for way, own in seconds.items():
-        low, middle, high = quantiles([mine / graph for mine, graph in zip(own, seconds["graph"], strict=True)], n=4)
+        low, middle, high = quantiles([mine / graph for mine, graph in zip(own, seconds["none"], strict=True)], n=4)
         rows.append({"way": way, "cpu_s": own, "over_graph": [low, middle, high], "peak_bytes": peaks[way]})
         took = f"{quantiles(own, n=4)[1]:.2f}"
         lines.append([f"`{way}`", took, f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{peaks[way] / 2**20:,.0f}"])

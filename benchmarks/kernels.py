@@ -122,7 +122,7 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
     settings = Settings.model_validate(
         {
             "model": {"device": options.device},
-            "align": {"loss_threshold": 0.0, "keep_graph": "inputs" if options.recompute else "auto"},
+            "align": {"loss_threshold": 0.0, "recompute": "full" if options.recompute else "auto"},
             "store": {"save_every_s": 3600.0},
         }
     )
@@ -174,7 +174,7 @@ def main() -> None:
         SIZE,
         option("--batch", "requests at once", 16, 2),
         option("--tokens", "of each answer", 24, 8),
-        flag("--recompute", "align.keep_graph = inputs: steps' forwards are packed with those of requests"),
+        flag("--recompute", "align.recompute = inputs: steps' forwards are packed with those of requests"),
         DEVICE,
         quick="a 4 M parameter model",
     )

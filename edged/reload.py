@@ -28,7 +28,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
         {
             *("enabled", "beta", "loss", "unpaired", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
             *("weight_decay", "max_grad_norm", "epochs", "idle_replay"),
-            *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "keep_graph", "fill_ahead"),
+            *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "recompute", "fill_ahead"),
         }
     ),
     "guard": _all_of("guard"),

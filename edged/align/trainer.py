@@ -17,7 +17,7 @@ from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.loss import REFERENCE_FREE
 from edged.align.dpo.step import DpoStep
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import (
     JobStepped,
     PairRetired,
@@ -189,10 +189,10 @@ class Trainer:
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
-    def open(self, adapter: str, keep: Kept, admit: Callable[[str], bool]) -> FineTuneStep:
+    def open(self, adapter: str, recompute: Recompute, admit: Callable[[str], bool]) -> FineTuneStep:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
 
-        A step keeps of its forward what `keep` names. It is shared with other adapters whose pairs fit the same window
+        A step recomputes what `recompute` says. It is shared with other adapters whose pairs fit the same window
         and that `admit` accepts.
         """
         queue = self.pair_queues[adapter]
@@ -209,7 +209,7 @@ class Trainer:
             adapter_steps = [
                 self._adapter_step(self.pair_queues[name], batch, align) for name, batch in batches.items()
             ]
-            step = DpoStep(adapter_steps, self._decoder, align, self._release, self.most_tokens, keep)
+            step = DpoStep(adapter_steps, self._decoder, align, self._release, self.most_tokens, recompute)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):

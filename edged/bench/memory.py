@@ -109,7 +109,7 @@ def plan_memory(
     kv_per_token = parts.pop("kv_per_token")
     adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
     room, wanted = device_bytes - system - found.total, context * kv_per_token
-    for kind in (*kept_kinds(sizes.shape, settings.align.keep_graph, cuda)[1:], "inputs"):
+    for kind in (*kept_kinds(sizes.shape, settings.align.recompute, cuda)[1:], "full"):
         if room < wanted:
             # Without room for the kept graph, steps compute more of their layers twice.
             less = kept_bytes(sizes.shape, settings, sizes.dtype, kind)

@@ -65,8 +65,8 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     try_lora(model, settings.align, settings.align.max_active_adapters)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
-    native = settings.model.short_layers
-    if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.narrow_weights)):
+    native = settings.model.cpu_kernels
+    if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.fp16_weights)):
         log.info("weights are not packed: %s", reason)
     if native and (reason := shorten_layers(model)):
         log.info("layers are computed as the model has them: %s", reason)

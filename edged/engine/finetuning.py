@@ -13,7 +13,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterState, UnknownAdap
 from edged.align.adapters.loader import AdapterLoader
 from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_idle_replay
 from edged.align.jobs import JobPlan
@@ -393,7 +393,7 @@ class StepTable:
             if not admit(adapter):
                 return False
             validates = adapter in self._trainer.jobs and self._trainer.jobs[adapter].validates
-            step = self._trainer.open(adapter, "inputs" if validates else self._keep(), admit)
+            step = self._trainer.open(adapter, "full" if validates else self._recompute(), admit)
         except Exception as error:
             if slots:
                 log.exception("a step of %s could not be opened", ", ".join(slots))
@@ -417,7 +417,7 @@ class StepTable:
         for slot in slots.values():
             self._slots.release(slot)
 
-    def _keep(self) -> Kept:
+    def _recompute(self) -> Recompute:
         """Return what the next step keeps of its forward, which spends memory to save time: the most that fits.
 
         Where the weights are read for serving anyway (a GPU that decodes), tokens in the packed forward are nearly
@@ -426,7 +426,7 @@ class StepTable:
         counts, device = self._scheduler.counts(), self._model.device
         serves = device.type == "cuda" and counts[Kind.PREFILL] + counts[Kind.DECODE] > 0
         if serves or self._trainer.size.graphs_fail:
-            return "inputs"
+            return "full"
         # Open steps may not have allocated their memory yet.
         most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.open_steps))
         about = self._model.shape, self._settings.now, self._model.dtype, device.type == "cuda", most

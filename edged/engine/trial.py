@@ -16,7 +16,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import LoraParameters, LoraRows, with_scaling
 from edged.align.dpo.loss import answer_logps, preference_loss
 from edged.align.dpo.step import DpoStep
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
@@ -155,20 +155,20 @@ def _dpo_steps(model: ServedModel, align: AlignSettings, state: AdapterState, pa
     if dead:
         return ""
 
-    def check(keep: Kept) -> str:
-        settings = align.model_copy(update={"window_tokens": _WINDOW if keep == "inputs" else pair.num_tokens})
-        got = _gradients(model, settings, AdapterStep(state, [pair], []), keep)
+    def check(recompute: Recompute) -> str:
+        settings = align.model_copy(update={"window_tokens": _WINDOW if recompute == "full" else pair.num_tokens})
+        got = _gradients(model, settings, AdapterStep(state, [pair], []), recompute)
         if like_own(model, got, own, _ROUNDING):
             return ""
         return (
             f"a DPO step's gradient differs from autograd's by {(got - wanted).norm() / wanted.norm():.2g} of its norm"
         )
 
-    if why := check("inputs") or check("graph"):
+    if why := check("full") or check("none"):
         return why
-    # align.keep_graph can be changed later.
-    if why := _failure(partial(check, "lean")):
-        log.warning('steps do not keep what align.keep_graph = "lean" does: %s', why)
+    # align.recompute can be changed later.
+    if why := _failure(partial(check, "selective")):
+        log.warning('steps do not keep what align.recompute = "selective" does: %s', why)
         model.shape = replace(model.shape, keeps_lean=False)
     return ""
 
@@ -184,11 +184,13 @@ def _answer_logps(model: ServedModel, state: AdapterState, pair: TokenPair, atte
     return logps
 
 
-def _gradients(model: ServedModel, align: AlignSettings, adapter_step: AdapterStep, keep: Kept) -> torch.Tensor:
+def _gradients(
+    model: ServedModel, align: AlignSettings, adapter_step: AdapterStep, recompute: Recompute
+) -> torch.Tensor:
     """Run a step's forward and units up to the optimizer's; return the gradients of all A and B in one row."""
     kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
     tap = LayerTap(model)
-    step = DpoStep([adapter_step], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, keep)
+    step = DpoStep([adapter_step], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, recompute)
     model.lora.load(0, adapter_step.state.weights, adapter_step.state.form.scalings)
     try:
         while step.micro_batch.tokens_left or step.units_left()[0][0] != "step":

@@ -14,7 +14,7 @@ from statistics import median_high
 
 import numpy as np
 
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FineTuneStep
 from edged.engine.engine import Engine
@@ -87,7 +87,7 @@ class StepShape:
 
     num_tokens: int
     pairs: int
-    keep: Kept
+    recompute: Recompute
     decodes: int = 0
     adapters: int = 1
 
@@ -140,11 +140,11 @@ def step_shapes(parts: Engine, quick: bool) -> list[StepShape]:
     for eighths in (1, 4) if quick else (1, 2, 3, 4, 6, 8):
         num_tokens = min(max(12, align.window_tokens * eighths // 8), align.max_pair_tokens)
         for pairs, decodes in ((1, 0), (2, 8)):
-            found.append(StepShape(num_tokens, pairs, "inputs", decodes))
-            if align.keep_graph in ("auto", "graph") and num_tokens * pairs <= align.window_tokens:
-                found.append(StepShape(num_tokens, pairs, "graph"))
+            found.append(StepShape(num_tokens, pairs, "full", decodes))
+            if align.recompute in ("auto", "none") and num_tokens * pairs <= align.window_tokens:
+                found.append(StepShape(num_tokens, pairs, "none"))
     joint = [number for number in (2, 4) if number <= align.joint_adapters]
-    return found + [StepShape(max(12, align.window_tokens // 8), 1, "inputs", adapters=number) for number in joint]
+    return found + [StepShape(max(12, align.window_tokens // 8), 1, "full", adapters=number) for number in joint]
 
 
 def measure(parts: Engine, quick: bool, progress: Progress = lambda _done, _all, _what: None) -> Prober:
@@ -320,7 +320,7 @@ class Prober:
         for name in names:
             trainer.submit([self._pair(name, shape.num_tokens) for _ in range(shape.pairs)])
             trainer.adapter_cache.get(name)
-        return trainer.open(names[0], shape.keep, lambda name: name in names)
+        return trainer.open(names[0], shape.recompute, lambda name: name in names)
 
     def _pair(self, adapter: str, num_tokens: int) -> TokenPair:
         """Make a pair of random tokens: half prompt, a quarter each answer."""

@@ -109,11 +109,11 @@ def _peaks(parts: Engine) -> dict[str, MemoryPeak]:
     if not parts.model.trainable_error:
         window, longest = settings.align.window_tokens, settings.align.max_pair_tokens
         pairs = 2 if 2 * window > longest else 1
-        steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, keep="inputs")}
-        for kind in kept_kinds(shape, settings.align.keep_graph, parts.model.device.type == "cuda"):
-            steps["kept graph" if kind == "graph" else "lean"] = StepShape(min(window, longest), 1, kind)
+        steps = {"step": StepShape(max(2 * window, longest) // pairs, pairs, recompute="full")}
+        for kind in kept_kinds(shape, settings.align.recompute, parts.model.device.type == "cuda"):
+            steps["kept graph" if kind == "none" else "selective"] = StepShape(min(window, longest), 1, kind)
         for name, step in steps.items():
-            modelled = lone_step_bytes(shape, settings, dtype, step.keep)
+            modelled = lone_step_bytes(shape, settings, dtype, step.recompute)
             pieces[name] = modelled, partial(prober.run_step, step)
     try:
         return {

@@ -32,6 +32,9 @@ RENAMED = {
     "align.idle_passes": "align.idle_replay",
     "cache.spill": "cache.offload",
     "cache.spill_mb": "cache.offload_mb",
+    "model.short_layers": "model.cpu_kernels",
+    "model.narrow_weights": "model.fp16_weights",
+    "align.keep_graph": "align.recompute",
 }
 """Former names of settings, which are read with a line in the log, and their names now."""
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
@@ -58,11 +61,11 @@ class ModelSettings(Section):
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
-    short_layers: bool = setting(True, "CPU, float32: few tokens pass products and common layers by compiled kernels")
-    narrow_weights: bool = setting(
+    cpu_kernels: bool = setting(True, "CPU, float32: few tokens pass products and common layers by compiled kernels")
+    fp16_weights: bool = setting(
         True,
         "CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
-        " results are the same (beside pack_weights and short_layers)",
+        " results are the same (beside pack_weights and cpu_kernels)",
     )
     decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = setting(
         "auto", "native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
@@ -71,7 +74,7 @@ class ModelSettings(Section):
         "auto", "triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
     )
     lora_kernel: Literal["auto", "torch", "native", "triton"] = setting(
-        "auto", "native (CPU, float32; beside short_layers) and triton (CUDA) add all adapters' updates at once"
+        "auto", "native (CPU, float32; beside cpu_kernels) and triton (CUDA) add all adapters' updates at once"
     )
     graph_memory_mb: int = setting(512, "CUDA: most memory of captured decode graphs / 2^20; 0: none is captured", ge=0)
     keep_freed_memory: bool = setting(True, "CPU: keep freed memory for the next iteration; given back when idle")
@@ -217,8 +220,8 @@ class AlignSettings(Section):
     replay_share: Share = setting(0.25, "older pairs added to a step, as a share of its new pairs")
     loss_threshold: float = setting(0.05, "a pair whose loss is below it has converged (CheckEnd)", ge=0.0)
     window_tokens: Count = setting(256, "tokens of one backward unit")
-    keep_graph: Literal["auto", "inputs", "lean", "graph"] = setting(
-        "auto", "kept of a step's forward where memory allows: all, what is costly, or inputs; auto: the most that fits"
+    recompute: Literal["auto", "full", "selective", "none"] = setting(
+        "auto", "in a step's backward, of its forward: full, what is cheap, nothing; auto: the least that memory allows"
     )
     fill_ahead: bool = setting(True, "flexllm: where memory allows, a step's next pairs are computed beside its units")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
@@ -228,12 +231,13 @@ class AlignSettings(Section):
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
 
-    @field_validator("keep_graph", mode="before")
+    @field_validator("recompute", mode="before")
     @classmethod
-    def _was_a_switch(cls, kept: Any) -> Any:
-        earlier = dict.fromkeys(("true", "1", "yes", "on", "y", "t"), "auto")
-        earlier |= dict.fromkeys(("false", "0", "no", "off", "n", "f"), "inputs")
-        return earlier.get(str(kept).lower(), kept)
+    def _was_a_switch(cls, value: Any) -> Any:
+        former = dict.fromkeys(("true", "1", "yes", "on", "y", "t"), "auto")
+        former |= dict.fromkeys(("false", "0", "no", "off", "n", "f", "inputs"), "full")
+        former |= {"lean": "selective", "graph": "none"}
+        return former.get(str(value).lower(), value)
 
 
 class FeedbackSettings(Section):

@@ -68,7 +68,7 @@ def room_for(device: Device, model: ModelSizes, settings: Settings) -> Simulated
         )
     refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
     left = free - pages * page_bytes
-    keeps = kept_that_fits(shape, settings, model.dtype, device.cuda, left / 4) != "inputs"
+    keeps = kept_that_fits(shape, settings, model.dtype, device.cuda, left / 4) != "full"
     return SimulatedHardware(device, model, pages, keeps, parts)
 
 

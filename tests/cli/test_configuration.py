@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from edged.cli.main import cli
 from edged.cli.settings import load_settings
 from edged.scheduler.policies.registry import ROWS
-from edged.settings.load import ConfigError, Settings
+from edged.settings.load import RENAMED, ConfigError, Settings
+from edged.settings.load import load_settings as load_typed
 from edged.settings.toml import to_toml_value
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +178,25 @@ def allowed(schema: dict[str, Any]) -> str:
     if "minimum" in schema:
         return f"{text}, at least {schema['minimum']:g}"
     return f"{text} over {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else text
+
+
+FORMER = {"cache.spill": "host", "cache.spill_mb": 7, "align.idle_passes": 7, "align.keep_graph": "lean"}
+FORMER |= {"model.short_layers": False, "model.narrow_weights": False}
+
+
+@pytest.mark.parametrize("where", ["file", "environment", "flag"])
+@pytest.mark.parametrize("former", RENAMED)
+def test_a_setting_is_read_under_its_former_name_and_the_log_has_its_name_now(
+    former: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (section, key), now, value = former.split("."), RENAMED[former], FORMER[former]
+    file = tmp_path / "edged.toml"
+    file.write_text(f"[{section}]\n{key} = {json.dumps(value)}\n" if where == "file" else "")
+    environ = {f"EDGED_{section}__{key}".upper(): str(value)} if where == "environment" else {}
+    settings = load_typed(file, environ, {former: value} if where == "flag" else {})
+    found = settings.model_dump()[section][now.split(".")[1]]
+    assert found == ("selective" if value == "lean" else value)
+    assert f'setting "{former}" is called "{now}" now' in caplog.text
 
 
 @pytest.mark.parametrize("section", list(Settings.model_fields))

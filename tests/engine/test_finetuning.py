@@ -178,9 +178,9 @@ def take_pages_of_steps(engine: BuiltEngine, times: int) -> list[int]:
 
 # The compiled kernels add up chunks of few tokens in another order than longer ones are, and AdamW makes much of that
 # where a gradient is near zero: so with them only windows that are all short end the same.
-@pytest.mark.parametrize(("window", "short_layers"), [(7, True), (7, False), (400, False)])
+@pytest.mark.parametrize(("window", "cpu_kernels"), [(7, True), (7, False), (400, False)])
 def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_same(
-    tmp_path: Path, window: int, short_layers: bool
+    tmp_path: Path, window: int, cpu_kernels: bool
 ) -> None:
     weights = []
     settings = {
@@ -188,8 +188,8 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "align__replay_share": 0.0,
         "guard__held_out_share": 0.0,
         "scheduler__idle_quantum_ms": 0.1,
-        "align__keep_graph": False,
-        "model__short_layers": short_layers,
+        "align__recompute": False,
+        "model__cpu_kernels": cpu_kernels,
     }
     for times in (0, 12):
         with running_engine(tmp_path, data=f"data-{times}", **settings) as (engine, client):
@@ -204,9 +204,9 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
+@pytest.mark.parametrize("recompute", [True, False])
 def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, keep_graph: bool) -> None:
-    settings = {"guard__held_out_share": 0.0, "align__keep_graph": keep_graph, "align__window_tokens": 60}
+    settings = {"guard__held_out_share": 0.0, "align__recompute": keep_graph, "align__window_tokens": 60}
     with running_engine(tmp_path, **settings) as (engine, client):
         run = engine.built.runner.run
         pieces: list[tuple[int, int]] = []
@@ -233,9 +233,9 @@ def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_
         "scheduler__slo_ms": 10_000.0,
         "align__window_tokens": 16,
         "align__replay_share": 0.0,
-        "align__keep_graph": False,
+        "align__recompute": False,
         "guard__held_out_share": 0.0,
-        "model__short_layers": False,
+        "model__cpu_kernels": False,
     }
     for fills in (True, False):
         with running_engine(tmp_path, data=f"data-{fills}", align__fill_ahead=fills, **settings) as (engine, client):

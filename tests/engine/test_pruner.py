@@ -59,7 +59,7 @@ class Masked:
             return model(torch.tensor([ids])).logits[0]
 
 
-class Kept:
+class Recompute:
     """Follows which tokens each head still has, by what the pruner decided."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_a_sequence_pruned_again_and_again_answers_as_a_model_that_cannot_see_wh
         pytest.skip(why_no_kernels())
     if path == "triton":
         pytest.importorskip("triton")
-    kept = Kept(monkeypatch)
+    kept = Recompute(monkeypatch)
     driver = forced(tmp_path)
     driver.parts.runner._backends = Backends(path)  # type: ignore[arg-type]
     ids = random_ids(150 if path == "triton" else 300, 1)
@@ -133,7 +133,7 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
     from edged.engine.cuda_graphs import DecodeGraphs
     from tests.engine.test_cuda_graphs import recorder
 
-    kept = Kept(monkeypatch)
+    kept = Recompute(monkeypatch)
     driver = forced(tmp_path)
     runner = driver.parts.runner
     paths = runner._paths = Backends("triton")
@@ -156,7 +156,7 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
 
 
 def test_pages_come_back_and_serve_another_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(monkeypatch)
+    kept = Recompute(monkeypatch)
     driver = forced(tmp_path)
     pool = driver.parts.runner.pages.pool
     first, second = random_ids(220, 1), random_ids(60, 2)

@@ -137,18 +137,18 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_graph", "gib", "keeps"),
+    ("recompute", "gib", "keeps"),
     [
-        ("inputs", 40.0, False),
+        ("full", 40.0, False),
         ("auto", 40.0, True),
         ("auto", 26.0, False),
-        ("graph", 26.0, False),
-        ("lean", 26.0, True),
+        ("none", 26.0, False),
+        ("selective", 26.0, True),
     ],
 )
 def test_a_step_keeps_what_the_engine_would_keep(keep_graph: str, gib: float, keeps: bool) -> None:
     cache = {"cache": {"memory_mb": 512}, "model": {"max_context_tokens": 2048}}
-    settings = Settings.model_validate({**cache, "align": {"keep_graph": keep_graph}})
+    settings = Settings.model_validate({**cache, "align": {"recompute": keep_graph}})
     file = read_device(find_device("rtx-6000-ada")).model_copy(update={"available_gib": gib})
     model = ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True)
     assert room_for(roofline_device(file, model, settings), model, settings).keeps_graph == keeps
@@ -187,7 +187,7 @@ def test_launches_count_where_the_cpu_is_slower_than_the_gpu(tmp_path: Path) -> 
 
 def test_computing_a_layer_again_costs_what_its_forward_and_its_backward_cost(tmp_path: Path) -> None:
     device, _ = on(tmp_path)
-    forward_s, backward_s = device.unit_s(Unit("graph", 2048)), device.unit_s(Unit("grad", 2048))
+    forward_s, backward_s = device.unit_s(Unit("none", 2048)), device.unit_s(Unit("grad", 2048))
     assert device.unit_s(Unit("layer", 2048)) == pytest.approx(forward_s + backward_s)
     assert backward_s > forward_s
 

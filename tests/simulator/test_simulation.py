@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from edged.align.dpo.step import DpoStep
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
 from edged.bench.replay import ReplayPlan, replay
 from edged.bench.traces import read_trace
@@ -307,11 +307,11 @@ class Told(DpoStep):
         return ran
 
 
-@pytest.mark.parametrize("keep", get_args(Kept))
+@pytest.mark.parametrize("keep", get_args(Recompute))
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("window", [32, 90, 256])
 def test_a_simulated_step_has_the_units_of_a_real_one(
-    monkeypatch: pytest.MonkeyPatch, keep: Kept, known: bool, window: int
+    monkeypatch: pytest.MonkeyPatch, keep: Recompute, known: bool, window: int
 ) -> None:
     pairs = exact.make_pairs(prompt=17)
     if not known:
@@ -427,7 +427,7 @@ def test_a_policy_that_fails_ends_a_simulation(monkeypatch: pytest.MonkeyPatch) 
 
 def test_trained_tokens_are_those_of_all_groups_of_a_step() -> None:
     # A group holds two windows: a step has two, and as many pairs in each.
-    settings = {"align": {"replay_share": 0.0, "micro_batch_pairs": 4, "window_tokens": 100, "keep_graph": False}}
+    settings = {"align": {"replay_share": 0.0, "micro_batch_pairs": 4, "window_tokens": 100, "recompute": False}}
     lengths = [(50, 20, 30)] * 4
     _, report = played(plan(settings=settings, rate_per_s=0.2, retrain_rate=1.0, seconds=60.0, pair_lengths=lengths))
     assert report["finetune"]["pairs_trained"] == 4

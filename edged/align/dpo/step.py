@@ -11,7 +11,7 @@ from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstr
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.loss import answer_logps
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
-from edged.align.dpo.step_plan import Kept, StepPlan, Work
+from edged.align.dpo.step_plan import Recompute, StepPlan, Work
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
@@ -34,17 +34,17 @@ class DpoStep:
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
         most_tokens: int,
-        keep: Kept = "inputs",
+        recompute: Recompute = "full",
     ) -> None:
-        """`most_tokens`: see `StepPlan`. Groups of at most a window keep of their forward what `keep` names."""
+        """`most_tokens`: see `StepPlan`. Groups of at most a window recompute what `recompute` says."""
         self.decoder, self.align = decoder, align
         self.adapter_steps = by_adapter = {adapter_step.adapter: adapter_step for adapter_step in adapter_steps}
         self.adapters = tuple(self.adapter_steps)
         self.finished = False
         self._release = release
         self._leaves = {adapter_step.adapter: adapter_step.parameters(decoder.dtype) for adapter_step in adapter_steps}
-        self.keeps_graph = keep != "inputs"
-        self._lean = keep == "lean"
+        self.keeps_graph = recompute != "full"
+        self._lean = recompute == "selective"
         self._plan = StepPlan(
             [pair for adapter_step in adapter_steps for pair in adapter_step.examples],
             # Version 0 answers as the base: its own log-probabilities are the reference's. The plan must not refer to

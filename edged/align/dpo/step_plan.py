@@ -11,8 +11,8 @@ from edged.align.feedback.pair import TokenPair
 from edged.scheduler.task import CUTTABLE_UNITS
 from edged.settings.load import AlignSettings
 
-Kept = Literal["inputs", "lean", "graph"]
-"""What a step keeps of its layers' forwards: inputs and K/V alone, also what Algorithm 1 keeps (`lean.py`), or all."""
+Recompute = Literal["full", "selective", "none"]
+"""The part of its layers' forwards that a backward computes again: all, what Algorithm 1 drops (`lean.py`), or none."""
 Work = tuple[str, int]
 """A unit's kind and the number of tokens (for "step", adapters) it covers: see `edged.scheduler.task.Unit`."""
 

@@ -15,7 +15,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM
 
-from edged.align.dpo.step_plan import Kept, head_window_size
+from edged.align.dpo.step_plan import Recompute, head_window_size
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
@@ -172,7 +172,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
         weight_copies=copies_bytes(shape, settings, dtype, left - slots) if copied else 0,
         lora_slots=slots,
         kept_graph=max(
-            (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(shape, align.keep_graph, cuda)), default=0
+            (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(shape, align.recompute, cuda)), default=0
         ),
         **work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda),
         kv_per_token=shape.kv_per_token(dtype),
@@ -185,7 +185,7 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
     """Return the bytes of the second and third copy of the linears' and the head's weights, if they fit `left`."""
     linears = shape.hidden_size * shape.vocab_size + sum(map(prod, shape.linears))
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
-    narrow = shape.in_16_bits and settings.model.short_layers and settings.model.narrow_weights
+    narrow = shape.in_16_bits and settings.model.cpu_kernels and settings.model.fp16_weights
     both = round(BOTH_COPIES * copy) if narrow else copy
     return next((size for size in (both, copy) if size <= most), 0)
 
@@ -218,19 +218,19 @@ def adapters_that_fit(weights: int, settings: Settings, dtype: torch.dtype, left
     return min(align.max_loaded_adapters, fitting), min(align.max_active_adapters, fitting)
 
 
-def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Kept, ...]:
-    """Return what `align.keep_graph` lets a step keep beside its inputs, the most first."""
+def kept_kinds(shape: BaseShape, setting: str, cuda: bool) -> tuple[Recompute, ...]:
+    """Return what `align.recompute` lets a step keep beside its inputs, the most first."""
     lean = shape.keeps_lean and not (cuda and setting == "auto")
-    kinds: tuple[Kept, ...] = ("graph", "lean") if lean else ("graph",)
+    kinds: tuple[Recompute, ...] = ("none", "selective") if lean else ("none",)
     return tuple(kind for kind in kinds if setting in ("auto", kind))
 
 
-def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Kept, factors: bool = False) -> int:
+def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: Recompute, factors: bool = False) -> int:
     """Return the bytes that a step of one window keeps beside its inputs and K/V: a graph, or Algorithm 1's results.
 
     With `factors` of outputs (IA3, DoRA) a graph also has the adapted linears' outputs from before these.
     """
-    if kind == "graph":
+    if kind == "none":
         before = sum(fan_out for _, fan_out in shape.targets) if factors else 0
         return graph_bytes(shape, settings, dtype) + before * dtype.itemsize * settings.align.window_tokens
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
@@ -238,15 +238,15 @@ def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: K
     width = sum(fan_out for _, fan_out in (*shape.linears, *shape.experts))
     width += shape.layers * (shape.heads * shape.head_dim + shape.hidden_size)
     each = width * dtype.itemsize + 4 * shape.layers * shape.heads
-    return each * settings.align.window_tokens if kind == "lean" else 0
+    return each * settings.align.window_tokens if kind == "selective" else 0
 
 
 def kept_that_fits(
     shape: BaseShape, settings: Settings, dtype: torch.dtype, cuda: bool, most: float, factors: bool = False
-) -> Kept:
+) -> Recompute:
     """Return the most that a step may keep in `most` bytes; `factors` as for `kept_bytes`."""
-    kinds = kept_kinds(shape, settings.align.keep_graph, cuda)
-    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind, factors) <= most), "inputs")
+    kinds = kept_kinds(shape, settings.align.recompute, cuda)
+    return next((kind for kind in kinds if kept_bytes(shape, settings, dtype, kind, factors) <= most), "full")
 
 
 def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
@@ -277,15 +277,15 @@ def step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded:
     return adapters + (steps - 1) * _kept_inputs(shape, settings, dtype) + _units_peak(shape, settings, dtype)
 
 
-def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, keep: Kept) -> int:
+def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, recompute: Recompute) -> int:
     """Return the bytes of one adapter's step of one micro-batch, beside its pages: of two windows that keep their
     inputs, or of one that keeps more."""
     one = adapter_weights(shape.targets, settings.align.rank)
     kept = (_GRADIENT_BYTES + dtype.itemsize) * one
-    if keep == "inputs":
+    if recompute == "full":
         return kept + _units_peak(shape, settings, dtype)
-    graph = kept_bytes(shape, settings, dtype, keep) + _head_unit(shape, settings)
-    if keep == "lean":
+    graph = kept_bytes(shape, settings, dtype, recompute) + _head_unit(shape, settings)
+    if recompute == "selective":
         graph += graph_bytes(shape, settings, dtype) // max(1, shape.layers)
     return kept + max(graph, _OPTIMIZER_BYTES * one)
 

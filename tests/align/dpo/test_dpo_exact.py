@@ -23,7 +23,7 @@ from edged.align.adapters.form import LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.micro_batch import MicroBatch
 from edged.align.dpo.step import DpoStep
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import pack
@@ -97,7 +97,7 @@ def take_step(
     window: int,
     chunk: int,
     preempt_at: tuple[int, ...] = (),
-    keep: Kept = "inputs",
+    recompute: Recompute = "full",
     broken: str = "",
     suspicion: OutlierDetector | None = None,
     cut_to: Callable[[], int] = lambda: 0,
@@ -127,7 +127,7 @@ def take_step(
         model.lora.load(slots[name], state.served, state.form.scalings)
     free = list(range(1, 80))
     adapter_steps = [AdapterStep(state, pairs[name], [], suspicion) for name, state in states.items()]
-    step = DpoStep(adapter_steps, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, keep)
+    step = DpoStep(adapter_steps, decoder, align, lambda pages: free.extend(pages.tolist()), 10_000, recompute)
     captured: dict[str, Gradients] = {}
     before = {name: state.tensors() for name, state in states.items()}
     for state in states.values():
@@ -280,32 +280,32 @@ def worst_error(got: Gradients, wanted: Gradients) -> float:
 
 # With its graph kept a pair must fit a window: 1 and 16 are too small, 70 holds one pair and 500 both.
 WINDOWS = [
-    *((window, "inputs") for window in (1, 16, 500)),
-    *((window, "graph") for window in (16, 70, 500)),
-    *((window, "lean") for window in (70, 500)),
+    *((window, "full") for window in (1, 16, 500)),
+    *((window, "none") for window in (16, 70, 500)),
+    *((window, "selective") for window in (70, 500)),
 ]
-QUICK = {("llama", 0, 1, "inputs"), *(("llama", 19, *window) for window in WINDOWS[1:]), ("gemma2", 19, 16, "inputs"),
-         ("gemma2", 0, 70, "graph"), ("gemma2", 19, 500, "lean")}  # fmt: skip
+QUICK = {("llama", 0, 1, "full"), *(("llama", 19, *window) for window in WINDOWS[1:]), ("gemma2", 19, 16, "full"),
+         ("gemma2", 0, 70, "none"), ("gemma2", 19, 500, "selective")}  # fmt: skip
 CASES = [
     case if case in QUICK else slow(*case)
     for case in ((kind, prompt, *window) for kind in ("llama", "gemma2") for prompt in (0, 19) for window in WINDOWS)
 ]
 
 
-@pytest.mark.parametrize(("kind", "prompt", "window", "keep"), CASES)
-def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, keep: Kept, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "prompt", "window", "recompute"), CASES)
+def test_unit_gradients_equal_trls(kind: str, prompt: int, window: int, recompute: Recompute, tmp_path: Path) -> None:
     pairs = make_pairs(prompt)
-    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, keep=keep)
+    got, step, weights = unit_gradients(tiny_model(kind), pairs, window, chunk=23, recompute=recompute)
     wanted, loss = trl_gradients(tiny_model(kind), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= ROUNDING
 
 
-@pytest.mark.parametrize("keep", ["graph", "lean", "inputs"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("targets", [["layers.1.self_attn.q_proj", "layers.1.mlp.down_proj"], ["q_proj", "v_proj"]])
-def test_linears_without_adapters_are_passed_through(targets: list[str], keep: Kept, tmp_path: Path) -> None:
-    how = {"keep": keep, "target_modules": targets}
-    got, _, weights = unit_gradients(tiny_model(), make_pairs(19), 16 if keep == "inputs" else 500, 23, **how)
+def test_linears_without_adapters_are_passed_through(targets: list[str], recompute: Recompute, tmp_path: Path) -> None:
+    how = {"recompute": recompute, "target_modules": targets}
+    got, _, weights = unit_gradients(tiny_model(), make_pairs(19), 16 if recompute == "full" else 500, 23, **how)
     wanted, _ = trl_gradients(tiny_model(), make_pairs(19), weights, tmp_path, targets=targets)
     assert len(got) == (2 if "q_proj" not in targets else 6)
     assert worst_error(got, wanted) <= ROUNDING
@@ -351,13 +351,15 @@ def test_ipo_gradients_equal_trls(tmp_path: Path) -> None:
     assert worst_error(got, wanted) <= ROUNDING
 
 
-@pytest.mark.parametrize("keep", ["graph", "lean", "inputs"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(loss: str, keep: Kept, tmp_path: Path) -> None:
+def test_with_the_chosen_answers_nll_beside_them_gradients_equal_trls(
+    loss: str, recompute: Recompute, tmp_path: Path
+) -> None:
     pairs = make_pairs(19)[:1]
-    window = 16 if keep == "inputs" else 500
+    window = 16 if recompute == "full" else 500
     how = {"loss": loss, "sft_weight": 0.7}
-    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, keep=keep, **how)
+    got, _, weights = unit_gradients(tiny_model("llama"), pairs, window, chunk=23, recompute=recompute, **how)
     wanted, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, **how)
     plain, _ = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, loss)
     assert worst_error(got, wanted) <= ROUNDING
@@ -416,19 +418,19 @@ def scored_by_base(base: PreTrainedModel, pairs: list[TokenPair]) -> list[TokenP
 
 # 16 tokens are less than a pair, 60 hold parts of two users' pairs, 500 hold all.
 WAYS = pytest.mark.parametrize(
-    ("window", "keep"), [(16, "inputs"), (60, "inputs"), (500, "inputs"), (500, "graph"), (500, "lean")]
+    ("window", "recompute"), [(16, "full"), (60, "full"), (500, "full"), (500, "none"), (500, "selective")]
 )
 
 
 @WAYS
 @pytest.mark.parametrize(("kind", "loss"), [("llama", "sigmoid"), slow("gemma2", "ipo")])
 def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
-    kind: str, loss: str, window: int, keep: Kept, tmp_path: Path
+    kind: str, loss: str, window: int, recompute: Recompute, tmp_path: Path
 ) -> None:
     pairs = three_users()
-    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, keep=keep)
+    together = take_step(tiny_model(kind), pairs, window, 50, loss=loss, recompute=recompute)
     for name, own in pairs.items():
-        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, keep=keep)
+        alone = take_step(tiny_model(kind), {name: own}, window, 50, loss=loss, recompute=recompute)
         wanted, value = trl_gradients(
             tiny_model(kind), scored_by_base(tiny_model(kind), own), together.before[name], tmp_path, loss
         )
@@ -447,10 +449,10 @@ def test_adapters_that_are_stepped_together_get_what_each_would_get_alone(
 
 
 @WAYS
-def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, keep: Kept) -> None:
+def test_a_member_whose_weights_are_not_finite_does_not_touch_the_others(window: int, recompute: Recompute) -> None:
     pairs = three_users()
-    whole = take_step(tiny_model("llama"), pairs, window, 50, keep=keep)
-    broken = take_step(tiny_model("llama"), pairs, window, 50, keep=keep, broken="bob")
+    whole = take_step(tiny_model("llama"), pairs, window, 50, recompute=recompute)
+    broken = take_step(tiny_model("llama"), pairs, window, 50, recompute=recompute, broken="bob")
     assert broken.adapter_steps["bob"].error == "loss is nan"
     assert broken.adapter_steps["bob"].state.version == 1
     for name in ("ann", "cyd"):
@@ -470,9 +472,9 @@ def test_a_member_whose_gradient_is_not_finite_does_not_touch_the_others() -> No
 
 
 @WAYS
-def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept) -> None:
-    calm = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep)
-    shaken = take_step(tiny_model("llama"), three_users(), window, 1000, keep=keep, preempt_at=(2, 9, 20, 33))
+def test_a_step_of_several_that_lost_its_pages_counts_nothing_twice(window: int, recompute: Recompute) -> None:
+    calm = take_step(tiny_model("llama"), three_users(), window, 1000, recompute=recompute)
+    shaken = take_step(tiny_model("llama"), three_users(), window, 1000, recompute=recompute, preempt_at=(2, 9, 20, 33))
     for name, adapter_step in shaken.adapter_steps.items():
         assert (adapter_step.trained, len(adapter_step.scores)) == (
             calm.adapter_steps[name].trained,
@@ -523,14 +525,16 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
     assert long <= 1.9 * short
 
 
-@pytest.mark.parametrize("keep", ["inputs", "lean", "graph"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "none"])
 @pytest.mark.parametrize("window", [16, 60, 200], ids=["a group per pair", "groups of a window", "one group"])
-def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept) -> None:
+def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, recompute: Recompute) -> None:
     pairs = make_pairs(12)
     wanted, calm, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000)
     # In its heads, early and late in its backward pass, and, with two groups, in the second one.
     preempt_at = (2, 9, 20, 33)
-    got, shaken, _ = unit_gradients(tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, keep=keep)
+    got, shaken, _ = unit_gradients(
+        tiny_model("llama"), pairs, window, 1000, preempt_at=preempt_at, recompute=recompute
+    )
     assert [(outcome.pair.pair_id, outcome.trained) for outcome in shaken.outcomes] == [(0, True), (1, True)]
     assert len(shaken.scores) == 2
     assert (shaken.trained, shaken.loss) == (calm.trained, pytest.approx(calm.loss))
@@ -543,21 +547,21 @@ def test_a_step_that_lost_its_pages_counts_nothing_twice(window: int, keep: Kept
 def test_keeping_the_graph_changes_no_gradient(kind: str) -> None:
     pairs = make_pairs(19)
     recomputed, _, _ = unit_gradients(tiny_model(kind), pairs, 16, 1000)
-    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, keep="graph")
+    kept, step, _ = unit_gradients(tiny_model(kind), pairs, 500, 1000, recompute="none")
     assert worst_error(kept, recomputed) <= ROUNDING
     assert step.trained == 2
 
 
 @WAYS
-def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, keep: Kept) -> None:
+def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: int, recompute: Recompute) -> None:
     good = make_pairs(19)
     # By the reference, the adapter has moved 900 nats to the wrong side.
     poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
-    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, keep=keep)
+    wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, recompute=recompute)
     suspicion = OutlierDetector(FeedbackSettings())
     suspicion.recall(OutlierHistory(losses=[1.001 * max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
     mixed = [good[0], poison, good[1]]
-    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, keep=keep, suspicion=suspicion)
+    got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, recompute=recompute, suspicion=suspicion)
     assert [outcome.trained for outcome in step.outcomes] == [True, False, True]
     assert step.outcomes[1].verdict.why.startswith("outlying: its loss is ")
     assert worst_error(got, wanted) <= ROUNDING

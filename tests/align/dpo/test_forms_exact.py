@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from edged.align.adapters.adapter import AdapterFiles, AdapterState
 from edged.align.adapters.form import LoraSpec
 from edged.align.adapters.peft_import import read_adapter
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.engine.lora.linear import LoraSlots
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
@@ -93,11 +93,11 @@ def imported(name: str, config: PeftConfig, folder: Path) -> AdapterState:
 @WAYS
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS.keys())
 def test_adapters_of_any_form_get_trls_gradients_in_one_step(
-    forms: dict[str, PeftConfig], window: int, keep: Kept, tmp_path: Path
+    forms: dict[str, PeftConfig], window: int, recompute: Recompute, tmp_path: Path
 ) -> None:
     pairs = three_users()
     states = {name: imported(name, config, tmp_path) for name, config in forms.items()}
-    made = take_step(base_model(), pairs, window, 50, preempt_at=(5, 17), keep=keep, begun=states)
+    made = take_step(base_model(), pairs, window, 50, preempt_at=(5, 17), recompute=recompute, begun=states)
     for name, own in pairs.items():
         scored = scored_by_base(base_model(), own)
         wanted, loss = trl_gradients(base_model(), scored, made.before[name], tmp_path, config=forms[name])

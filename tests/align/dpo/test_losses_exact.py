@@ -16,7 +16,7 @@ from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from edged.align.dpo.step_plan import Kept
+from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
 from tests.align.dpo.test_dpo_exact import (
     BETA,
@@ -39,12 +39,12 @@ QUIET = {
     "max_length": None,
 }
 WAYS = pytest.mark.parametrize(
-    ("window", "keep"),
+    ("window", "recompute"),
     [
-        (16, "inputs"),
-        pytest.param(500, "inputs", marks=pytest.mark.slow),
-        pytest.param(500, "graph", marks=pytest.mark.slow),
-        (500, "lean"),
+        (16, "full"),
+        pytest.param(500, "full", marks=pytest.mark.slow),
+        pytest.param(500, "none", marks=pytest.mark.slow),
+        (500, "selective"),
     ],
 )
 PAIR = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
@@ -91,9 +91,9 @@ def pairwise(kind: str, pair: TokenPair, weights: dict[str, torch.Tensor], folde
 
 
 @WAYS
-def test_cdpo_equals_trls(window: int, keep: Kept, tmp_path: Path) -> None:
+def test_cdpo_equals_trls(window: int, recompute: Recompute, tmp_path: Path) -> None:
     pairs, how = make_pairs(19)[:1], {"label_smoothing": 0.2}
-    got, step, weights = unit_gradients(tiny_model("llama"), pairs, window, 23, keep=keep, **how)
+    got, step, weights = unit_gradients(tiny_model("llama"), pairs, window, 23, recompute=recompute, **how)
     # TRL smooths the labels of AOT, which is DPO where a batch is one pair.
     wanted, loss = trl_gradients(tiny_model("llama"), pairs, weights, tmp_path, "aot", **how)
     assert step.loss == pytest.approx(loss, rel=1e-5)
@@ -102,10 +102,10 @@ def test_cdpo_equals_trls(window: int, keep: Kept, tmp_path: Path) -> None:
 
 @WAYS
 @pytest.mark.parametrize("smoothing", [0.1, pytest.param(0.0, marks=pytest.mark.slow)])
-def test_simpo_equals_trls(smoothing: float, window: int, keep: Kept, tmp_path: Path) -> None:
+def test_simpo_equals_trls(smoothing: float, window: int, recompute: Recompute, tmp_path: Path) -> None:
     pair = make_pairs(19)[0]
     how = {"loss": "simpo", "simpo_gamma": 0.4, "label_smoothing": smoothing}
-    got, step, weights = unit_gradients(tiny_model("llama"), [pair], window, 23, keep=keep, **how)
+    got, step, weights = unit_gradients(tiny_model("llama"), [pair], window, 23, recompute=recompute, **how)
     how = {"loss_type": "simpo", "simpo_gamma": 0.4, "label_smoothing": smoothing, "cpo_alpha": 0.0}
     wanted, loss = pairwise("simpo", pair, weights, tmp_path, **how)
     assert step.loss == pytest.approx(loss, rel=1e-5)
@@ -122,9 +122,9 @@ def test_simpo_with_the_chosen_answers_nll_equals_trls(tmp_path: Path) -> None:
 
 @WAYS
 @pytest.mark.parametrize("prompt", [0, 19])
-def test_orpo_equals_trls(prompt: int, window: int, keep: Kept, tmp_path: Path) -> None:
+def test_orpo_equals_trls(prompt: int, window: int, recompute: Recompute, tmp_path: Path) -> None:
     pair = make_pairs(prompt)[0]
-    got, step, weights = unit_gradients(tiny_model("llama"), [pair], window, 23, keep=keep, loss="orpo")
+    got, step, weights = unit_gradients(tiny_model("llama"), [pair], window, 23, recompute=recompute, loss="orpo")
     wanted, loss = pairwise("orpo", pair, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
@@ -132,11 +132,11 @@ def test_orpo_equals_trls(prompt: int, window: int, keep: Kept, tmp_path: Path) 
 
 @WAYS
 @pytest.mark.parametrize("loss", ["sft", "dft"])
-def test_the_chosen_answers_nll_equals_trls(loss: str, window: int, keep: Kept, tmp_path: Path) -> None:
+def test_the_chosen_answers_nll_equals_trls(loss: str, window: int, recompute: Recompute, tmp_path: Path) -> None:
     # Of different lengths: the mean is over tokens.
     pairs = make_pairs(19)
     cut = partial(random.Random(0).choice, [0, 1, 5, 16, 48])
-    how = {"keep": keep, "loss": loss, "preempt_at": (3, 9), "cut_to": cut}
+    how = {"recompute": recompute, "loss": loss, "preempt_at": (3, 9), "cut_to": cut}
     got, step, weights = unit_gradients(tiny_model("llama"), pairs, window, 23, **how)
     args = SFTConfig(output_dir=str(tmp_path), loss_type="nll" if loss == "sft" else "dft", **QUIET)
     rows = Dataset.from_dict({"prompt": ["a"], "completion": ["b"]})
@@ -187,11 +187,13 @@ def rated_by_trl(rated: list[TokenPair], weights: dict[str, torch.Tensor], folde
 @pytest.mark.parametrize(
     ("loss", "seed"), [("apo", 1), ("kto", 1), pytest.param("kto", 0, marks=pytest.mark.slow)], ids=str
 )
-def test_ratings_of_single_answers_equal_trls(loss: str, seed: int, window: int, keep: Kept, tmp_path: Path) -> None:
+def test_ratings_of_single_answers_equal_trls(
+    loss: str, seed: int, window: int, recompute: Recompute, tmp_path: Path
+) -> None:
     # At 16 tokens a window each of them has a group of its own.
     rated = ratings([True, False, True], seed)
     cut = partial(random.Random(0).choice, [0, 1, 5, 16, 48])
-    how = {"keep": keep, "unpaired": loss, "preempt_at": (3, 6, 9, 14, 22, 40), "cut_to": cut}
+    how = {"recompute": recompute, "unpaired": loss, "preempt_at": (3, 6, 9, 14, 22, 40), "cut_to": cut}
     got, step, weights = unit_gradients(tiny_model("llama"), rated, window, 23, **how)
     kind = {"apo": "apo_zero_unpaired", "kto": "kto"}[loss]
     wanted, value = rated_by_trl(rated, weights, tmp_path, kind)

@@ -138,7 +138,7 @@ def test_a_layer_that_does_more_than_its_parts_say_is_found_by_the_trial() -> No
 
 @pytest.mark.parametrize("setting", [True, False])
 def test_the_setting_decides_which_way_an_engine_goes(setting: bool, tmp_path: Path, shorts: list[int]) -> None:
-    with running_engine(tmp_path, model__device="cpu", model__short_layers=setting) as (engine, client):
+    with running_engine(tmp_path, model__device="cpu", model__cpu_kernels=setting) as (engine, client):
         shorts.clear()
         engine.submit(request("a", random_ids(40, 1), 5))
         client.wait(lambda: "a" in client.finished)

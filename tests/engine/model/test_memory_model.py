@@ -80,32 +80,32 @@ def test_a_step_keeps_the_most_that_fits() -> None:
     shape = BaseShape.of_config(AutoConfig.from_pretrained(MODELS / "llama-3.1-8b.json"), "all-linear")
 
     def kept(setting: object, cuda: bool, most: float) -> str:
-        settings = load_settings(environ={}, overrides={"align.keep_graph": setting})
+        settings = load_settings(environ={}, overrides={"align.recompute": setting})
         return kept_that_fits(shape, settings, torch.bfloat16, cuda, most)
 
     settings = load_settings(environ={})
-    graph, lean = (kept_bytes(shape, settings, torch.bfloat16, kind) for kind in ("graph", "lean"))
+    graph, lean = (kept_bytes(shape, settings, torch.bfloat16, kind) for kind in ("none", "selective"))
     # As `edged bench activations` counts them, and the last product's, which some models keep.
     assert lean == 256 * 32 * (2 * (5 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32)
     # Attention may be wider than the hidden states.
-    assert kept_bytes(replace(shape, head_dim=256), settings, torch.bfloat16, "lean") == lean + 256 * 32 * 2 * 4096
+    assert kept_bytes(replace(shape, head_dim=256), settings, torch.bfloat16, "selective") == lean + 256 * 32 * 2 * 4096
     assert [kept("auto", False, most) for most in (graph, graph - 1, lean, lean - 1)] == [
-        *("graph", "lean", "lean", "inputs")
+        *("none", "selective", "selective", "full")
     ]
-    assert [kept("auto", True, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
-    assert [kept("lean", True, most) for most in (graph, lean - 1)] == ["lean", "inputs"]
-    assert [kept("graph", False, most) for most in (graph, graph - 1)] == ["graph", "inputs"]
-    assert kept("inputs", False, graph) == "inputs"
+    assert [kept("auto", True, most) for most in (graph, graph - 1)] == ["none", "full"]
+    assert [kept("selective", True, most) for most in (graph, lean - 1)] == ["selective", "full"]
+    assert [kept("none", False, most) for most in (graph, graph - 1)] == ["none", "full"]
+    assert kept("full", False, graph) == "full"
     more = 2 * settings.align.window_tokens * sum(fan_out for _, fan_out in shape.targets)
-    assert kept_bytes(shape, settings, torch.bfloat16, "graph", factors=True) == graph + more
+    assert kept_bytes(shape, settings, torch.bfloat16, "none", factors=True) == graph + more
     fitting = (kept_that_fits(shape, settings, torch.bfloat16, True, graph, more) for more in (False, True))
-    assert list(fitting) == ["graph", "inputs"]
+    assert list(fitting) == ["none", "full"]
     # The setting was a switch.
     switches = (True, False, "true", "false", 1, 0, "1", "0", "on", "off", "YES", "NO", "TRUE", "FALSE")
-    assert [kept(switch, False, lean) for switch in switches] == ["lean", "inputs"] * 7
+    assert [kept(switch, False, lean) for switch in switches] == ["selective", "full"] * 7
     shape = replace(shape, keeps_lean=False)
-    assert [kept("auto", False, lean), kept("lean", False, graph), kept("auto", False, graph)] == [
-        *("inputs", "inputs", "graph")
+    assert [kept("auto", False, lean), kept("selective", False, graph), kept("auto", False, graph)] == [
+        *("full", "full", "none")
     ]
 
 
@@ -116,7 +116,7 @@ def test_what_a_step_keeps_is_what_autograd_saves_and_not_much_more(kind: str, t
     shape, settings = BaseShape.of_config(config, "all-linear"), load_settings(environ={})
     window = settings.align.window_tokens
     rows = {row["kept"]: row for row in account(tmp_path, "lora:all", window, window)["rows"]}
-    graph, lean = (kept_bytes(shape, settings, torch.bfloat16, way) / shape.layers for way in ("graph", "lean"))
+    graph, lean = (kept_bytes(shape, settings, torch.bfloat16, way) / shape.layers for way in ("none", "selective"))
     # A window's graph of one layer is there beside the gradients of its keys and values, in fp32.
     saved = rows["+ token windows"]["once_bytes"] - 2 * 4 * window * shape.kv_heads * shape.head_dim
     assert saved <= graph <= 1.65 * saved
@@ -219,7 +219,7 @@ def test_copies_of_weights_count_where_the_engine_would_make_them(stored: str, m
         return needs(shape, settings, form, torch.float32, False, free).weight_copies / weights
 
     assert copies(100) == most
-    assert copies(100, narrow_weights=False) == copies(100, short_layers=False) == 1.0
+    assert copies(100, fp16_weights=False) == copies(100, cpu_kernels=False) == 1.0
     assert copies(100, pack_weights=False) == 0.0
     assert copies(5) == 1.0
     assert copies(3) == 0.0

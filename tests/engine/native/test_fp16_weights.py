@@ -102,7 +102,7 @@ def test_the_setting_decides_and_the_log_says_it(
     setting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    settings = Settings.model_validate({"model": {"narrow_weights": setting, "device": "cpu"}})
+    settings = Settings.model_validate({"model": {"fp16_weights": setting, "device": "cpu"}})
     with caplog.at_level(logging.INFO, "edged.engine"):
         parts = Engine(settings, tmp_path / "model", data_dir=tmp_path / "data")
     assert {part.narrow is not None for part in parts_of(parts.model)} == {setting}
