@@ -166,7 +166,7 @@ class JobQueue(AdapterQueue):
         """Whether its next step can be opened."""
         return bool(self.batches) and self.step is None and not (self.unreadable or self.failed)
 
-    def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
+    def enqueue(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
         """Leave a pair in the store."""
         return None
 

@@ -90,7 +90,7 @@ class AdapterQueue:
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
-    def take_in(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
+    def enqueue(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
         """File a submitted pair by its state, or a new one by the rules; returns its new state and why, if it has one.
 
         `now` in seconds.

@@ -94,7 +94,7 @@ class Trainer:
         losses = losses or [self.pair_queues.queues[name].loss for name in step.adapters]
         return sum(losses) / len(losses)
 
-    def take_in(self, adapter: str, state: AdapterState | None) -> None:
+    def enqueue(self, adapter: str, state: AdapterState | None) -> None:
         """Take in a state that was read from disk, whose version may make a step or test due.
 
         None: the state could not be read, and the adapter has no work until it can be.
@@ -135,7 +135,7 @@ class Trainer:
             if pair.num_tokens > most:
                 reason = f"{pair.num_tokens} tokens do not fit: the KV cache has room for {most}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
-            elif (taken := queue.take_in(pair, guard, self.pair_queues.now)) is not None:
+            elif (taken := queue.enqueue(pair, guard, self.pair_queues.now)) is not None:
                 state, reason = taken
                 self.records.append(pair.retired(state, version, 0, reason))
                 if state == "held_out":
@@ -337,7 +337,7 @@ class Trainer:
                 version, reason = self.adapter_cache.version(queue.name), f"burst: the user's own signals {why}"
                 self.records += [PairRetired(n, queue.name, "quarantined", version, 0, reason) for n in pair_ids]
 
-            self.versions.take_back(queue.name, f"guard: {len(pair_ids)} pairs {why}", quarantine)
+            self.versions.withdraw(queue.name, f"guard: {len(pair_ids)} pairs {why}", quarantine)
 
     def _close_job_step(self, queue: JobQueue, adapter_step: AdapterStep, seconds: float) -> None:
         """Publish the version that a job's step made; a step that found no memory is tried again, another's failure
@@ -393,7 +393,7 @@ class Trainer:
         if not math.isfinite(adapter_step.loss) and adapter_step.version > 0:
             # Weights that answer with NaN or infinity must not be served a moment longer.
             queue.guard.step_scale /= 2
-            self.versions.take_back(queue.name, f"guard: {adapter_step.error}")
+            self.versions.withdraw(queue.name, f"guard: {adapter_step.error}")
 
     def _close_test(self, queue: AdapterQueue, test: HeldOutEvaluation) -> None:
         guard, settings = queue.guard, self._settings.now.guard

@@ -8,7 +8,7 @@ from typing import Any
 
 from edged.align.adapters.adapter import AdapterError, AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
-from edged.align.adapters.loader import Take
+from edged.align.adapters.loader import OnRead
 from edged.align.feedback.pair import VersionPublished
 from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
 from edged.align.pair_queues import AdapterQueue, PairQueues
@@ -17,7 +17,7 @@ from edged.tensors.host_copy import HostCopies
 
 _CALM_TESTS = 32
 """Tests passed in a row after which a reduced step size is doubled."""
-Read = Callable[[str, Callable[[], Any], Take], object]
+Read = Callable[[str, Callable[[], Any], OnRead], object]
 """`AdapterLoader.read`."""
 log = logging.getLogger("edged.align")
 
@@ -131,7 +131,7 @@ class Versions:
             if known and queue.steps > guard.restored_at_step:
                 # A restored version that fails says nothing of the current step size, nor does what a job asked for.
                 guard.step_scale /= 2
-            self.take_back(queue.name, f"guard: {problem}", first=guard.floor if broken and not known else 0)
+            self.withdraw(queue.name, f"guard: {problem}", first=guard.floor if broken and not known else 0)
             return problem
         guard.passed_in_a_row += 1
         if guard.passed_in_a_row >= _CALM_TESTS:
@@ -170,7 +170,7 @@ class Versions:
             guard.not_finite_version, guard.tested_version, guard.test_soon = version, -1, True
         return False
 
-    def take_back(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None, first: int = 0) -> None:
+    def withdraw(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None, first: int = 0) -> None:
         """Withdraw the current version: nothing begins with it, and the newest good version is read to take its place.
 
         Where none was found good, or one is to be tried `first`, the newest on disk before it is restored, else the

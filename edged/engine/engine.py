@@ -93,7 +93,7 @@ class Engine:
         def on_read(adapter: str, error: str) -> None:
             sequences.on_fetched(adapter, error, time.monotonic())
 
-        loader = AdapterLoader(adapter_cache, lambda name, state: trainer.take_in(name, state), on_read, commands.offer)
+        loader = AdapterLoader(adapter_cache, lambda name, state: trainer.enqueue(name, state), on_read, commands.offer)
         sequences = self.sequences = SequenceTable(
             settings.serving, scheduler, runner, slots, adapter_cache, loader.fetch, stats
         )

@@ -458,7 +458,7 @@ class StepTable:
                 self.abandon(adapter)
                 reason = f"guard: version {version} answered with numbers that are not finite"
                 self._trainer.fail_job(adapter, reason)
-                self._trainer.versions.take_back(adapter, reason)
+                self._trainer.versions.withdraw(adapter, reason)
         totals = self._stats.totals
         totals.optimizer_steps, totals.pairs_trained = self._trainer.steps, self._trainer.pairs_trained
         totals.trained_tokens = self._trainer.trained_tokens

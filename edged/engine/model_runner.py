@@ -21,7 +21,7 @@ from edged.engine.attention.selection import Backends
 from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora.segments import NO_SLOT
-from edged.engine.model.layer_access import LayerTap, PagedDecoder, Take
+from edged.engine.model.layer_access import CapturePlan, LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import Drawn, SampledRows, sample
@@ -49,8 +49,8 @@ class OpenStep:
     opened_s: float
 
 
-Taken = list[tuple[PairForward, Piece]]
-Takes = list[tuple[OpenStep, Taken, list[Segment]]]
+Pieces = list[tuple[PairForward, Piece]]
+PackedPieces = list[tuple[OpenStep, Pieces, list[Segment]]]
 """Pieces of steps in a forward, with their open steps and segments."""
 
 
@@ -169,7 +169,7 @@ class ModelRunner:
         if self.pruner is not None:
             self.pruner.begin_iteration()
         segments: list[Segment] = []
-        takes: Takes = []
+        takes: PackedPieces = []
         for grant in plan.grants:
             if not grant.num_tokens:
                 continue
@@ -178,9 +178,9 @@ class ModelRunner:
                     segments.append(self._sequence_segment(sequences[grant.task.task_id], grant.num_tokens, work))
                 else:
                     open_step = open_steps[grant.task.task_id]
-                    taken = open_step.step.packing.take(grant.num_tokens)
-                    parts = segments_of(taken, open_step.slots, self.kv.page_size, self.pages.allocate)
-                    takes.append((open_step, taken, parts))
+                    pieces = open_step.step.packing.next_pieces(grant.num_tokens)
+                    parts = segments_of(pieces, open_step.slots, self.kv.page_size, self.pages.allocate)
+                    takes.append((open_step, pieces, parts))
                     segments += parts
             except OutOfPages:
                 # This is rare, since the plan was made from the same counts: the task waits an iteration.
@@ -215,7 +215,7 @@ class ModelRunner:
         return segment
 
     def _forward(
-        self, segments: list[Segment], takes: Takes, work: RunnerOutput, while_waiting: Callable[[], None]
+        self, segments: list[Segment], takes: PackedPieces, work: RunnerOutput, while_waiting: Callable[[], None]
     ) -> None:
         if self.pages.offload is not None:
             self.pages.offload.join()
@@ -236,8 +236,8 @@ class ModelRunner:
         self._find_broken(work)
         for sequence, num_tokens in work.prefilled:
             sequence.computed += num_tokens
-        for open_step, taken, _ in takes:
-            num_tokens = sum(piece.stop - piece.start for _, piece in taken)
+        for open_step, pieces, _ in takes:
+            num_tokens = sum(piece.stop - piece.start for _, piece in pieces)
             open_step.step.packing.advance(num_tokens)
             work.finetuned[open_step.task.task_id] = num_tokens
 
@@ -258,12 +258,13 @@ class ModelRunner:
         work.sampled = [work.sampled[index] for index in order]
         return graphs.run([segments[index] for index in order], self._sampling_rows(work))
 
-    def _launch(self, segments: list[Segment], takes: Takes, work: RunnerOutput) -> SampledRows | None:
+    def _launch(self, segments: list[Segment], takes: PackedPieces, work: RunnerOutput) -> SampledRows | None:
         """Launch a packed forward kernel by kernel, and sample the next tokens of `work.sampled`."""
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
-        kept: list[Take] = [
-            take_of(open_step.step.packing, taken, parts, self.model.device) for open_step, taken, parts in takes
+        kept: list[CapturePlan] = [
+            capture_plan_of(open_step.step.packing, pieces, parts, self.model.device)
+            for open_step, pieces, parts in takes
         ]
         self._tap.arm(kept, checks=any(len(segment.token_ids) > 1 for segment in work.segments))
         try:
@@ -316,14 +317,14 @@ class ModelRunner:
 
 
 def segments_of(
-    taken: Taken, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
+    pieces: Pieces, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
 ) -> list[Segment]:
     """Make the segments of taken pieces, in the same order, each with the LoRA slot of its pair's adapter.
 
     The streams' pages are extended to hold them.
     """
     segments = []
-    for pair_forward, piece in taken:
+    for pair_forward, piece in pieces:
         needed = -(-piece.stop // page_size) - len(pair_forward.pages)
         if needed > 0:
             pair_forward.pages = np.concatenate((pair_forward.pages, allocate(needed)))
@@ -340,13 +341,15 @@ def segments_of(
     return segments
 
 
-def take_of(micro_batch: MicroBatch, taken: Taken, segments: list[Segment], device: torch.device) -> Take:
+def capture_plan_of(
+    micro_batch: MicroBatch, pieces: Pieces, segments: list[Segment], device: torch.device
+) -> CapturePlan:
     """Return what the layer tap is to keep of a packed batch that holds `segments`."""
     rows: list[np.ndarray] = []
     last: list[np.ndarray] = []
     kept: list[np.ndarray] = []
     kept_start = -1
-    for (pair_forward, piece), segment in zip(taken, segments, strict=True):
+    for (pair_forward, piece), segment in zip(pieces, segments, strict=True):
         rows.append(np.arange(segment.start, segment.start + piece.stop - piece.start))
         last.append(np.arange(pair_forward.row + piece.start, pair_forward.row + piece.stop))
         if pair_forward.kept >= 0:
@@ -354,4 +357,4 @@ def take_of(micro_batch: MicroBatch, taken: Taken, segments: list[Segment], devi
             kept.append(rows[-1])
     moved = upload([np.concatenate(part) for part in (rows, last, kept) if part], device)
     inputs, kept_rows = (micro_batch.inputs, moved[2]) if kept else (None, None)
-    return Take(micro_batch.last, moved[0], moved[1], inputs, kept_rows, kept_start)
+    return CapturePlan(micro_batch.last, moved[0], moved[1], inputs, kept_rows, kept_start)

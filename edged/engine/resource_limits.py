@@ -146,7 +146,7 @@ class ResourceLimits:
 
     def _grow(self, capacity: int) -> bool:
         try:
-            self._kv.take_back(capacity)
+            self._kv.reclaim(capacity)
         except (MemoryError, RuntimeError) as error:
             log.warning("pages stay given back: %s", error)
             self._full = True

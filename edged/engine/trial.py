@@ -24,7 +24,7 @@ from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.probe import like_own, own_logits
 from edged.engine.model.served_model import ServedModel
-from edged.engine.model_runner import segments_of, take_of
+from edged.engine.model_runner import capture_plan_of, segments_of
 from edged.runtime import logs
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
@@ -198,11 +198,11 @@ def _gradients(
                 step.run_unit()
                 continue
             size = min(step.micro_batch.tokens_left, _WINDOW)
-            taken = step.micro_batch.take(size)
-            segments = segments_of(taken, {adapter_step.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
+            pieces = step.micro_batch.next_pieces(size)
+            segments = segments_of(pieces, {adapter_step.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
             with torch.inference_mode():
                 batch = pack(segments, kv, model.device)
-                tap.arm([take_of(step.micro_batch, taken, segments, model.device)])
+                tap.arm([capture_plan_of(step.micro_batch, pieces, segments, model.device)])
                 with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
                     model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
                 tap.disarm()

@@ -250,16 +250,16 @@ class SimulatedRunner:
     def _tune(self, open_step: SimulatedOpenStep, num_tokens: int, load: Pass) -> int:
         """Advance a step by up to `num_tokens`; return the tokens done. Raises OutOfPages before any stream has
         advanced."""
-        taken: list[tuple[SimulatedPairForward, int]] = []
+        pieces: list[tuple[SimulatedPairForward, int]] = []
         needed, left, size = 0, num_tokens, self.pages.page_size
         for pair_forward in open_step.step.packing:
             piece = min(pair_forward.left, left)
             if piece:
-                taken.append((pair_forward, piece))
+                pieces.append((pair_forward, piece))
                 needed += max(0, -(-(pair_forward.done + piece) // size) - pair_forward.pages)
                 left -= piece
         open_step.pages += self.pages.allocate(needed)
-        for pair_forward, piece in taken:
+        for pair_forward, piece in pieces:
             load.add_chunk(piece, pair_forward.done, finetune=True)
             load.adapted += 0 if pair_forward.reference else piece
             pair_forward.done += piece

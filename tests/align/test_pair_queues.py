@@ -23,6 +23,6 @@ def test_a_pair_whose_version_was_taken_back_waits_once_however_often_it_comes()
     queue, everything_held_out = AdapterQueue("ann"), GuardSettings(held_out_share=1.0)
     pair = TokenPair(1, "ann", (1,), (2,), (3,), again=True)
     for _ in range(3):
-        assert queue.take_in(pair, everything_held_out, 0.0) is None
+        assert queue.enqueue(pair, everything_held_out, 0.0) is None
     assert list(queue.queue) == [pair]
     assert (queue.new_pairs, queue.held_out) == (0, {}), "it was let in before"

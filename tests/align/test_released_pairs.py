@@ -31,7 +31,7 @@ def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradie
     """A step of these pairs that ended; by their `margin` of log-probabilities they are suspicious or usual."""
     adapter_step = AdapterStep(state("ann", beta=1.0), pairs, [], queue.detector)
     for one in pairs:
-        adapter_step.take(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
+        adapter_step.add_pair(one, [AnswerLogps(margin, 0.0, 12), AnswerLogps(0.0, 0.0, 12)])
     for total in (tensor for both in adapter_step.gradients.values() for tensor in both):
         total += torch.full_like(total, gradient)
     adapter_step.finish()

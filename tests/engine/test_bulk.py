@@ -199,7 +199,7 @@ def test_a_job_whose_version_answers_with_nan_has_failed(tmp_path: Path) -> None
 def test_a_job_whose_adapter_is_unreadable_or_forgotten_has_failed(tmp_path: Path) -> None:
     with running_engine(tmp_path) as (engine, client):
         begun(engine)
-        engine.commands.ask(lambda: engine.trainer.take_in("made", None)).result(30)
+        engine.commands.ask(lambda: engine.trainer.enqueue("made", None)).result(30)
         client.wait(lambda: client.of(JobStepped))
         assert "cannot be read" in client.of(JobStepped)[-1].error
         assert engine.end_job("made").result(30) == 0
@@ -312,7 +312,7 @@ def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_lef
         engine.test_with(NEUTRAL)
         left, pairs = left_by_a_job(engine, client)
         learn(engine, client, pairs[0])
-        engine.commands.ask(lambda: engine.trainer.versions.take_back("made", "guard: a test")).result(20)
+        engine.commands.ask(lambda: engine.trainer.versions.withdraw("made", "guard: a test")).result(20)
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 2)
         guard = engine.trainer.pair_queues["made"].guard
         change = guard.floor_nll_change

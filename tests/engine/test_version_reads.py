@@ -70,7 +70,7 @@ def ask(engine: BuiltEngine, client: Client, name: str, adapter: str | None = No
 
 def withdraw(engine: BuiltEngine, adapter: str = "ann") -> None:
     """The guard finds that the current version is bad."""
-    engine.built.commands.ask(lambda: engine.built.trainer.versions.take_back(adapter, "guard: a test")).result(20)
+    engine.built.commands.ask(lambda: engine.built.trainer.versions.withdraw(adapter, "guard: a test")).result(20)
 
 
 def same_weights(engine: BuiltEngine, adapter: str, version: int) -> bool:

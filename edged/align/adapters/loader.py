@@ -13,7 +13,7 @@ from edged.tensors.cpu_threads import one_beside
 log = logging.getLogger("edged.align")
 
 
-Take = Callable[[Future[Any] | None], None]
+OnRead = Callable[[Future[Any] | None], None]
 """What the engine thread does with a finished read; None: the adapter was forgotten meanwhile."""
 
 
@@ -37,7 +37,7 @@ class AdapterLoader:
         self._thread = one_beside("edged-loader")
         self._reading: dict[str, Future[AdapterState]] = {}
         """Reads of states that are not resident, by adapter; `forget` removes an adapter's."""
-        self._replacing: dict[Future[Any], tuple[str, Take]] = {}
+        self._replacing: dict[Future[Any], tuple[str, OnRead]] = {}
         """Reads of what takes a version's place: adapters, and what is done with the results."""
 
     @property
@@ -51,22 +51,22 @@ class AdapterLoader:
             self._reading[adapter] = future = self._thread.submit(self._adapter_cache.load, adapter)
             future.add_done_callback(lambda read: self._post(lambda: self._take(adapter, read)))
 
-    def read(self, adapter: str, work: Callable[[], Any], take: Take) -> None:
+    def read(self, adapter: str, work: Callable[[], Any], on_read: OnRead) -> None:
         """Do `work`, which reads what takes the place of an adapter's version, after all reads before it.
 
         The engine thread then has its future for `take`, and requests that waited for the adapter go on.
         """
         read = self._thread.submit(work)
-        self._replacing[read] = adapter, take
+        self._replacing[read] = adapter, on_read
         read.add_done_callback(lambda _: self._post(partial(self._replace, read)))
 
     def forget(self, adapter: str) -> None:
         """Discard the results of reads that are under way for an adapter."""
         self._reading.pop(adapter, None)
-        for read, (name, take) in list(self._replacing.items()):
+        for read, (name, on_read) in list(self._replacing.items()):
             if name == adapter:
                 self._replacing[read] = adapter, lambda _: None
-                take(None)
+                on_read(None)
 
     def close(self) -> None:
         """Accept no more reads; those of what takes a version's place are finished: somebody waits, or it must go."""
@@ -80,8 +80,8 @@ class AdapterLoader:
         """Take in, on the engine thread, what takes a version's place, unless the adapter was forgotten meanwhile."""
         found = self._replacing.pop(read, None)
         if found is not None:
-            adapter, take = found
-            take(read)
+            adapter, on_read = found
+            on_read(read)
             self._on_ended(adapter, "")
 
     def _take(self, adapter: str, read: Future[AdapterState]) -> None:

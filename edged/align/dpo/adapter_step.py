@@ -155,7 +155,7 @@ class AdapterStep:
         else:
             torch._foreach_copy_(self._totals, totals)
 
-    def take(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss | None:
+    def add_pair(self, pair: TokenPair, answers: Sequence[AnswerLogps]) -> ExampleLoss | None:
         """Take in the log-probabilities of a pair's answers; returns its loss.
 
         None: it has no part in the gradient, as its loss is under the threshold or far too high, or it is mismatched.

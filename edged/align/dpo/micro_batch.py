@@ -150,15 +150,15 @@ class MicroBatch:
         """Forward tokens that are not computed yet."""
         return sum(pair_forward.left for pair_forward in self.pair_forwards)
 
-    def take(self, num_tokens: int) -> list[tuple[PairForward, Piece]]:
+    def next_pieces(self, num_tokens: int) -> list[tuple[PairForward, Piece]]:
         """The next `num_tokens` forward tokens as pieces, which `advance` marks as computed."""
-        taken: list[tuple[PairForward, Piece]] = []
+        pieces: list[tuple[PairForward, Piece]] = []
         for pair_forward in self.pair_forwards:
             stop = pair_forward.done + min(pair_forward.left, num_tokens)
             if stop > pair_forward.done:
-                taken += [(pair_forward, piece) for piece in pair_forward.layout.pieces(pair_forward.done, stop)]
+                pieces += [(pair_forward, piece) for piece in pair_forward.layout.pieces(pair_forward.done, stop)]
                 num_tokens -= stop - pair_forward.done
-        return taken
+        return pieces
 
     def restart(self, release: Callable[[np.ndarray], None]) -> None:
         """Give the pages back, and mark all tokens as not computed."""

@@ -188,7 +188,7 @@ class DpoStep:
             if pair.ref_chosen_logp is not None and pair.ref_rejected_logp is not None:
                 known = (pair.ref_chosen_logp, pair.ref_rejected_logp)
             answers = answer_logps(own, known, pair_forward.layout.scored_tokens, weighted[pair_forward.owners])
-            loss = self.adapter_steps[pair.adapter].take(pair, answers)
+            loss = self.adapter_steps[pair.adapter].add_pair(pair, answers)
             if loss is not None:
                 coefficients[pair_forward.owners] = [pair.weight * coefficient for coefficient in loss.coefficients]
                 # Rows behind the last answer that has a coefficient have no gradient.

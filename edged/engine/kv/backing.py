@@ -38,7 +38,7 @@ class Backing:
     def give_back(self, ranges: Ranges) -> None:
         """Return these parts to the system, as far as their pages hold nothing else; their content is lost."""
 
-    def take_back(self, ranges: Ranges) -> None:
+    def reclaim(self, ranges: Ranges) -> None:
         """Make all of these parts usable again, zeros where they were given back. Raises MemoryError."""
 
 
@@ -142,7 +142,7 @@ class CudaMemory(Backing):
             torch.cuda.synchronize(self._device)
             self._unmap(pieces)
 
-    def take_back(self, ranges: Ranges) -> None:
+    def reclaim(self, ranges: Ranges) -> None:
         """See `Backing`: map all pieces that a range touches; on MemoryError those mapped before it stay."""
         wanted = {piece for first, end in ranges for piece in range(first // self._piece, -(-end // self._piece))}
         for piece in sorted(wanted - self._handles.keys()):
@@ -154,7 +154,7 @@ class CudaMemory(Backing):
         last = (self._whole - self._piece, self._whole)
         self._bytes[last[0] : last[1]].fill_(1)
         self.give_back([last])
-        self.take_back([last])
+        self.reclaim([last])
         if bool(self._bytes[last[0] : last[1]].any()):
             raise CudaMemoryError("memory that was given back and taken again is not zero")
 

@@ -90,10 +90,10 @@ class KvStore:
         for backing in self._backings:
             backing.give_back(self._ranges(first, self._pages))
 
-    def take_back(self, end: int) -> None:
+    def reclaim(self, end: int) -> None:
         """Make all pages below `end` usable again, zeros if they were given back. Raises MemoryError."""
         for backing in self._backings:
-            backing.take_back(self._ranges(0, end))
+            backing.reclaim(self._ranges(0, end))
 
     def _ranges(self, first: int, end: int) -> list[tuple[int, int]]:
         """Return (first byte, end) of the pages in each layer of the keys, the same as of the values."""

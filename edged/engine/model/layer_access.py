@@ -56,7 +56,7 @@ class PagedDecoder:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class CapturePlan:
     """The rows of a packed forward that one micro-batch keeps.
 
     `rows` [n] of the batch go to rows `last_rows` of `last`; the layers' calls for `kept_rows` [m], a run
@@ -75,7 +75,7 @@ class LayerTap:
     """Hooks that copy, during a packed forward, what fine-tune rows need: layers' calls and the last hidden states."""
 
     def __init__(self, model: ServedModel) -> None:
-        self._takes: list[Take] = []
+        self._takes: list[CapturePlan] = []
         self._checks = False
         self.broken: torch.Tensor | None = None
         """Whether each row of the latest forward is not finite, [tokens]; None if it was not checked."""
@@ -92,7 +92,7 @@ class LayerTap:
         for handle in self._handles:
             handle.remove()
 
-    def arm(self, takes: list[Take], checks: bool = False) -> None:
+    def arm(self, takes: list[CapturePlan], checks: bool = False) -> None:
         """Set what the next forward keeps, and whether it `checks` that its rows are finite."""
         self._takes, self._checks, self.broken = takes, checks, None
 

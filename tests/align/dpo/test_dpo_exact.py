@@ -31,7 +31,7 @@ from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attenti
 from edged.engine.kv.store import KvStore
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
-from edged.engine.model_runner import segments_of, take_of
+from edged.engine.model_runner import capture_plan_of, segments_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, FeedbackSettings, Settings
 from tests.models import ARCHITECTURES, DEVICE, byte_tokenizer, tiny_model
@@ -155,11 +155,11 @@ def compute_chunk(
 ) -> None:
     """Compute the next `chunk` tokens of a micro-batch as the engine does, on pages from `free`."""
     n = min(chunk, micro_batch.tokens_left)
-    taken = micro_batch.take(n)
+    taken = micro_batch.next_pieces(n)
     segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
     with torch.inference_mode():
         batch = pack(segments, kv, DEVICE)
-        tap.arm([take_of(micro_batch, taken, segments, DEVICE)])
+        tap.arm([capture_plan_of(micro_batch, taken, segments, DEVICE)])
         with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
             model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         tap.arm([])
@@ -498,12 +498,12 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         state = trained_adapter(model, align)
         pair = TokenPair(1, "ann", tuple(range(3, 23)), (5,) * length, (9,) * length)
         step = DpoStep([AdapterStep(state, [pair], [])], decoder, align, lambda pages: None, 10_000)
-        taken = step.micro_batch.take(step.micro_batch.tokens_left)
+        taken = step.micro_batch.next_pieces(step.micro_batch.tokens_left)
         free = iter(range(1, 80))
         segments = segments_of(taken, {"ann": 0}, 8, lambda k: np.array([next(free) for _ in range(k)]))
         with torch.inference_mode():
             batch = pack(segments, kv, DEVICE)
-            tap.arm([take_of(step.micro_batch, taken, segments, DEVICE)])
+            tap.arm([capture_plan_of(step.micro_batch, taken, segments, DEVICE)])
             with attention_pass(PagedAttention(batch, kv)):
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])

@@ -99,28 +99,28 @@ def test_suspicious_losses_do_not_become_usual() -> None:
 
 def test_an_alarm_holds_new_pairs_and_ends_by_itself_or_by_a_decision() -> None:
     queue = AdapterQueue("ann", suspicion(alarm_s=100.0))
-    assert queue.take_in(pair(1), GUARD, 0.0) is None
-    held_out = queue.take_in(pair(2), GUARD, 0.0)
+    assert queue.enqueue(pair(1), GUARD, 0.0) is None
+    held_out = queue.enqueue(pair(2), GUARD, 0.0)
     assert held_out == ("held_out", "")
     assert [gone.pair_id for gone in queue.hold_burst(10.0)] == [1, 2], "nothing of a burst is left in a test"
     assert not queue.queue
     assert not queue.held_out
-    assert queue.take_in(pair(3), GUARD, 109.0) is not None
-    assert queue.take_in(pair(4, trusted=True), GUARD, 109.0) is None
-    queue.take_in(pair(5), GUARD, 111.0)
+    assert queue.enqueue(pair(3), GUARD, 109.0) is not None
+    assert queue.enqueue(pair(4, trusted=True), GUARD, 109.0) is None
+    queue.enqueue(pair(5), GUARD, 111.0)
     assert 5 in {waits.pair_id for waits in (*queue.queue, *queue.held_out.values())}
     queue.hold_burst(200.0)
     queue.detector.calm()
-    queue.take_in(pair(6), GUARD, 201.0)
+    queue.enqueue(pair(6), GUARD, 201.0)
     assert 6 in {waits.pair_id for waits in (*queue.queue, *queue.held_out.values())}
 
 
 def test_contradictory_and_released_pairs_are_never_held_out() -> None:
     everything = GuardSettings(held_out_share=1.0)
     queue = AdapterQueue("ann", suspicion())
-    assert queue.take_in(pair(1), everything, 0.0) == ("held_out", "")
-    assert queue.take_in(pair(2, 9, 5), everything, 0.0) is None
-    assert queue.take_in(replace(pair(3), trusted=True), everything, 0.0) is None
+    assert queue.enqueue(pair(1), everything, 0.0) == ("held_out", "")
+    assert queue.enqueue(pair(2, 9, 5), everything, 0.0) is None
+    assert queue.enqueue(replace(pair(3), trusted=True), everything, 0.0) is None
     assert [waits.pair_id for waits in queue.queue] == [2, 3]
 
 
@@ -143,7 +143,7 @@ def test_an_hours_worth_at_once_then_one_after_the_other() -> None:
 def test_pairs_beyond_the_rate_wait_in_their_order() -> None:
     queue = AdapterQueue("ann", rate=TokenBucket(2))
     for number in range(4):
-        queue.take_in(pair(number), GuardSettings(held_out_share=0.0), 0.0)
+        queue.enqueue(pair(number), GuardSettings(held_out_share=0.0), 0.0)
     assert [waits.pair_id for waits in queue.queue] == [0, 1]
     queue.admit(1800.0)
     assert [waits.pair_id for waits in queue.queue] == [0, 1, 2]
@@ -161,6 +161,6 @@ def test_single_ratings_are_neither_judged_nor_usual_but_an_alarm_holds_them() -
     assert made.judge(pair(), 4.5).why, "their losses did not become usual"
     queue = AdapterQueue("ann", made)
     made.raise_alarm(0.0)
-    held = queue.take_in(up, GUARD, 1.0)
+    held = queue.enqueue(up, GUARD, 1.0)
     assert held is not None
     assert held[0] == "quarantined"

@@ -83,7 +83,7 @@ def test_whole_pieces_are_given_back_and_touched_ones_come_back_as_zeros(monkeyp
     assert driver.handles == 3
     memory.give_back([(1, 3 * 4096)])
     assert driver.handles == 3, "what is not mapped is not given back again"
-    memory.take_back([(0, 4096 + 1), (4 * 4096 + 7, 5 * 4096)])
+    memory.reclaim([(0, 4096 + 1), (4 * 4096 + 7, 5 * 4096)])
     assert sorted(memory._handles) == [0, 1, 3, 4, 5]
     assert driver.handles == 5
     assert memory._bytes.view(6, 4096).amax(1).tolist() == [1, 0, 1, 1, 0, 1]

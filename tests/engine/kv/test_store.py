@@ -85,7 +85,7 @@ def test_pages_that_are_given_back_are_zeros_and_the_others_stay() -> None:
     kv.give_back(3)
     for store in (kv.keys, kv.values):
         assert store.amax(dim=(2, 3)).tolist() == [[1, 1, 1, 0]] * 2
-    kv.take_back(4)
+    kv.reclaim(4)
     kv.give_back(1)
     for store in (kv.keys, kv.values):
         assert store.amax(dim=(2, 3)).tolist() == [[1, 0, 0, 0]] * 2
