@@ -110,13 +110,13 @@ def assemble(
         job_runner=job_runner,
         monitor=monitor,
         admission=TenantQueue(
-            lambda: queue_sizes(live.now.serving),
+            lambda: queue_sizes(live.current.serving),
             places=lambda tenants: (
-                None if live.now.fairness.policy == "off" else tenant_places(live.now.serving, tenants)
+                None if live.current.fairness.policy == "off" else tenant_places(live.current.serving, tenants)
             ),
-            most_of_one=lambda: most_of_one(live.now.serving),
+            most_of_one=lambda: most_of_one(live.current.serving),
         ),
-        runs=ApplicationRuns(lambda: live.now.fairness, store, engine.scheduler.late_s),
+        runs=ApplicationRuns(lambda: live.current.fairness, store, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         reading_speeds=ReadingSpeeds(live, store),

@@ -341,7 +341,7 @@ class PairQueues:
         """The adapter's queue, created if there is none."""
         self._versions.setdefault(adapter, 0)
         if adapter not in self.queues:
-            feedback = self._settings.now.feedback
+            feedback = self._settings.current.feedback
             detector, rate = OutlierDetector(feedback), TokenBucket(feedback.pairs_per_hour)
             self.queues[adapter] = AdapterQueue(adapter, detector, rate)
         self._changed[adapter] = None
@@ -356,7 +356,7 @@ class PairQueues:
 
     def recount(self) -> None:
         """Update the totals, and the adapters that have work, by the queues that were asked for."""
-        align = self._settings.now.align
+        align = self._settings.current.align
         for name in self._changed:
             queue = self.queues[name]
             idle = queue.step is None and not queue.unreadable
@@ -378,7 +378,7 @@ class PairQueues:
 
     def _due(self, queue: AdapterQueue) -> bool:
         """Whether the queued pairs wait for no others."""
-        align = self._settings.now.align
+        align = self._settings.current.align
         return len(queue.queue) >= align.micro_batch_pairs or queue.queued_s + align.accumulate_s <= self.now
 
     def hurry(self, adapter: str) -> None:
@@ -393,7 +393,7 @@ class PairQueues:
         self.recount()
         for name in list(self._idle_replay):
             queue = self.queues[name]
-            if is_idle_replay(queue.taken) or queue.idle_replay_pairs(self._settings.now.align):
+            if is_idle_replay(queue.taken) or queue.idle_replay_pairs(self._settings.current.align):
                 return name
             # The settings have changed since it was counted.
             self._changed[name] = None
@@ -427,7 +427,7 @@ class PairQueues:
         """Whether an adapter's next step is a test of its current version."""
         if not self.testable(queue):
             return False
-        settings = self._settings.now
+        settings = self._settings.current
         behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
         if (queue.guard.test_soon and behind > 0) or behind >= settings.guard.evaluate_every:
             return True
@@ -479,7 +479,7 @@ class PairQueues:
     def next_pair_s(self) -> float | None:
         """Time (seconds) at which the next waiting pair may be queued or trained on; None when none waits."""
         self.recount()
-        accumulate_s = self._settings.now.align.accumulate_s
+        accumulate_s = self._settings.current.align.accumulate_s
         dues_s = [self.queues[name].queued_s + accumulate_s for name in islice(self._gathering, 1)]
         return min(
             [*dues_s, *(self.now + self.queues[name].rate.wait_s(self.now) for name in self._waiting)], default=None

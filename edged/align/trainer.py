@@ -127,7 +127,7 @@ class Trainer:
 
     def submit(self, pairs: Sequence[TokenPair]) -> None:
         """Take pairs in: new ones are queued, held out or quarantined; earlier ones are filed by their state."""
-        guard = self._settings.now.guard
+        guard = self._settings.current.guard
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
             # KTO also computes the prompt of a single rating with the answer of another one.
@@ -204,7 +204,7 @@ class Trainer:
             align = self.size.narrow(queue.step_settings)
             queue.begin(batches[adapter])
         else:
-            batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.now.align
+            batches, align = self.pair_queues.take_step(queue, self.size.align, admit), self._settings.current.align
         try:
             adapter_steps = [
                 self._adapter_step(self.pair_queues[name], batch, align) for name, batch in batches.items()
@@ -230,7 +230,7 @@ class Trainer:
         return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested, align=align)
 
     def _open_test(self, queue: AdapterQueue) -> HeldOutEvaluation:
-        settings, version = self._settings.now, self.adapter_cache.version(queue.name)
+        settings, version = self._settings.current, self.adapter_cache.version(queue.name)
         pairs = queue.to_test(version, settings.guard)
         neutral = self.pair_queues.neutral if version else ()
         try:
@@ -266,7 +266,7 @@ class Trainer:
                     self._skipped(queue, rest, logs.first_line(error, with_kind=True))
 
     def _close_step(self, queue: AdapterQueue, step: DpoStep, seconds: float) -> None:
-        settings, adapter_step, guard = self._settings.now, step.adapter_steps[queue.name], queue.guard
+        settings, adapter_step, guard = self._settings.current, step.adapter_steps[queue.name], queue.guard
         if isinstance(queue, JobQueue):
             self._close_job_step(queue, adapter_step, seconds)
             return
@@ -323,7 +323,7 @@ class Trainer:
         self.versions.publish(queue, adapter_step.version, reason, **figures)
         drops = [score.drop_nats for score in adapter_step.scores]
         # New pairs show at no cost that the language may be broken; the test makes sure.
-        guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.now.guard.max_kl_nats / 2
+        guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.current.guard.max_kl_nats / 2
         if verdict:
             guard.change = None
         if change is not None and verdict == "confusion":
@@ -396,7 +396,7 @@ class Trainer:
             self.versions.withdraw(queue.name, f"guard: {adapter_step.error}")
 
     def _close_test(self, queue: AdapterQueue, test: HeldOutEvaluation) -> None:
-        guard, settings = queue.guard, self._settings.now.guard
+        guard, settings = queue.guard, self._settings.current.guard
         guard.tested_version, guard.test_soon = test.version, False
         self.size.forgive((queue.name, test.version))
         if test.neutral:

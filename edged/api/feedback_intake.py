@@ -60,7 +60,7 @@ class FeedbackIntake:
         on_disk = self.engine.adapters()
 
         def requeue(db: Database) -> tuple[bool, int]:
-            changed = serve_base(db, self.ref_model, self.settings.now.store.new_base == "learn")
+            changed = serve_base(db, self.ref_model, self.settings.current.store.new_base == "learn")
             lost = (requeue_lost(db, item["adapter"], on_disk.get(item["adapter"], 0)) for item in summaries(db))
             return changed, sum(lost)
 
@@ -69,7 +69,7 @@ class FeedbackIntake:
             log.info("another base model was served before: what was learned on it waits until it is served again")
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
-        alarm_s = self.settings.now.feedback.alarm_s
+        alarm_s = self.settings.current.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
         self.engine.recall(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         self.learn_soon(self.store.read(open_pairs))
@@ -109,12 +109,12 @@ class FeedbackIntake:
 
         def hand_over() -> None:
             withheld, self._withheld = self._withheld, set()
-            if self.settings.now.align.unpaired != "off":
+            if self.settings.current.align.unpaired != "off":
                 withheld, self._ratings = withheld | self._ratings, set()
             if withheld:
                 self._learn([pair_id for pair_id in self.store.read(open_pairs) if pair_id in withheld])
 
-        if self.settings.now.align.enabled:
+        if self.settings.current.align.enabled:
             self._thread.submit(hand_over).add_done_callback(_report)
 
     def settled(self) -> Future[None]:
@@ -135,7 +135,7 @@ class FeedbackIntake:
             yield from self.store.read(partial(get_pairs, pair_ids=[pair_id], ref_model=self.ref_model))
 
     def _submit(self, pair_ids: Sequence[int]) -> None:
-        if not self.settings.now.align.enabled:
+        if not self.settings.current.align.enabled:
             self._withheld.update(pair_ids)
             return
         pairs: list[TokenPair] = []
@@ -144,12 +144,12 @@ class FeedbackIntake:
             if row.state == "skipped":
                 # Dropped since it was to be submitted.
                 continue
-            off = row.single and self.settings.now.align.unpaired == "off"
+            off = row.single and self.settings.current.align.unpaired == "off"
             if off or row.adapter in in_jobs:
                 (self._ratings if off else self._withheld).add(row.id)
                 continue
             try:
-                pair, note = tokenize_pair(self.tokenizer, row, self.settings.now.align.max_pair_tokens)
+                pair, note = tokenize_pair(self.tokenizer, row, self.settings.current.align.max_pair_tokens)
             except (TokenizerError, UnusablePrompt) as error:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))

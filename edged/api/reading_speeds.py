@@ -29,7 +29,7 @@ class ReadingSpeeds:
 
     async def of(self, user: str | None) -> float:
         """Return a user's words a second: `reading.users`, else learned, else `reading.words_per_s`."""
-        reading = self._live.now.reading
+        reading = self._live.current.reading
         named = value_of(reading.users, user) if user else None
         if named is not None or user is None or not reading.learn:
             return named or reading.words_per_s

@@ -73,14 +73,14 @@ class Services:
     @property
     def settings(self) -> Settings:
         """The settings in force."""
-        return self.live.now
+        return self.live.current
 
     def configure(self, settings: Settings) -> None:
         """Replace the settings that everything reads from `live`.
 
         If rules or tokens changed, all event streams end, so that none goes on under old rights; clients reconnect.
         """
-        before, self.live.now = self.live.now, adopted(self.live.now, settings)
+        before, self.live.current = self.live.current, adopted(self.live.current, settings)
         if settings.access != before.access:
             self.feed.close()
 

@@ -138,7 +138,7 @@ class Engine:
     @property
     def settings(self) -> Settings:
         """The settings in force, reduced to what memory allows."""
-        return self._live.now
+        return self._live.current
 
     @property
     def error(self) -> str | None:

@@ -68,7 +68,7 @@ class StepTable:
         """Whether governors forbid steps."""
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
-        self._max_open = max_open_steps(settings.now.align.max_loaded_adapters)
+        self._max_open = max_open_steps(settings.current.align.max_loaded_adapters)
         self.open_steps: dict[int, OpenStep] = {}
         """Steps and tests under way, by task id."""
         self.resumes_s = math.inf
@@ -108,7 +108,7 @@ class StepTable:
         if self._scheduler.degraded:
             self.abandon_all()
         closed = self._held or self._scheduler.degraded
-        if not self._rested(now) or closed or not self._settings.now.align.enabled:
+        if not self._rested(now) or closed or not self._settings.current.align.enabled:
             return
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
@@ -167,7 +167,7 @@ class StepTable:
 
     def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
         """Open an adapter's step, or load the adapter first, few at once; note which waits longest for a slot."""
-        longest_s = self._settings.now.scheduler.finetune_max_wait_s
+        longest_s = self._settings.current.scheduler.finetune_max_wait_s
         overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
         reserve = self._slots.count if slots_wanted and not overdue else 0
@@ -348,7 +348,7 @@ class StepTable:
         open_steps = list(self.open_steps.values())
         bulk = (open_step.step.adapters[0] for open_step in open_steps if open_step.task.bulk)
         return {
-            "enabled": self.trains and self._settings.now.align.enabled and not self._scheduler.degraded,
+            "enabled": self.trains and self._settings.current.align.enabled and not self._scheduler.degraded,
             "held": self._held,
             "reason": self._model.trainable_error or self._reason(),
             "pairs_queued": self.pairs_queued,
@@ -429,7 +429,7 @@ class StepTable:
             return "full"
         # Open steps may not have allocated their memory yet.
         most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.open_steps))
-        about = self._model.shape, self._settings.now, self._model.dtype, device.type == "cuda", most
+        about = self._model.shape, self._settings.current, self._model.dtype, device.type == "cuda", most
         return kept_that_fits(*about, self._trainer.adapter_cache.output_factors)
 
     def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
@@ -472,7 +472,7 @@ class StepTable:
 
     def _look_ahead(self, step: FineTuneStep, now: float) -> None:
         """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""
-        fills = self._scheduler.policy.fills_ahead and self._settings.now.align.fill_ahead
+        fills = self._scheduler.policy.fills_ahead and self._settings.current.align.fill_ahead
         if not fills or not isinstance(step, DpoStep) or self._under_way >= self._max_open or not self._rested(now):
             return
         try:

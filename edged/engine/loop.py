@@ -149,7 +149,9 @@ class EngineLoop:
         self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
         self._deliver, self._journal, self._clock = deliver, journal, clock
-        self.recovery = Recovery(settings.now.serving, scheduler, sequences, finetuning, runner, clock, most_failures)
+        self.recovery = Recovery(
+            settings.current.serving, scheduler, sequences, finetuning, runner, clock, most_failures
+        )
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
         """Seconds that planning ahead took for the next iteration."""
@@ -211,7 +213,7 @@ class EngineLoop:
         """Change the settings of all parts, and plan anew."""
         self._scheduler.configure(settings.scheduler)
         self._scheduler.share_by(settings.fairness)
-        self._settings.now = settings
+        self._settings.current = settings
         self._ahead = None
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class EngineLoop:
 
     def _look_ahead(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
-        plan_ahead = self._settings.now.scheduler.plan_ahead
+        plan_ahead = self._settings.current.scheduler.plan_ahead
         if plan_ahead == "off" or (plan_ahead == "auto" and not self._runner.overlaps):
             return
         with self.recovery.logged("the next iteration could not be planned ahead"):

@@ -40,7 +40,7 @@ class Governors:
         self._settings, self._use, self._limit, self._minute = settings, use, limit, minute
         self._memory, self._power, self._energy = MemoryGovernor(settings), PowerGovernor(settings), EnergyMeter()
         self._limits = EngineLimits()
-        self.report: dict[str, Any] = {"enabled": settings.now.governor.enabled}
+        self.report: dict[str, Any] = {"enabled": settings.current.governor.enabled}
         """What each governor holds and why, and the energy account, as the status shows them."""
 
     def hear(self, reading: Reading) -> None:
@@ -48,7 +48,7 @@ class Governors:
         use = self._use()
         work = (use.serving_s, use.finetune_s, use.output_tokens, use.pairs_trained)
         self._energy.add(reading.at_s, reading.power_w, *work)
-        enabled = self._settings.now.governor.enabled
+        enabled = self._settings.current.governor.enabled
         before, limits = (self._memory.step, self._power.share, self._power.throttled), EngineLimits()
         if enabled:
             by_memory = self._memory.update(reading, use, reading.at_s)

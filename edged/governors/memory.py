@@ -51,7 +51,7 @@ class MemoryGovernor:
 
     def reserve_bytes(self, total_bytes: int) -> int:
         """Bytes of memory that are kept free for other programs."""
-        configured = self._settings.now.governor.memory_reserve_mb << 20
+        configured = self._settings.current.governor.memory_reserve_mb << 20
         return configured or int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
 
     def update(self, reading: Reading, use: Use, now: float) -> EngineLimits:
@@ -89,7 +89,7 @@ class MemoryGovernor:
 
         With plenty left, tasks of the box wait at a limit of their own: memory given up would not reach them.
         """
-        least = self._settings.now.governor.pressure_percent
+        least = self._settings.current.governor.pressure_percent
         own, box = reading.cgroup_pressure_some_percent, reading.memory_pressure_some_percent
         return (own is not None and own >= least) or (little and box is not None and box >= least)
 

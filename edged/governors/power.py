@@ -63,7 +63,7 @@ class PowerGovernor:
 
     def update(self, reading: Reading, now: float, minute: int) -> float:
         """Return the share after a reading, at `minute` of the local day."""
-        settings, self.throttled = self._settings.now.governor, throttling(reading)
+        settings, self.throttled = self._settings.current.governor, throttling(reading)
         quiet, slowed = minutes_of(settings.quiet_hours), _SLOW_LEVEL if self.throttled else 1.0
         on_battery = {"pause": 0.0, "slow": _SLOW_LEVEL, "ignore": 1.0}[settings.on_battery]
         held = [

@@ -91,7 +91,7 @@ class Maintenance:
         """Delete what may go and give its pages back; rows deleted by table. Blocks. Raises StoreError."""
         with self._sweeping:
             deleted: Counter[str] = Counter()
-            values = self._store.read(lambda db: parameters(db, self._settings.now.store, utc_now()))
+            values = self._store.read(lambda db: parameters(db, self._settings.current.store, utc_now()))
             for rule in RULES:
                 for count in self._apply(rule, values):
                     deleted[rule.table] += count
@@ -104,7 +104,7 @@ class Maintenance:
                 log.warning(
                     "the database is larger than store.max_database_mb = %d, and what is left in it is feedback and "
                     "the newest completions: raise that, or set store.keep_feedback_days",
-                    self._settings.now.store.max_database_mb,
+                    self._settings.current.store.max_database_mb,
                 )
             return dict(deleted)
 
@@ -154,7 +154,7 @@ class Maintenance:
             "path": str(self._store.path),
             "database_bytes": file_bytes(self._store.path),
             "log_bytes": file_bytes(self._store.log_path),
-            "max_bytes": self._settings.now.store.max_database_mb << 20,
+            "max_bytes": self._settings.current.store.max_database_mb << 20,
             **self._facts,
             "deleted": dict(self._deleted),
         }
@@ -199,7 +199,7 @@ class Maintenance:
             self._stopping.wait(PAUSE_S)
 
     def _too_large(self) -> bool:
-        most = self._settings.now.store.max_database_mb << 20
+        most = self._settings.current.store.max_database_mb << 20
         return bool(most) and self._store.read(used_bytes) > most
 
     def give_back(self, keep: float = 0.0) -> None:

@@ -49,15 +49,15 @@ class UserQuota:
     @property
     def _most(self) -> int:
         """Bytes of one user that are kept; 0: as much as there is."""
-        return self._settings.now.limits.stored_mb * 2**20
+        return self._settings.current.limits.stored_mb * 2**20
 
     def demand_room(self, db: Database, user: str) -> None:
         """Raises StorageFull when no more may be kept of a user, and PairQueueFull when none may wait to be learned.
 
         What is not learned waits in any number: all pairs or, where `align.unpaired` is "off", single ratings.
         """
-        align = self._settings.now.align
-        most = self._settings.now.limits.queued_pairs if align.enabled else 0
+        align = self._settings.current.align
+        most = self._settings.current.limits.queued_pairs if align.enabled else 0
         waiting = count_queued(db, user) if most else 0
         if waiting >= most > 0 and align.unpaired == "off":
             waiting -= first_value(db, _RATINGS_QUEUED, [user])

@@ -61,17 +61,17 @@ class StepSize:
     @property
     def pairs(self) -> int:
         """Most pairs of the next step: as set, or fewer after memory ran out."""
-        return int(min(self._settings.now.align.micro_batch_pairs, self._most_pairs))
+        return int(min(self._settings.current.align.micro_batch_pairs, self._most_pairs))
 
     @property
     def graphs_fail(self) -> bool:
         """Whether steps must not keep their graph for now, since one failed with it under the present settings."""
-        return self._failed_with_graph is self._settings.now.align
+        return self._failed_with_graph is self._settings.current.align
 
     @property
     def align(self) -> AlignSettings:
         """The settings that the next step's pairs are drawn by."""
-        whole = self._settings.now.align
+        whole = self._settings.current.align
         less: dict[str, float] = {}
         if self.pairs < whole.micro_batch_pairs or self.strikes:
             less = {"micro_batch_pairs": self.pairs, "joint_adapters": 1}
@@ -118,7 +118,7 @@ class StepSize:
 
     def distrust_graphs(self) -> None:
         """Record that a step failed with its graph kept: the next ones keep none, until enough of them succeed."""
-        self._failed_with_graph, self._went_well = self._settings.now.align, 0
+        self._failed_with_graph, self._went_well = self._settings.current.align, 0
 
     def grow(self) -> None:
         """Record that a step succeeded."""
@@ -129,5 +129,5 @@ class StepSize:
             self._went_well = 0
             self._halvings = max(0, self._halvings - 1)
             self._most_pairs = 2 * self.pairs
-            if self._most_pairs >= self._settings.now.align.micro_batch_pairs:
+            if self._most_pairs >= self._settings.current.align.micro_batch_pairs:
                 self._most_pairs, self._failed_with_graph = math.inf, None

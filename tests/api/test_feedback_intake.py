@@ -89,7 +89,7 @@ def test_nothing_is_read_while_nothing_is_learned_and_all_of_it_once_that_begins
     peak = peak_of_resuming(feedback_intake)
     assert engine.pairs == []
     assert peak < CHARS * 4
-    feedback_intake.settings.now = Settings()
+    feedback_intake.settings.current = Settings()
     feedback_intake.release()
     feedback_intake.settled().result(60)
     feedback_intake.close()
@@ -119,7 +119,7 @@ def test_ratings_are_read_once_while_they_are_off_and_are_learned_once_they_are_
     feedback_intake.settled().result(60)
     assert read == [rating, pair]
     assert [taken.pair_id for taken in engine.pairs] == [pair]
-    feedback_intake.settings.now = Settings()
+    feedback_intake.settings.current = Settings()
     feedback_intake.release()
     feedback_intake.settled().result(60)
     assert [taken.pair_id for taken in engine.pairs] == [pair, rating]

@@ -232,7 +232,7 @@ async def test_no_pair_is_learned_twice_for_a_rating_that_waited_and_was_forgott
     learning: tuple[Scene, BuiltEngine, Client],
 ) -> None:
     scene, engine, _ = learning
-    scene.feedback_intake.settings.now = Settings(align=AlignSettings(unpaired="off"))
+    scene.feedback_intake.settings.current = Settings(align=AlignSettings(unpaired="off"))
     desk = Desk(scene.store)
     desk.account = "ann"
     desk.answer("a", "an answer", user="ann")
@@ -240,7 +240,7 @@ async def test_no_pair_is_learned_twice_for_a_rating_that_waited_and_was_forgott
     await scene.forget()
     for _ in range(2):
         scene.teach("bob")
-    scene.feedback_intake.settings.now = Settings()
+    scene.feedback_intake.settings.current = Settings()
     scene.feedback_intake.release()
     scene.feedback_intake.settled().result(10)
     assert engine.commands.ask(lambda: engine.trainer.pair_queues.pairs_queued).result(10) == 2

@@ -346,12 +346,12 @@ def test_a_jobs_step_has_smaller_groups_after_memory_ran_out_and_is_tried_for_mi
 def test_other_settings_count_at_once_but_no_more_than_memory_allowed() -> None:
     settings = live(micro_batch_pairs=4, replay_share=0.5)
     size = StepSize(settings)
-    settings.now = live(micro_batch_pairs=8, replay_share=0.0).now
+    settings.current = live(micro_batch_pairs=8, replay_share=0.0).current
     assert (size.align.micro_batch_pairs, size.align.replay_share) == (8, 0.0)
     size.shrink()
-    settings.now = live(micro_batch_pairs=16).now
+    settings.current = live(micro_batch_pairs=16).current
     assert size.align.micro_batch_pairs == 4
-    settings.now = live(micro_batch_pairs=2).now
+    settings.current = live(micro_batch_pairs=2).current
     assert size.align.micro_batch_pairs == 2
 
 
@@ -366,7 +366,7 @@ def test_graphs_are_kept_again_when_steps_are_whole_again() -> None:
             size.grow()
         assert (size.pairs, size.graphs_fail) == (4, False)
     size.shrink()
-    settings.now = live(micro_batch_pairs=4).now
+    settings.current = live(micro_batch_pairs=4).current
     assert not size.graphs_fail
 
 

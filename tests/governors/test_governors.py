@@ -100,12 +100,12 @@ def test_governors_that_are_switched_off_forget_what_they_held() -> None:
     for second in range(20):
         governors.hear(replace(short, at_s=float(second)))
     assert governors.report["memory"]["step"] == 4
-    engine.settings.now = live(enabled=False).now
+    engine.settings.current = live(enabled=False).current
     governors.hear(replace(ROOMY, at_s=20.0))
     report = governors.report
     assert (report["memory"]["holds"], report["memory"]["reason"], report["power"]["reasons"]) == ([], "", [])
     assert engine.limits[-1] == EngineLimits()
-    engine.settings.now = live().now
+    engine.settings.current = live().current
     governors.hear(replace(ROOMY, at_s=21.0))
     assert governors.report["memory"]["step"] == 0
     assert engine.limits[-1] == EngineLimits()

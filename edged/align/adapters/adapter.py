@@ -134,7 +134,7 @@ class AdapterState:
         when the norm is not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing
         has changed then.
         """
-        align, group = align or self.settings.now.align, self._optimizer.param_groups[0]
+        align, group = align or self.settings.current.align, self._optimizer.param_groups[0]
         try:
             sums = [gradient.flatten() for name in self.weights for gradient in gradients[name]]
             self._flat.grad = torch.cat(sums).div_(count)

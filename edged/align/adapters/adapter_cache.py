@@ -70,7 +70,7 @@ class AdapterCache:
     @property
     def crowded(self) -> bool:
         """Whether more than `align.max_loaded_adapters` states are resident."""
-        return len(self._places) > self._settings.now.align.max_loaded_adapters
+        return len(self._places) > self._settings.current.align.max_loaded_adapters
 
     @property
     def count(self) -> int:
@@ -158,7 +158,7 @@ class AdapterCache:
 
         The bound is `most`, by default `align.max_loaded_adapters`.
         """
-        bound = self._settings.now.align.max_loaded_adapters if most is None else most
+        bound = self._settings.current.align.max_loaded_adapters if most is None else most
         idle = (n for n, place in self._places.items() if place.written == place.state.version and n not in busy)
         dropped = list(islice(idle, max(0, len(self._places) - bound)))
         for name in dropped:

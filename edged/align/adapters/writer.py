@@ -47,7 +47,7 @@ class AdapterWriter:
 
     def _save_next(self, now: float) -> bool:
         """Start writing the next due version; returns whether one was due."""
-        store = self._settings.now.store
+        store = self._settings.current.store
         copied = self._adapter_cache.to_save(now, store.save_every_s)
         if copied is None:
             return False
@@ -57,7 +57,7 @@ class AdapterWriter:
 
     def next_save_s(self) -> float | None:
         """Time (seconds) at which the next version is due; None when all are on disk or one is being written."""
-        return None if self._writing else self._adapter_cache.next_save_s(self._settings.now.store.save_every_s)
+        return None if self._writing else self._adapter_cache.next_save_s(self._settings.current.store.save_every_s)
 
     def saved(self, adapter: str, version: int) -> Future[int]:
         """A future that has the version when it or a later one is on disk, and the journal has recorded it there.

@@ -78,7 +78,7 @@ class AdapterStep:
         self._detector = detector or OutlierDetector()
         self._step_scale, self._untested = step_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
-        self._align = align or state.settings.now.align
+        self._align = align or state.settings.current.align
         self.mismatched = self._mismatches() if self._align.unpaired == "kto" else []
         """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
         self._origins: list[float] = []

@@ -148,7 +148,7 @@ class JobRunner:
     def plan(self, job: jobs.JobRow) -> JobPlan:
         """Return the plan of a job whose hyperparameters are settled."""
         settled = job.hyperparameters
-        align = job_settings(self.settings.now.align, job.method, settled)
+        align = job_settings(self.settings.current.align, job.method, settled)
         sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
         return JobPlan(job.id, job.adapter, align, *sizes)
 
@@ -245,7 +245,7 @@ class JobRunner:
 
     @property
     def _may_train(self) -> bool:
-        settings = self.settings.now
+        settings = self.settings.current
         return settings.jobs.enabled and settings.align.enabled and self.engine.finetuning.trains
 
     def _waiting(self, checked: bool) -> list[jobs.JobRow]:
@@ -279,7 +279,7 @@ class JobRunner:
                 return
             examples = len(checked[0])
             settled = auto(examples, job.method, job.hyperparameters)
-            highest = self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"]
+            highest = self.settings.current.jobs.learning_rate * settled["learning_rate_multiplier"]
             settled.setdefault("learning_rate", highest)
             steps = self.plan(replace(job, examples=examples, hyperparameters=settled)).steps
             if steps > MOST_STEPS:
@@ -360,7 +360,7 @@ class JobRunner:
     def _take_steps(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
         """Feed a job's steps until all are taken. Raises JobFailed, and _JobStopped."""
         fed, ended, self.paces[job.id] = done, 0, JobPace()
-        self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
+        self._turn_ends_s = time.monotonic() + self.settings.current.jobs.turn_s
         while True:
             if done != ended and not done % plan.epoch_steps:
                 self._validate(job, plan, done)
@@ -385,7 +385,7 @@ class JobRunner:
         It is on disk then, as the job's own version is; the job's older ones are forgotten. One that somebody forgot
         is not made again.
         """
-        name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.now.access
+        name, engine, access = f"{job.adapter}@{step}", self.engine, self.settings.current.access
         granted = any(matches_user(user, name) and not matches_user(user, job.adapter) for user in access.granted_users)
         known = granted or engine.version(name) is not None or name in engine.adapter_files.left
         valid = USER_NAME.fullmatch(name) is not None
@@ -413,7 +413,7 @@ class JobRunner:
         if time.monotonic() >= self._turn_ends_s:
             if any(other.owner != job.owner for other in self._waiting(True)):
                 raise _JobStopped
-            self._turn_ends_s = time.monotonic() + self.settings.now.jobs.turn_s
+            self._turn_ends_s = time.monotonic() + self.settings.current.jobs.turn_s
 
     def _next_step(self, job: jobs.JobRow, plan: JobPlan, wait_s: float = _RETRY_S) -> JobStepped | None:
         """Return the next step or validation batch that was taken; None after `wait_s` without one.

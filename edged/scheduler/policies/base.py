@@ -181,7 +181,7 @@ class Row:
     """A policy by name, and how its parts are made; shared iterations use `admission` and `finetune_share`."""
 
     name: str
-    keeps: str
+    summary: str
     """Traits of its paper that it keeps: docs/policies.md has the same sentence."""
     fill: Callable[[], Fill]
     order: Callable[[], Order] = Order

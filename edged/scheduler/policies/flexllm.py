@@ -138,13 +138,13 @@ FLEXLLM = Row(
 FLEXLLM_STATIC = replace(
     FLEXLLM,
     name="flexllm-static",
-    keeps="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
+    summary="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
     finetune_share=BatchBudget,
     cuts_windows=False,
     fills_ahead=False,
 )
 FLEXLLM_WHOLE = replace(
-    FLEXLLM, name="flexllm-whole", keeps="FlexLLM without windows of the backward that fit", cuts_windows=False
+    FLEXLLM, name="flexllm-whole", summary="FlexLLM without windows of the backward that fit", cuts_windows=False
 )
 BEHIND = "FlexLLM 6.2: the forward of a group waits for the backward of the one before it"
-FLEXLLM_BEHIND = replace(FLEXLLM, name="flexllm-behind", keeps=BEHIND, fills_ahead=False)
+FLEXLLM_BEHIND = replace(FLEXLLM, name="flexllm-behind", summary=BEHIND, fills_ahead=False)

@@ -68,9 +68,9 @@ class TwoAtOnce(MaceAdmission):
         return entry
 
 
-FAIR = replace(FCFS, name="fair", keeps="VTC", order=LeastServed)
-FAIR_HYBRID = replace(MACE, name="fair-hybrid", keeps="VTC in hybrid bins", order=LeastServed)
-PAUSING = replace(MACE, name="pausing", keeps="decodes that stand still", admission=TwoAtOnce)
+FAIR = replace(FCFS, name="fair", summary="VTC", order=LeastServed)
+FAIR_HYBRID = replace(MACE, name="fair-hybrid", summary="VTC in hybrid bins", order=LeastServed)
+PAUSING = replace(MACE, name="pausing", summary="decodes that stand still", admission=TwoAtOnce)
 fair = pytest.mark.parametrize("row", [FAIR, FAIR_HYBRID], ids=lambda row: row.name)
 
 
@@ -248,4 +248,4 @@ def test_the_documentation_says_what_each_policy_keeps() -> None:
     text = (ROOT / "docs" / "policies.md").read_text()
     table = re.findall(r"^\| `(.+?)` \| (.+?) \| .*?\| (yes|no) \| (yes|no) \|$", text, re.MULTILINE)
     yes = {True: "yes", False: "no"}
-    assert table == [(row.name, row.keeps, yes[row.shares_prefixes], yes[row.prunes]) for row in ROWS.values()]
+    assert table == [(row.name, row.summary, yes[row.shares_prefixes], yes[row.prunes]) for row in ROWS.values()]

@@ -38,7 +38,7 @@ class LeastGain(Victims):
 ANDES = replace(
     MACE,
     name="andes",
-    keeps="Andes 2.4: where memory is short, those are served whose readers gain most by it; else `mace`",
+    summary="Andes 2.4: where memory is short, those are served whose readers gain most by it; else `mace`",
     admission=ReaderAdmission,
     victims=LeastGain,
 )
@@ -51,5 +51,5 @@ class PlainReaderAdmission(ReaderAdmission):
 
 
 ANDES_PLAIN = replace(
-    ANDES, name="andes-plain", keeps="Andes without the refiner (2.4.3)", admission=PlainReaderAdmission
+    ANDES, name="andes-plain", summary="Andes without the refiner (2.4.3)", admission=PlainReaderAdmission
 )

@@ -14,8 +14,8 @@ from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.mace.triage import PatientAdmission
 from edged.scheduler.task import Task
 
-MACE_PREFIX = replace(MACE, name="mace-prefix", keeps="MACE/Prefix of 6.3", shares_prefixes=False)
-MACE_PRUNE = replace(MACE, name="mace-prune", keeps="MACE/Prune of 6.3", prunes=False)
+MACE_PREFIX = replace(MACE, name="mace-prefix", summary="MACE/Prefix of 6.3", shares_prefixes=False)
+MACE_PRUNE = replace(MACE, name="mace-prune", summary="MACE/Prune of 6.3", prunes=False)
 
 
 class AdmissionByArrival(MaceAdmission):
@@ -44,7 +44,9 @@ class AdmissionByArrival(MaceAdmission):
         return heapq.merge(own, prompts, key=lambda item: by_arrival(item.task))
 
 
-MACE_PRIORITY = replace(MACE, name="mace-priority", keeps='Table 1\'s "PA"', order=Order, admission=AdmissionByArrival)
+MACE_PRIORITY = replace(
+    MACE, name="mace-priority", summary='Table 1\'s "PA"', order=Order, admission=AdmissionByArrival
+)
 
 
 class AdmissionInOrder(PatientAdmission):
@@ -53,4 +55,4 @@ class AdmissionInOrder(PatientAdmission):
     bins = False
 
 
-MACE_BIN = replace(MACE, name="mace-bin", keeps="MACE/Bin of 6.3: tasks enter in order", admission=AdmissionInOrder)
+MACE_BIN = replace(MACE, name="mace-bin", summary="MACE/Bin of 6.3: tasks enter in order", admission=AdmissionInOrder)

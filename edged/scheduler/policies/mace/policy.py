@@ -29,7 +29,7 @@ MACE_PAPER = Row(
 MACE = replace(
     MACE_PAPER,
     name="mace",
-    keeps="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
+    summary="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
     "readers' slack is lent to fine-tuning",
     order=Triage,
     admission=PatientAdmission,
