@@ -84,7 +84,7 @@ def assemble(
         store.read(partial(refuse_other_base, data_dir=folder, fingerprint=facts["fingerprint"], name=name))
     for forgotten in left:
         # The engine does this first: requests come later.
-        engine.hold_back(forgotten)
+        engine.block_saves(forgotten)
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))

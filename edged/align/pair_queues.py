@@ -381,7 +381,7 @@ class PairQueues:
         align = self._settings.current.align
         return len(queue.queue) >= align.micro_batch_pairs or queue.queued_s + align.accumulate_s <= self.now
 
-    def hurry(self, adapter: str) -> None:
+    def flush_accumulation(self, adapter: str) -> None:
         """Have the adapter's queued pairs wait for no others, since its next version is waited for."""
         if adapter in self._gathering:
             self[adapter].queued_s = -math.inf
@@ -490,18 +490,18 @@ class PairQueues:
         self.recount()
         return sum(len(self.queues[name].waiting) for name in self._waiting)
 
-    def recall(self, adapter: str, past: OutlierHistory) -> None:
+    def restore_outlier_history(self, adapter: str, past: OutlierHistory) -> None:
         """Restore an adapter's history from an earlier run."""
         queue = self[adapter]
-        queue.detector.recall(past, self.now)
+        queue.detector.restore(past, self.now)
         guard = queue.guard
         guard.tested_version, guard.step_scale = past.tested_version, past.step_scale
         guard.floor, guard.floor_nll_change, guard.floor_kl_nats = past.floor, past.floor_nll_change, past.floor_kl_nats
 
-    def calm(self, adapter: str) -> None:
+    def clear_alarm(self, adapter: str) -> None:
         """End an adapter's alarm after a decision about its burst: new pairs are trained on again."""
         if adapter in self.queues:
-            self[adapter].detector.calm()
+            self[adapter].detector.clear_alarm()
 
     def alarms(self) -> tuple[str, ...]:
         """Adapters whose new pairs are quarantined unseen."""

@@ -170,7 +170,7 @@ class Trainer:
             self.pair_queues.forget(adapter)
             self.pair_queues[adapter].guard.floor = floor = self.adapter_cache.version(adapter) if stepped else 0
             self.adapter_cache.files.protect(adapter, floor)
-            self.examine(adapter)
+            self.request_test(adapter)
 
     def fail_job(self, adapter: str, reason: str) -> None:
         """End the training of an adapter by its job, if it has one, for a reason that is recorded."""
@@ -182,7 +182,7 @@ class Trainer:
         """Return the adapters whose job's next step can be opened."""
         return [name for name, queue in self.jobs.items() if queue.due]
 
-    def examine(self, adapter: str) -> None:
+    def request_test(self, adapter: str) -> None:
         """Have the adapter's current version tested before its next step."""
         guard = self.pair_queues[adapter].guard
         guard.tested_version, guard.test_soon = -1, True

@@ -93,7 +93,7 @@ class Versions:
         self._adapter_cache.files.protect(adapter, guard.floor)
         return self._adapter_cache.version(adapter)
 
-    def introduce(self, adapter: str) -> None:
+    def publish_untrained(self, adapter: str) -> None:
         """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""
         if not self._adapter_cache.version(adapter):
             self._restore(self._pair_queues[adapter], self._adapter_cache.build(adapter), "introduced")

@@ -97,7 +97,7 @@ async def rollback(request: web.Request) -> RolledBack:
     return RolledBack(adapter=name, version=version, restored=body.version)
 
 
-async def mend(request: web.Request) -> Examined:
+async def check_version(request: web.Request) -> Examined:
     """Test the version that is served; a good one takes the place of a broken one.
 
     "Broken" means that its language degenerated; the newest version that passes the test is published in its place.
@@ -107,7 +107,7 @@ async def mend(request: web.Request) -> Examined:
     version = services.engine.version(name)
     if version is None:
         raise unknown_adapter(name)
-    services.engine.examine(name)
+    services.engine.request_test(name)
     return Examined(adapter=name, version=version)
 
 

@@ -57,7 +57,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
                 whole &= forgetting.deleted(adapter, services.engine.forget(adapter, erased.pair_ids).result)
                 learned = True
             whole &= forgetting.deleted(adapter, partial(forget_files, folder, adapter, store.read(served_base)))
-            services.engine.hold_back(adapter, not whole)
+            services.engine.block_saves(adapter, not whole)
             gone += [adapter] if whole else []
         # And what the engine recorded of them meanwhile.
         store.write(lambda db: forget_learning(db, *erased.adapters)).result()

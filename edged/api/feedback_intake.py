@@ -71,7 +71,7 @@ class FeedbackIntake:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
         alarm_s = self.settings.current.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
-        self.engine.recall(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        self.engine.restore_outlier_history(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
         self.learn_soon(self.store.read(open_pairs))
         return self.store.read(count_queued)
 

@@ -89,7 +89,7 @@ async def _decide(
         why = f"{decision} from quarantine"
         services.feed.tell_outcomes([PairRetired(each, adapter, state, 0, 0, why) for each in decided])
         if decided and not left:
-            services.engine.calm(adapter)
+            services.engine.clear_alarm(adapter)
         if decision == "released":
             services.feedback_intake.learn_soon(decided)
         return decision, decided, left

@@ -70,7 +70,7 @@ ROUTES = (
     Route("DELETE", "/v1/adapters/{name}", adapters.forget, role="train", answer=responses.Forgotten, errors=(404,)),
     Route("POST", "/v1/adapters/{name}/rollback", adapters.rollback, role="train",
           body=(requests.RollbackRequest,), answer=responses.RolledBack, errors=(404, 409)),
-    Route("POST", "/v1/adapters/{name}/mend", adapters.mend, role="train",
+    Route("POST", "/v1/adapters/{name}/mend", adapters.check_version, role="train",
           answer=responses.Examined, status=202, errors=(404, 409)),
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/import", adapters.import_adapter, role="train", streamed=True,

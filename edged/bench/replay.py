@@ -65,7 +65,7 @@ def replay(
     engine.start()
     try:
         # The adapter is applied from the start, so that policies that learn late or never pay for it, too.
-        engine.introduce(ADAPTER).result()
+        engine.publish_untrained(ADAPTER).result()
         run = _Replay(plan, engine, recorder, pairs, _plain_ids(tokenizer), progress)
         run.on_pair = on_pair
         report = run.play(trace)

@@ -189,7 +189,7 @@ class Engine:
             self._requests_waiting -= 1
             try:
                 self.sequences.add(request, submitted, asked_s)
-                self.trainer.pair_queues.hurry(request.adapter or "")
+                self.trainer.pair_queues.flush_accumulation(request.adapter or "")
             except Exception as error:
                 log.exception("request %s could not be queued", request.request_id)
                 self.sequences.cancel(request.request_id, "error", time.monotonic(), str(error))
@@ -250,9 +250,9 @@ class Engine:
         build = partial(self.trainer.adapter_cache.build, adapter, weights, form=form)
         return self.commands.ask_at_length(lambda: self.finetuning.replace_version(adapter, build, reason))
 
-    def introduce(self, adapter: str) -> Future[None]:
+    def publish_untrained(self, adapter: str) -> Future[None]:
         """Apply an untrained adapter as if it were trained, so that the cost of its answers does not change later."""
-        return self.commands.ask(lambda: self.trainer.versions.introduce(adapter))
+        return self.commands.ask(lambda: self.trainer.versions.publish_untrained(adapter))
 
     def forget(self, adapter: str, pair_ids: Collection[int] = ()) -> Future[None]:
         """Remove an adapter and its files, and train no more on `pair_ids`.
@@ -267,7 +267,7 @@ class Engine:
 
         return self.commands.ask_at_length(run)
 
-    def hold_back(self, adapter: str, held: bool = True) -> None:
+    def block_saves(self, adapter: str, held: bool = True) -> None:
         """Save no new versions of a forgotten adapter whose files could not be removed (or, not `held`, again).
 
         The next try to remove the files would remove those, too.
@@ -275,21 +275,21 @@ class Engine:
         left = self.adapter_files.left
         (left.add if held else left.discard)(adapter)
 
-    def recall(self, pasts: dict[str, OutlierHistory]) -> None:
+    def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore each adapter's outlier history of before the restart; call it before its pairs are submitted."""
-        self.commands.post(lambda: self.finetuning.recall(pasts))
+        self.commands.post(lambda: self.finetuning.restore_outlier_history(pasts))
 
     def test_with(self, neutral: list[TokenPair]) -> None:
         """Test every version with this neutral text, too; see `edged.align.language`."""
         self.commands.post(lambda: setattr(self.trainer.pair_queues, "neutral", neutral))
 
-    def examine(self, adapter: str) -> None:
+    def request_test(self, adapter: str) -> None:
         """Test an adapter's current version as soon as possible; a version that broke its language is rolled back."""
-        self.commands.offer(lambda: self.trainer.examine(adapter))
+        self.commands.offer(lambda: self.trainer.request_test(adapter))
 
-    def calm(self, adapter: str) -> None:
+    def clear_alarm(self, adapter: str) -> None:
         """End the alarm about a burst of an adapter's pairs, since all its quarantined pairs were decided on."""
-        self.commands.offer(lambda: self.trainer.pair_queues.calm(adapter))
+        self.commands.offer(lambda: self.trainer.pair_queues.clear_alarm(adapter))
 
     # -- settings and limits -----------------------------------------------------------------------------------------
 

@@ -83,11 +83,11 @@ class StepTable:
         self._trainer.pair_queues.tick(time.monotonic())
         self._trainer.submit(pairs)
 
-    def recall(self, pasts: dict[str, OutlierHistory]) -> None:
+    def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.recall`."""
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
-            self._trainer.pair_queues.recall(adapter, past)
+            self._trainer.pair_queues.restore_outlier_history(adapter, past)
             self._trainer.adapter_cache.files.protect(adapter, past.floor)
 
     # -- opening steps -----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def stepped(queue: AdapterQueue, *pairs: TokenPair, margin: float = -3.0, gradie
 @pytest.fixture
 def queue() -> AdapterQueue:
     made = AdapterQueue("ann", OutlierDetector(FeedbackSettings()))
-    made.detector.recall(USUAL, 0.0)
+    made.detector.restore(USUAL, 0.0)
     return made
 
 

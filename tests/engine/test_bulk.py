@@ -254,7 +254,7 @@ def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 1)
         strict = engine.settings.guard.model_copy(update={"max_nll_change": 1e-5})
         engine.configure(engine.settings.model_copy(update={"guard": strict})).result(20)
-        engine.examine("made")
+        engine.request_test("made")
         client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)), 15.0)
         client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
         assert engine.trainer.pair_queues["made"].guard.step_scale == 0.5, "no held-out pair is needed for that"
@@ -290,7 +290,9 @@ def test_the_first_test_with_pairs_goes_straight_back_to_what_a_job_left(tmp_pat
             goes_back_to(left, pairs, engine, client)
     if restarted:
         with running_engine(tmp_path, **settings) as (engine, client):
-            engine.recall({"made": OutlierHistory(tested_version=left + 2, floor=left, floor_nll_change=change)})
+            engine.restore_outlier_history(
+                {"made": OutlierHistory(tested_version=left + 2, floor=left, floor_nll_change=change)}
+            )
             engine.test_with(NEUTRAL)
             goes_back_to(left, pairs, engine, client)
 
@@ -299,7 +301,7 @@ def goes_back_to(left: int, pairs: list[TokenPair], engine: BuiltEngine, client:
     """One more version is learned, and the first held-out pairs come."""
     learn(engine, client, pairs[2])
     engine.submit_pairs([replace(pair, state="held_out") for pair in pairs[3:]])
-    engine.examine("made")
+    engine.request_test("made")
     client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)))
     client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
     assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
@@ -317,7 +319,7 @@ def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_lef
         guard = engine.trainer.pair_queues["made"].guard
         change = guard.floor_nll_change
         assert engine.rollback("made", left + 1).result(20) == left + 3
-        engine.examine("made")
+        engine.request_test("made")
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 3)
         assert guard.floor == left
         assert guard.floor_nll_change == change

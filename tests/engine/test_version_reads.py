@@ -270,7 +270,7 @@ def test_gradients_of_another_form_are_not_compared_with_those_before(tmp_path: 
         detector, weights = trainer.pair_queues["ann"].detector, engine.weights("ann").result(20)[1]
 
         def published(imported: bool) -> float:
-            detector.recall(OutlierHistory(norms=[1.0] * 40), 0.0)
+            detector.restore(OutlierHistory(norms=[1.0] * 40), 0.0)
             assert detector.most_norm() < math.inf
             form = replace(trainer.adapter_cache.get("ann").form, imported=imported)
             trainer.versions.replace(trainer.adapter_cache.build("ann", weights, form=form), "imported")

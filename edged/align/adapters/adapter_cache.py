@@ -167,7 +167,7 @@ class AdapterCache:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def hurry(self, adapter: str) -> None:
+    def save_soon(self, adapter: str) -> None:
         """Make the adapter's current version due to be written now."""
         self._places[adapter].saved_at_s = -math.inf
 

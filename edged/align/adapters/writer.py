@@ -68,7 +68,7 @@ class AdapterWriter:
         if version <= self._adapter_cache.written(adapter):
             future.set_result(version)
         else:
-            self._adapter_cache.hurry(adapter)
+            self._adapter_cache.save_soon(adapter)
             self._awaited.append((adapter, version, future))
         return future
 

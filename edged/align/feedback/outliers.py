@@ -174,7 +174,7 @@ class OutlierDetector:
         """Forget the usual norms: gradients of an adapter of another form are not compared with them."""
         self._norms.clear()
 
-    def recall(self, past: OutlierHistory, now: float) -> None:
+    def restore(self, past: OutlierHistory, now: float) -> None:
         """Restore the history that an earlier run left."""
         self._losses.extend(past.losses)
         self._norms.extend(math.log(norm) for norm in past.norms if norm > 0)
@@ -191,10 +191,10 @@ class OutlierDetector:
     def alarm_left_s(self, now: float) -> float:
         """Seconds that the alarm still lasts, 0 for none. When it has ended, the usual range is estimated anew."""
         if -math.inf < self._alarm_until_s <= now:
-            self.calm()
+            self.clear_alarm()
         return max(0.0, self._alarm_until_s - now)
 
-    def calm(self) -> None:
+    def clear_alarm(self) -> None:
         """End the alarm, if there is one; the usual range is estimated anew."""
         if self._alarm_until_s > -math.inf:
             self._alarm_until_s = -math.inf

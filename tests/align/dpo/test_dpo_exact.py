@@ -559,7 +559,7 @@ def test_an_outlying_pair_is_left_out_as_if_it_had_not_been_in_the_step(window: 
     poison = replace(make_pairs(12, seed=3)[0], ref_chosen_logp=900.0, ref_rejected_logp=-31.0)
     wanted, alone, _ = unit_gradients(tiny_model("llama"), good, window, 50, recompute=recompute)
     suspicion = OutlierDetector(FeedbackSettings())
-    suspicion.recall(OutlierHistory(losses=[1.001 * max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
+    suspicion.restore(OutlierHistory(losses=[1.001 * max(outcome.loss for outcome in alone.outcomes)] * 64), 0.0)
     mixed = [good[0], poison, good[1]]
     got, step, _ = unit_gradients(tiny_model("llama"), mixed, window, 50, recompute=recompute, suspicion=suspicion)
     assert [outcome.trained for outcome in step.outcomes] == [True, False, True]

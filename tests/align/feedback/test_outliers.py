@@ -24,7 +24,7 @@ def pair(number: int = 1, chosen: int = 5, rejected: int = 9, length: int = 12, 
 
 def suspicion(losses: list[float] = USUAL, norms: list[float] | None = None, **settings: object) -> OutlierDetector:
     made = OutlierDetector(FeedbackSettings(**settings))  # type: ignore[arg-type]
-    made.recall(OutlierHistory(losses, norms or []), 0.0)
+    made.restore(OutlierHistory(losses, norms or []), 0.0)
     return made
 
 
@@ -110,7 +110,7 @@ def test_an_alarm_holds_new_pairs_and_ends_by_itself_or_by_a_decision() -> None:
     queue.enqueue(pair(5), GUARD, 111.0)
     assert 5 in {waits.pair_id for waits in (*queue.queue, *queue.held_out.values())}
     queue.hold_burst(200.0)
-    queue.detector.calm()
+    queue.detector.clear_alarm()
     queue.enqueue(pair(6), GUARD, 201.0)
     assert 6 in {waits.pair_id for waits in (*queue.queue, *queue.held_out.values())}
 
