@@ -195,7 +195,7 @@ class Play:
             name = f"call-{self._count}"
             engine.recorder.expect(name, engine.now, prompt)
             sampling = Sampling(max_tokens=answer, seed=self._count, ignore_eos=True)
-            request = Request(name, (1,) * prompt, sampling, turn=run, run=run, run_cost=known)
+            request = Request(name, (1,) * prompt, sampling, fairness_key=run, run=run, run_cost=known)
             self._open[name] = work
             engine.submit(request)
 

@@ -134,7 +134,7 @@ class Caller:
     roles: frozenset[Role]
     users: tuple[str, ...]
     rule: str
-    made: JobAdapters = NO_ADAPTERS
+    job_adapters: JobAdapters = NO_ADAPTERS
     """Adapters of all fine-tuning jobs; those that `tenant` owns are the caller's."""
 
     def may(self, role: Role) -> bool:
@@ -143,15 +143,17 @@ class Caller:
 
     def speaks_for(self, user: str) -> bool:
         """Whether the caller may act as a user and read that user's data; a checkpoint goes with its job's adapter."""
-        if user in self.made.checkpoints and self.speaks_for(user.rpartition("@")[0]):
+        if user in self.job_adapters.checkpoints and self.speaks_for(user.rpartition("@")[0]):
             return True
-        return self.made.owners.get(user) == self.tenant or any(matches_user(known, user) for known in self.users)
+        return self.job_adapters.owners.get(user) == self.tenant or any(
+            matches_user(known, user) for known in self.users
+        )
 
     def sees(self, user: str) -> bool:
         """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
         return self.may("admin") or user == self.tenant or self.speaks_for(user)
 
-    def turn(self, user: str | None, named: Collection[str] = ()) -> str:
+    def fairness_key(self, user: str | None, named: Collection[str] = ()) -> str:
         """Return the name under which a user's requests take turns with others.
 
         It is the user's own where an admin asks, or where the user is granted by name or `named` in the settings. Names
@@ -213,14 +215,14 @@ class Access:
         """Whether TCP callers are identified by tokens."""
         return bool(self._tokens or self._operator)
 
-    async def caller(self, request: web.Request, made: JobAdapters = NO_ADAPTERS) -> Caller:
+    async def caller(self, request: web.Request, job_adapters: JobAdapters = NO_ADAPTERS) -> Caller:
         """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")
         if not over_tcp(request):
             uid, gid = unix_peer(transport.get_extra_info("socket"))
-            return self.of_peer(await self._accounts.peer(uid, gid), made)
+            return self.of_peer(await self._accounts.peer(uid, gid), job_adapters)
         if self.has_tokens:
             return self.of_token(request.headers.get("Authorization", ""))
         if transport not in self._tcp_uids:
@@ -230,14 +232,14 @@ class Access:
         if owner is None:
             message = "nobody can tell which account of this box connects: use the Unix socket, or make a token"
             raise ApiError(401, message, code="invalid_api_key")
-        return self.of_peer(await self._accounts.peer(owner), made)
+        return self.of_peer(await self._accounts.peer(owner), job_adapters)
 
-    def of_peer(self, peer: Peer, made: JobAdapters = NO_ADAPTERS) -> Caller:
+    def of_peer(self, peer: Peer, job_adapters: JobAdapters = NO_ADAPTERS) -> Caller:
         """Return the caller that a local account is, by the first rule that fits it.
 
         An account that came after a job of another's had made an adapter of its name is not that adapter's user.
         """
-        owner = made.owner(peer.name) or peer.name
+        owner = job_adapters.owner(peer.name) or peer.name
         own = peer.name if USER_NAME.fullmatch(peer.name) and owner == peer.name else ""
         way_out = f'have that forgotten, or write users = ["{peer.name}"] in a rule of this account'
         told = f'; its name is that of an adapter of a fine-tuning job of "{owner}": {way_out}'

@@ -39,8 +39,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         # A route outside the table is for admins; a URL without a route needs no role and gets 404.
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
-            made = NO_ADAPTERS if lifecycle.services is None else lifecycle.services.job_runner.adapters
-            request[CALLER] = caller = replace(await access.caller(request, made), made=made)
+            job_adapters = NO_ADAPTERS if lifecycle.services is None else lifecycle.services.job_runner.adapters
+            request[CALLER] = caller = replace(await access.caller(request, job_adapters), made=job_adapters)
             caller.demand_role(role)
         # While the model is loading, and from SIGTERM on, no new work is begun.
         problem = lifecycle.problem()

@@ -55,7 +55,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     caller.demand_user(body.user, adapter)
     named = body.user or adapter
     # Each job would give its owner further limits.
-    tenant = caller.tenant if named is None or caller.made.owner(named) else named
+    tenant = caller.tenant if named is None or caller.job_adapters.owner(named) else named
     # Refuse before the work of tokenizing what can be refused there.
     limits.demand(tenant, body.choices)
     completion = await _record(services, body, model, adapter or body.user, caller.tenant)
@@ -63,13 +63,13 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
     pace = await _pace(services, body)
-    turn = caller.turn(body.user or adapter, services.settings.fairness.weights)
+    fairness_key = caller.fairness_key(body.user or adapter, services.settings.fairness.weights)
     names = names_of(request.headers, body, services.settings.fairness)
     name_request(request, completion.id)
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
     most_tokens = prompt_tokens + body.choices * sampling.max_tokens
-    generation = Generation(services, body, completion, sampling, tenant, turn, caller.may("train"), pace)
+    generation = Generation(services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace)
     with counted(services, generation, names, most_tokens):
         headers = {**limits.headers(tenant), **_told(services, body, adapter)}
         try:

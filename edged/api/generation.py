@@ -156,7 +156,7 @@ class Generation:
     sampling: Sampling
     tenant: str
     """The tenant that the completion counts for: the user, else the adapter, else the caller."""
-    turn: str
+    fairness_key: str
     """The name under which it takes turns with others: see `Caller.turn`."""
     teaches: bool
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
@@ -204,7 +204,7 @@ class Generation:
         Their prompt is computed once. Raises EngineBusy and RequestRefused.
         """
         asked_s = time.monotonic()
-        await self.services.admission.enter(self.turn, len(self.answers))
+        await self.services.admission.enter(self.fairness_key, len(self.answers))
         self._outside = len(self.answers) - 1
         self._submit(self.answers[0], asked_s)
         if self._outside:
@@ -219,7 +219,7 @@ class Generation:
             if self.services.admission.several_ask:
                 await self._first_came.wait()
             for answer in self.answers[1:]:
-                await self.services.admission.enter(self.turn, begun=True)
+                await self.services.admission.enter(self.fairness_key, begun=True)
                 self._outside -= 1
                 self._submit(answer, asked_s)
         except Exception as error:
@@ -240,7 +240,7 @@ class Generation:
             service=self.body.service,
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,
-            turn=self.turn,
+            fairness_key=self.fairness_key,
             pace=self.pace,
             run=self.run.key,
             run_cost=self.run.predicted,
@@ -250,7 +250,7 @@ class Generation:
             services.engine.submit(request, asked_s)
         except Exception:
             services.event_router.drop(request.request_id)
-            services.admission.leave(self.turn)
+            services.admission.leave(self.fairness_key)
             self._cancel()
             raise
         self._inside.add(answer.request_id)
@@ -358,7 +358,7 @@ class Generation:
         answer.end(event)
         del self._unfinished[event.request_id]
         self._inside.discard(event.request_id)
-        self.services.admission.leave(self.turn)
+        self.services.admission.leave(self.fairness_key)
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
@@ -371,7 +371,7 @@ class Generation:
         self._outside = 0
         for request_id in self._inside:
             # The engine has it until it looks at its commands, and its place is taken so long.
-            self.services.event_router.drop(request_id, partial(self.services.admission.leave, self.turn))
+            self.services.event_router.drop(request_id, partial(self.services.admission.leave, self.fairness_key))
             self.services.engine.cancel(request_id)
         self._inside.clear()
         self._unfinished.clear()

@@ -50,7 +50,7 @@ class Request:
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     user: str | None = None
-    turn: str = ""
+    fairness_key: str = ""
     pace: Pace | None = None
     """Speed of the person who reads the answer while it is made, if anybody does."""
     run: str = ""

@@ -115,7 +115,7 @@ class SequenceTable:
         task_id, num_tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
         task.run, task.run_cost = request.run, request.run_cost
-        task.tenant = request.turn or request.user or request.adapter or ""
+        task.tenant = request.fairness_key or request.user or request.adapter or ""
         if request.pace is not None:
             # Nobody expects a first token before the prompt can be computed.
             ttft_s = max(request.pace.ttft_s, self._scheduler.cost.prompt_s(num_tokens, 0))

@@ -353,9 +353,9 @@ def test_invented_names_share_the_turn_of_the_pattern_that_grants_them() -> None
     rules = [{"peers": ["uid:5001"], "roles": ["use"], "users": ["@self", "kitchen", "shared-*"]}]
     found = access(rules=rules)
     ann, root = found.of_peer(Peer(5001, "ann", frozenset())), found.of_peer(Peer(0, "root", frozenset()))
-    turns = [ann.turn(user) for user in (None, "ann", "kitchen", "shared-1", "shared-2")]
+    turns = [ann.fairness_key(user) for user in (None, "ann", "kitchen", "shared-1", "shared-2")]
     assert turns == ["ann", "ann", "kitchen", "shared-*", "shared-*"]
-    assert ann.turn("shared-1", {"shared-1": 2.0}) == "shared-1"
-    assert [root.turn(user) for user in (None, "bob")] == ["root", "bob"]
+    assert ann.fairness_key("shared-1", {"shared-1": 2.0}) == "shared-1"
+    assert [root.fairness_key(user) for user in (None, "bob")] == ["root", "bob"]
     web = replace(ann, users=("*",), tenant="token:web")
-    assert [web.turn(user) for user in ("bob", "eve")] == ["token:web", "token:web"]
+    assert [web.fairness_key(user) for user in ("bob", "eve")] == ["token:web", "token:web"]
