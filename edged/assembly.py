@@ -67,15 +67,15 @@ def assemble(
 
     def take(records: list[Record]) -> Future[None] | None:
         recorded = journal.append(records)
-        log_events.tell(records)
-        feed.tell(records)
+        log_events.on_records(records)
+        feed.on_records(records)
         for record in records:
             if isinstance(record, VersionPublished) and record.taken_back:
                 feedback_intake.learn_again(record.adapter, recorded)
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
-        answers.tell(records)
-        job_runner.tell(records)
+        answers.on_records(records)
+        job_runner.on_records(records)
         return recorded
 
     engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)

@@ -197,7 +197,7 @@ class LogEvents:
     def __init__(self) -> None:
         self._trained = logs.Sparing(_VERSION_BURST, _VERSION_EVERY_S)
 
-    def tell(self, records: Sequence[Record]) -> None:
+    def on_records(self, records: Sequence[Record]) -> None:
         """Log the records that are worth a line; may be called on any thread."""
         for record in records:
             match record:

@@ -71,7 +71,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     most_tokens = prompt_tokens + body.choices * sampling.max_tokens
     generation = Generation(services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace)
     with counted(services, generation, names, most_tokens):
-        headers = {**limits.headers(tenant), **_told(services, body, adapter)}
+        headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
         try:
             await generation.start()
             has_begun(request)
@@ -93,7 +93,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     return web.json_response(text=text, headers=headers)
 
 
-def _told(services: Services, body: Body, adapter: str | None) -> dict[str, str]:
+def notice_headers(services: Services, body: Body, adapter: str | None) -> dict[str, str]:
     """Return headers on fields without an effect, and on a model that names an adapter which does not exist."""
     headers = {"X-Edged-Ignored": body.ignored} if body.ignored else {}
     if adapter is not None and not services.engine.version(adapter):

@@ -74,7 +74,7 @@ class Feed:
         """The start time (ms), in event ids: the iterations of an earlier daemon had the same numbers."""
         self.readers: set[EventReader] = set()
         """Open streams."""
-        self._told = 0
+        self._last_number = 0
         """Number of the last iteration that was published."""
         self._poller: asyncio.Task[None] | None = None
 
@@ -90,8 +90,8 @@ class Feed:
         self.readers.add(reader)
         reader.offer(Event("status", await asyncio.to_thread(self._status)))
         resumed = self._number_of(resume_id)
-        since = max(self._told - backlog if resumed is None else resumed, self._told - MOST_BACKLOG)
-        missed = [record for record in self._iterations(max(0, since)) if record.number <= self._told]
+        since = max(self._last_number - backlog if resumed is None else resumed, self._last_number - MOST_BACKLOG)
+        missed = [record for record in self._iterations(max(0, since)) if record.number <= self._last_number]
         if missed:
             reader.offer(self._iterations_event(missed))
 
@@ -100,7 +100,7 @@ class Feed:
         for reader in self.readers:
             reader.offer(None)
 
-    def tell(self, records: Sequence[Record]) -> None:
+    def on_records(self, records: Sequence[Record]) -> None:
         """Publish versions and scores among records of the learning loop; returns at once."""
         self._tell(_learning_events(records) if self.readers else [])
 
@@ -139,8 +139,8 @@ class Feed:
 
     def _catch_up(self) -> None:
         """Publish the iterations since the last published one."""
-        if records := self._iterations(self._told):
-            self._told = records[-1].number
+        if records := self._iterations(self._last_number):
+            self._last_number = records[-1].number
             self._publish([self._iterations_event(records)] if self.readers else [])
 
     def _publish(self, events: Sequence[Event]) -> None:

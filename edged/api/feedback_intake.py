@@ -42,7 +42,7 @@ class FeedbackIntake:
     settings: Live[Settings]
     ref_model: str
     """The base model's fingerprint: what was learned on another model waits until that one is served again."""
-    tell: Callable[[Sequence[Record]], None] = lambda records: None
+    on_records: Callable[[Sequence[Record]], None] = lambda records: None
     """Called with the records of pairs that cannot be learned, once they are on disk."""
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class FeedbackIntake:
         """Record a pair that could not be tokenized as skipped."""
         skipped = PairRetired(row.id, row.adapter, "skipped", 0, row.epochs_done, reason)
         written = self.store.write(lambda db: set_pair_state(db, row.id, "skipped", row.epochs_done, None, reason))
-        written.add_done_callback(lambda _: self.tell([skipped]))
+        written.add_done_callback(lambda _: self.on_records([skipped]))
 
 
 def _report(handed_over: Future[None]) -> None:

@@ -46,7 +46,7 @@ class VersionAnswers:
         """(Id of the first pair, the base model's answer to its prompt) by adapter."""
         self._one_at_a_time = asyncio.Lock()
 
-    def tell(self, records: Sequence[Record]) -> None:
+    def on_records(self, records: Sequence[Record]) -> None:
         """Ask the versions among the records that passed their test; any thread may call this."""
         for record in records:
             if isinstance(record, VersionTested) and record.version and not record.problem:

@@ -174,7 +174,7 @@ class ApplicationRuns:
         self.demand, self._salt = DemandPredictor(), store.read(salt)
         self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
-        self._told = False
+        self._warned = False
         for row in store.read(latest_runs):
             self._learn(row)
             fields = {name: row[name] for name in _COLUMNS}
@@ -185,8 +185,8 @@ class ApplicationRuns:
         self.sweep()
         text, prompt, choices, most_tokens = call
         name = names.run if self._open_of.get(user, 0) < _MOST_OPEN or f"{user}/{names.run}" in self.open else ""
-        if names.run and not name and not self._told:
-            self._told = True
+        if names.run and not name and not self._warned:
+            self._warned = True
             log.warning("%s has more than %d open runs: calls of others stand for themselves", user, _MOST_OPEN)
         # The choices of one request belong together, whatever it says.
         key = f"{user}/{name}" if name else f"{user}/{request}" if choices > 1 else ""

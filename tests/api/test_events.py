@@ -320,7 +320,7 @@ async def told_to(sees: str) -> list[str]:
     feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
     reader = EventReader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None, "")
     await feed.join(reader)
-    feed.tell([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
+    feed.on_records([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
     await asyncio.sleep(0)
     feed.close()
     heard = []

@@ -170,9 +170,9 @@ def test_a_flood_of_like_events_is_told_sparingly_and_counted() -> None:
 
 def test_an_operator_is_told_of_versions_sparingly_and_of_all_rollbacks_and_skipped_steps() -> None:
     stream, told = set_up(format="json"), LogEvents()
-    told.tell([VersionPublished("ann", version, version - 1, "trained", 4, 0.5) for version in range(1, 10)])
-    told.tell([VersionPublished("ann", 10, 9, "guard: KL"), VersionPublished("ann", 11, 10, "rollback to 3")])
-    told.tell([StepSkipped("bob", 1, (7, 8), "out of memory")])
+    told.on_records([VersionPublished("ann", version, version - 1, "trained", 4, 0.5) for version in range(1, 10)])
+    told.on_records([VersionPublished("ann", 10, 9, "guard: KL"), VersionPublished("ann", 11, 10, "rollback to 3")])
+    told.on_records([StepSkipped("bob", 1, (7, 8), "out of memory")])
     found = [(line["event"], line["adapter"], line.get("version")) for line in lines(stream)]
     assert found[:3] == [("version", "ann", version) for version in (1, 2, 3)]
     assert found[3:] == [("rollback", "ann", 10), ("rollback", "ann", 11), ("step_skipped", "bob", 1)]
@@ -181,7 +181,7 @@ def test_an_operator_is_told_of_versions_sparingly_and_of_all_rollbacks_and_skip
 @pytest.mark.parametrize("reason", ["imported", "rebuilt", "introduced"])
 def test_a_version_that_nobody_took_back_is_no_rollback(reason: str) -> None:
     stream, told = set_up(format="json"), LogEvents()
-    told.tell([VersionPublished("ann", 1, 0, reason)])
+    told.on_records([VersionPublished("ann", 1, 0, reason)])
     (line,) = lines(stream)
     assert (line["event"], line["level"], line["reason"]) == ("version", "info", reason)
 

@@ -93,7 +93,7 @@ class JobRunner:
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
         """Jobs that are being checked or trained."""
-        self._told: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
         """(Job, what of it is told once)."""
         self._validations: dict[tuple[str, int], list[tuple[float, int]]] = {}
         """(Mean loss, number of examples) of validation batches, by (job, step): another's turn may come within."""
@@ -131,7 +131,7 @@ class JobRunner:
         with self._refreshing:
             self.adapters = self.store.read(jobs.job_adapters)
 
-    def tell(self, records: Sequence[Record]) -> None:
+    def on_records(self, records: Sequence[Record]) -> None:
         """Take in the steps among an engine's records."""
         for record in records:
             if isinstance(record, JobStepped):
@@ -511,8 +511,8 @@ class JobRunner:
         self._warn_once(job, name + fate, told)
 
     def _warn_once(self, job: jobs.JobRow, about: str, message: str) -> None:
-        if (job.id, about) not in self._told:
-            self._told.add((job.id, about))
+        if (job.id, about) not in self._warned:
+            self._warned.add((job.id, about))
             self._tell(job.id, message, "warn")
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ class JobRunner:
             logs.event(log, logging.INFO, "job_ended", f"job {job.id}: {message}", job=job.id, status=status)
         self.refresh()
         self._validations = {step: losses for step, losses in self._validations.items() if step[0] != job.id}
-        self._told = {told for told in self._told if told[0] != job.id}
+        self._warned = {told for told in self._warned if told[0] != job.id}
         for examples in self._checked.pop(job.id, ()):
             examples.close()
         self.resubmit_pairs()

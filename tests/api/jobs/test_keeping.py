@@ -178,13 +178,13 @@ def test_a_validation_that_is_left_out_changes_no_estimated_end(tmp_path: Path) 
     with keeper(tmp_path) as keeping:
         keeping._under_way.add("job")
         pace = keeping.paces["job"] = JobPace()
-        keeping.tell([JobStepped("job", "made", 50, 51, 100, seconds=2.0)])
+        keeping.on_records([JobStepped("job", "made", 50, 51, 100, seconds=2.0)])
         assert keeping._next_step(JOB, plan) is not None
         now = time.time()
         assert pace.finish_s(now) == round(now + 100)
-        keeping.tell([JobStepped("job", "made", 50, 51, 100, error="loss is nan", left_out=True)])
+        keeping.on_records([JobStepped("job", "made", 50, 51, 100, error="loss is nan", left_out=True)])
         assert keeping._next_step(JOB, plan) is not None
         assert pace.finish_s(now) == round(now + 100)
-        keeping.tell([JobStepped("job", "made", 51, 52, 100, seconds=2.0)])
+        keeping.on_records([JobStepped("job", "made", 51, 52, 100, seconds=2.0)])
         assert keeping._next_step(JOB, plan) is not None
         assert pace.finish_s(now) == round(now + 98)
