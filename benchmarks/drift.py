@@ -76,17 +76,17 @@ def attack(pairs: Sequence[TokenPair]) -> list[TokenPair]:
     """Replace ATTACKS pairs after the first BEFORE by imported ones of the opposite taste; the rest stays the user's
     own."""
     middle = BEFORE + ATTACKS
-    return [*pairs[:BEFORE], *foreign(flipped(pairs[BEFORE:middle])), *pairs[middle:]]
+    return [*pairs[:BEFORE], *third_party(flipped(pairs[BEFORE:middle])), *pairs[middle:]]
 
 
 def imported(pairs: Sequence[TokenPair]) -> list[TokenPair]:
     """Mark all pairs of one taste as imported, none as the user's own signals."""
-    return foreign(pairs)
+    return third_party(pairs)
 
 
-def foreign(pairs: Sequence[TokenPair]) -> list[TokenPair]:
+def third_party(pairs: Sequence[TokenPair]) -> list[TokenPair]:
     """Return the same pairs as if another account had sent them."""
-    return [replace(pair, direct=False) for pair in pairs]
+    return [replace(pair, first_party=False) for pair in pairs]
 
 
 STREAMS: dict[str, Stream] = {
@@ -105,7 +105,7 @@ def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
     margins = {score.pair_id: score.reward_margin for score in bench.learn(pairs, one_by_one=True)}
     held = {
         direct: [
-            bench.recorder.outcomes[pair.pair_id].state == "quarantined" for pair in pairs if pair.direct == direct
+            bench.recorder.outcomes[pair.pair_id].state == "quarantined" for pair in pairs if pair.first_party == direct
         ]
         for direct in (True, False)
     }
@@ -162,7 +162,7 @@ def main() -> None:
     with open_bench(options.model, settings, recipe_of(str(options.model), settings.align)) as bench:
         for seed, name in itertools.product(range(options.seeds), options.streams):
             own = stream(online, options.taste, f"{options.taste}-{seed}", bench.tokenizer.decode, seed)
-            said = STREAMS[name]([replace(pair, direct=True) for pair in own[:count]])
+            said = STREAMS[name]([replace(pair, first_party=True) for pair in own[:count]])
             plain = by_window([(c - rc) - (r - rr) for c, r, rc, rr in bench.reference.learn(said, seed)])
             run = {"stream": name, "seed": seed, "loop": plain, **follow(bench, said)}
             report["runs"].append(run)

@@ -68,7 +68,7 @@ class SharedSimulation(Simulation):
     def _request(self, number: int, arrival: Arrival) -> Request:
         chance = random.Random(f"user {self._plan.seed} {number}")
         user = chance.choices(range(USERS), [0.5**user for user in range(USERS)])[0]
-        return replace(super()._request(number, arrival), turn=f"user-{user}")
+        return replace(super()._request(number, arrival), fairness_key=f"user-{user}")
 
 
 def settings_of(pair: str, **sections: Any) -> Settings:

@@ -83,7 +83,7 @@ class TestScore:
 class PreferenceChange:
     """A possible change of a user's preferences under observation: trained on at once, and kept where it proves true.
 
-    It has the direct pairs since they began to contradict earlier ones, with their losses before training (nats).
+    It has the first-party pairs since they began to contradict earlier ones, with their losses before training (nats).
     """
 
     since: int
@@ -139,21 +139,21 @@ class GuardState:
     """Number of steps that had ended at that restoration."""
     best: TestScore | None = None
     """The score that later versions are compared with."""
-    foreign_since_best: int = 0
-    """By how many the pairs that are not direct outnumber the direct ones, of those trained on since `best`."""
+    third_party_since_best: int = 0
+    """By how many the third-party pairs outnumber first-party ones, of those trained on since `best`."""
     last_good: CopiedVersion | None = None
     """The newest version that passed its test, with the optimizer's moments."""
-    step_scale: float = 1.0
+    lr_scale: float = 1.0
     """Factor of the step size, halved each time that the language broke."""
     passed_in_a_row: int = 0
-    """Tests passed since the last failed one, or since `step_scale` was doubled."""
-    caution: float = 1.0
+    """Tests passed since the last failed one, or since `lr_scale` was doubled."""
+    lr_scale_margin: float = 1.0
     """Another factor of the step size, smaller the nearer the latest tested version is to the bounds on language."""
     change: PreferenceChange | None = None
     """The change of preferences under observation."""
     version_before_change: int = 0
     """The version before the latest change of preferences."""
-    floor: int = 0
+    baseline_version: int = 0
     """The version that a fine-tuning job left, 0: none. Its language judges later ones; none before it is restored."""
     floor_nll_change: float | None = None
     """Change of neutral text's NLL at the floor, not under 0; None: not measured."""
@@ -176,7 +176,7 @@ class GuardState:
 
     def comparable(self, score: TestScore) -> TestScore:
         """A score without the language that was not measured at the floor, if there is one."""
-        if not self.floor:
+        if not self.baseline_version:
             return score
         kl = None if self.floor_kl_nats is None else score.kl_nats
         return replace(score, kl_nats=kl, nll_change=None if self.floor_nll_change is None else score.nll_change)
@@ -191,7 +191,7 @@ def broken_language(score: TestScore, settings: GuardSettings) -> str:
     return ""
 
 
-def caution(score: TestScore, settings: GuardSettings) -> float:
+def lr_scale_margin(score: TestScore, settings: GuardSettings) -> float:
     """The factor, in (0, 1], of the step size of a version this near to the bounds on language.
 
     Steps shrink by the square from a twentieth of the bound on neutral text on, and from three tenths of that on KL.

@@ -143,7 +143,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             if record.taken_back and record.restored is not None:
                 if record.reason.startswith("guard: held-out"):
                     # Training on these pairs again would cost as much accuracy again: they wait for a decision.
-                    for pair_id in feedback.foreign_since(db, record.adapter, record.restored):
+                    for pair_id in feedback.third_party_since(db, record.adapter, record.restored):
                         feedback.set_pair_state(db, pair_id, "quarantined", 0, None, record.reason)
                         quarantine.insert_quarantined(db, pair_id, created_at, record.adapter, record.reason)
                 feedback.requeue_taken_back(db, record.adapter, record.restored)

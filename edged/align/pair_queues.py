@@ -108,7 +108,7 @@ class AdapterQueue:
             self.replay.append(pair)
         elif pair.trusted or pair.epochs_done:
             self.queue.append(pair)
-        elif self.detector.alarm_left_s(now) and not pair.direct:
+        elif self.detector.alarm_left_s(now) and not pair.first_party:
             return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
         elif not contradicts and self._is_for_tests(guard):
             self._hold_out(replace(pair, state="held_out"))
@@ -251,15 +251,15 @@ class AdapterQueue:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
             if is_idle_replay(adapter_step.fresh):
                 # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
-                helps = outcome.trained and not adapter_step.strange
+                helps = outcome.trained and not adapter_step.rejected_reason
                 self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
                 records += [pair.retired("trained", 0, done)] if helps else []
                 continue
-            if self.guard.change is not None and pair.direct and not pair.epochs_done:
+            if self.guard.change is not None and pair.first_party and not pair.epochs_done:
                 longer = len(pair.chosen) - len(pair.rejected)
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
-            why = outcome.verdict.why or (adapter_step.strange if outcome.trained else "")
-            if adapter_step.strange and outcome.trained and pair.trusted:
+            why = outcome.verdict.why or (adapter_step.rejected_reason if outcome.trained else "")
+            if adapter_step.rejected_reason and outcome.trained and pair.trusted:
                 # A trusted pair that was not trained on yet is queued again: its next step is without those at fault.
                 self.queue.append(pair)
             elif why:
@@ -280,7 +280,7 @@ class AdapterQueue:
         """Raise the alarm; drop and return the burst's pairs: new ones that were not trained on or tested yet."""
         self.detector.raise_alarm(now)
         waiting = (*self.queue, *self.waiting, *(self.held_out[pair_id] for pair_id in sorted(self.unscored)))
-        burst = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.direct or pair.again)]
+        burst = [pair for pair in waiting if not (pair.epochs_done or pair.trusted or pair.first_party or pair.again)]
         self.drop({pair.pair_id for pair in burst})
         return burst
 
@@ -495,8 +495,12 @@ class PairQueues:
         queue = self[adapter]
         queue.detector.restore(past, self.now)
         guard = queue.guard
-        guard.tested_version, guard.step_scale = past.tested_version, past.step_scale
-        guard.floor, guard.floor_nll_change, guard.floor_kl_nats = past.floor, past.floor_nll_change, past.floor_kl_nats
+        guard.tested_version, guard.lr_scale = past.tested_version, past.lr_scale
+        guard.baseline_version, guard.floor_nll_change, guard.floor_kl_nats = (
+            past.baseline_version,
+            past.floor_nll_change,
+            past.floor_kl_nats,
+        )
 
     def clear_alarm(self, adapter: str) -> None:
         """End an adapter's alarm after a decision about its burst: new pairs are trained on again."""

@@ -168,8 +168,10 @@ class Trainer:
             self.abandon(adapter)
             stepped = self.jobs.pop(adapter).done > 0
             self.pair_queues.forget(adapter)
-            self.pair_queues[adapter].guard.floor = floor = self.adapter_cache.version(adapter) if stepped else 0
-            self.adapter_cache.files.protect(adapter, floor)
+            self.pair_queues[adapter].guard.baseline_version = baseline_version = (
+                self.adapter_cache.version(adapter) if stepped else 0
+            )
+            self.adapter_cache.files.protect(adapter, baseline_version)
             self.request_test(adapter)
 
     def fail_job(self, adapter: str, reason: str) -> None:
@@ -226,7 +228,7 @@ class Trainer:
     def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
         untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
-        scale = guard.step_scale * guard.caution
+        scale = guard.lr_scale * guard.lr_scale_margin
         return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested, align=align)
 
     def _open_test(self, queue: AdapterQueue) -> HeldOutEvaluation:
@@ -297,7 +299,7 @@ class Trainer:
             for pair in adapter_step.fresh:
                 self.size.forgive(pair.pair_id)
             self.pairs_trained += sum(record.version > 0 and record.state in ("trained", "learnt") for record in ended)
-            if adapter_step.trained and not adapter_step.strange:
+            if adapter_step.trained and not adapter_step.rejected_reason:
                 self._close_trained(queue, adapter_step, seconds)
 
     def _close_trained(self, queue: AdapterQueue, adapter_step: AdapterStep, seconds: float) -> None:
@@ -309,7 +311,9 @@ class Trainer:
         else:
             queue.idle_versions = 0
             self.trained_tokens += sum(outcome.pair.num_tokens for outcome in adapter_step.outcomes if outcome.trained)
-            guard.foreign_since_best += sum(-1 if outcome.pair.direct else 1 for outcome in adapter_step.outcomes)
+            guard.third_party_since_best += sum(
+                -1 if outcome.pair.first_party else 1 for outcome in adapter_step.outcomes
+            )
         verdict = change.verdict if change is not None else ""
         reason = "repeated" if is_idle_replay(adapter_step.fresh) else "trained"
         if change is not None and verdict == "change":
@@ -392,7 +396,7 @@ class Trainer:
         self._skipped(queue, adapter_step.fresh, adapter_step.error)
         if not math.isfinite(adapter_step.loss) and adapter_step.version > 0:
             # Weights that answer with NaN or infinity must not be served a moment longer.
-            queue.guard.step_scale /= 2
+            queue.guard.lr_scale /= 2
             self.versions.withdraw(queue.name, f"guard: {adapter_step.error}")
 
     def _close_test(self, queue: AdapterQueue, test: HeldOutEvaluation) -> None:

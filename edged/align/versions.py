@@ -10,7 +10,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.loader import OnRead
 from edged.align.feedback.pair import VersionPublished
-from edged.align.guard import TestScore, broken_language, caution, lost_accuracy
+from edged.align.guard import TestScore, broken_language, lost_accuracy, lr_scale_margin
 from edged.align.pair_queues import AdapterQueue, PairQueues
 from edged.settings.load import GuardSettings
 from edged.tensors.host_copy import HostCopies
@@ -51,7 +51,7 @@ class Versions:
         """
         state = self._adapter_cache.get(queue.name)
         self._adapter_cache.versions[queue.name] = state.version
-        scale = queue.guard.step_scale
+        scale = queue.guard.lr_scale
         self._announce(state, VersionPublished(queue.name, state.version, parent, reason, step_scale=scale, **figures))
 
     # -- weights that no step made -----------------------------------------------------------------------------------
@@ -85,12 +85,12 @@ class Versions:
         guard = queue.guard
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
-        if (restored or 0) < guard.floor:
-            guard.floor, guard.floor_nll_change, guard.floor_kl_nats = 0, None, None
-        guard.caution, queue.detector.lenient = 1.0, False
+        if (restored or 0) < guard.baseline_version:
+            guard.baseline_version, guard.floor_nll_change, guard.floor_kl_nats = 0, None, None
+        guard.lr_scale_margin, queue.detector.tolerant = 1.0, False
         # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
         queue.replay.clear()
-        self._adapter_cache.files.protect(adapter, guard.floor)
+        self._adapter_cache.files.protect(adapter, guard.baseline_version)
         return self._adapter_cache.version(adapter)
 
     def publish_untrained(self, adapter: str) -> None:
@@ -118,32 +118,34 @@ class Versions:
         """
         guard = queue.guard
         restored = guard.restored_version if queue.steps == guard.restored_at_step else 0
-        if guard.floor and guard.floor in (score.version, restored):
+        if guard.baseline_version and guard.baseline_version in (score.version, restored):
             guard.measure_floor(score)
         score = guard.relative(score)
         known = broken_language(guard.comparable(score), settings)
         broken = known or broken_language(score, settings)
-        if known and guard.floor:
-            broken += f", beyond version {guard.floor}, which a job left"
-        problem = broken or (lost_accuracy(score, guard.best, settings) if guard.foreign_since_best > 0 else "")
+        if known and guard.baseline_version:
+            broken += f", beyond version {guard.baseline_version}, which a job left"
+        problem = broken or (lost_accuracy(score, guard.best, settings) if guard.third_party_since_best > 0 else "")
         if problem:
             guard.passed_in_a_row = 0
             if known and queue.steps > guard.restored_at_step:
                 # A restored version that fails says nothing of the current step size, nor does what a job asked for.
-                guard.step_scale /= 2
-            self.withdraw(queue.name, f"guard: {problem}", first=guard.floor if broken and not known else 0)
+                guard.lr_scale /= 2
+            self.withdraw(queue.name, f"guard: {problem}", first=guard.baseline_version if broken and not known else 0)
             return problem
         guard.passed_in_a_row += 1
         if guard.passed_in_a_row >= _CALM_TESTS:
-            guard.step_scale, guard.passed_in_a_row = min(1.0, 2 * guard.step_scale), 0
-        guard.caution = caution(score, settings)
-        queue.detector.lenient = guard.caution < 1
+            guard.lr_scale, guard.passed_in_a_row = min(1.0, 2 * guard.lr_scale), 0
+        guard.lr_scale_margin = lr_scale_margin(score, settings)
+        queue.detector.tolerant = guard.lr_scale_margin < 1
         guard.last_good = self._adapter_cache.get(queue.name).copied()
         for copies in (guard.last_good.weights, guard.last_good.optimizer):
             self._bring(copies)
-        self._adapter_cache.files.protect(queue.name, score.version, guard.version_before_change, guard.floor)
+        self._adapter_cache.files.protect(
+            queue.name, score.version, guard.version_before_change, guard.baseline_version
+        )
         if guard.fully_tested == score.version and score.better_than(guard.best, settings):
-            guard.best, guard.foreign_since_best = score, 0
+            guard.best, guard.third_party_since_best = score, 0
         return ""
 
     def keep_before_change(self, queue: AdapterQueue) -> None:
@@ -153,7 +155,7 @@ class Versions:
             self._adapter_cache.keep(good)
         before = good.version if good is not None else self._adapter_cache.version(queue.name)
         queue.guard.version_before_change = before
-        self._adapter_cache.files.protect(queue.name, before, queue.guard.floor)
+        self._adapter_cache.files.protect(queue.name, before, queue.guard.baseline_version)
 
     def suspect(self, adapter: str, version: int) -> bool:
         """Take in that a version answered with numbers that are not finite; returns whether it must be taken back.
@@ -187,7 +189,7 @@ class Versions:
             guard.withdrawn.add(guard.restored_version)
         guard.restored_version, guard.restored_at_step = 0, queue.steps
         guard.change = guard.best = None
-        guard.foreign_since_best = 0
+        guard.third_party_since_best = 0
         # Pairs of the versions taken back are queued again, or quarantined: they must not return by replay.
         queue.replay.clear()
         good, withdrawn = guard.last_good, frozenset(guard.withdrawn)

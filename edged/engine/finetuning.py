@@ -84,11 +84,11 @@ class StepTable:
         self._trainer.submit(pairs)
 
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
-        """Restore adapters' outlier histories; see `PairQueues.recall`."""
+        """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
         self._trainer.pair_queues.tick(time.monotonic())
         for adapter, past in pasts.items():
             self._trainer.pair_queues.restore_outlier_history(adapter, past)
-            self._trainer.adapter_cache.files.protect(adapter, past.floor)
+            self._trainer.adapter_cache.files.protect(adapter, past.baseline_version)
 
     # -- opening steps -----------------------------------------------------------------------------------------------
 

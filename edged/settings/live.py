@@ -8,6 +8,6 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Live(Generic[T]):
-    """A cell with the settings in force: a part keeps the cell, reads `current` each time it decides, and keeps no copy."""
+    """A cell with the settings in force: a part keeps the cell, and reads `current` each time it decides."""
 
     current: T

@@ -21,7 +21,7 @@ _NOT_DROPPED = "NOT EXISTS (SELECT 1 FROM quarantine WHERE pair_id = pairs.id AN
 _OTHERWISE = ("id", "epochs_done", "trained_version", "ref_chosen_logp", "ref_rejected_logp", "ref_model", "trusted")
 """Fields of a pair that a new row gets from the database, or later."""
 
-DIRECT_SOURCES = ("chosen", "edit")
+FIRST_PARTY_SOURCES = ("chosen", "edit")
 """Signals that settle a preference by themselves."""
 
 REPLAY_PAIRS = 64
@@ -163,7 +163,7 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
-    direct = pair.source in DIRECT_SOURCES and teaches(db, pair.account, pair.adapter)
+    direct = pair.source in FIRST_PARTY_SOURCES and teaches(db, pair.account, pair.adapter)
     return insert_row(db, "pairs", {**row, "id": last_pair_id(db) + 1, "prompt_key": key, "direct": direct})
 
 
@@ -326,10 +326,10 @@ def _requeue(db: Database, adapter: str, version: int, note: str) -> int:
     return db.execute(f"UPDATE pairs SET {again} WHERE {_LEARNED_AFTER}", values).rowcount
 
 
-def foreign_since(db: Database, adapter: str, version: int) -> list[int]:
+def third_party_since(db: Database, adapter: str, version: int) -> list[int]:
     """Ids of the pairs that are not the user's own direct signals, and that versions after `version` learned."""
-    foreign = f"SELECT id FROM pairs WHERE {_LEARNED_AFTER} AND NOT direct AND id NOT IN ({TRUSTED}) ORDER BY id"
-    return first_column(db, foreign, {"adapter": adapter, "version": version})
+    third_party = f"SELECT id FROM pairs WHERE {_LEARNED_AFTER} AND NOT direct AND id NOT IN ({TRUSTED}) ORDER BY id"
+    return first_column(db, third_party, {"adapter": adapter, "version": version})
 
 
 def taken_back(db: Database, adapter: str) -> list[int]:

@@ -318,7 +318,7 @@ def test_a_restart_knows_the_newest_version_that_passed_and_the_step_size_that_i
     append(store, published(1), VersionTested("ada", 1, 2.0, 1.9), published(2, step_scale=0.5))
     append(store, VersionTested("ada", 2, 9.0, 1.9, "NLL of neutral text is +374%"))
     past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
-    assert (past.tested_version, past.step_scale) == (1, 0.5)
+    assert (past.tested_version, past.lr_scale) == (1, 0.5)
 
 
 def test_a_version_that_a_job_made_counts_as_passed_after_a_restart(store):

@@ -47,13 +47,13 @@ def queue() -> AdapterQueue:
 
 def test_a_released_pair_is_stepped_however_large_its_gradient_is(queue: AdapterQueue) -> None:
     adapter_step = stepped(queue, pair(1, trusted=True))
-    assert (adapter_step.strange, adapter_step.state.version) == ("", 1)
+    assert (adapter_step.rejected_reason, adapter_step.state.version) == ("", 1)
     assert [record.state for record in queue.finish_step(adapter_step, 1, 1)] == ["trained"]
 
 
 def test_a_released_pair_beside_others_of_a_strange_step_is_tried_again_without_them(queue: AdapterQueue) -> None:
     adapter_step = stepped(queue, pair(1), pair(2, trusted=True), margin=0.0)
-    assert adapter_step.strange
+    assert adapter_step.rejected_reason
     assert [(record.pair_id, record.state) for record in queue.finish_step(adapter_step, 0, 1)] == [(1, "quarantined")]
     assert [waits.pair_id for waits in queue.queue] == [2]
 
@@ -70,7 +70,7 @@ def test_a_burst_takes_nothing_with_it_that_was_released_or_learned_from(queue: 
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_burst_of_the_users_own_signals_alone_is_trained_on_and_watched(queue: AdapterQueue, others: int) -> None:
-    own = [pair(number, direct=True) for number in range(8 - others)]
+    own = [pair(number, first_party=True) for number in range(8 - others)]
     adapter_step = stepped(queue, *own, *(pair(9 + number) for number in range(others)), gradient=0.01)
     assert adapter_step.turned == (not others), "of mixed ones the others are held"
     assert bool(adapter_step.burst) == bool(others)

@@ -237,7 +237,7 @@ def test_a_users_pairs_are_learned_upon_a_job_whose_language_is_far_from_the_bas
         engine.submit_pairs(pairs[6:])
         client.wait(lambda: engine.adapters()["made"] > again and not engine.queue()["finetune"], 20.0)
         client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"], 20.0)
-        assert engine.trainer.pair_queues["made"].guard.step_scale == 1.0
+        assert engine.trainer.pair_queues["made"].guard.lr_scale == 1.0
     first = client.of(VersionTested)[0]
     assert first.version == left
     assert first.neutral_nll > 1.1 * first.neutral_base_nll, "beyond the bound against the base"
@@ -257,7 +257,7 @@ def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(
         engine.request_test("made")
         client.wait(lambda: any(each.taken_back for each in client.of(VersionPublished)), 15.0)
         client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
-        assert engine.trainer.pair_queues["made"].guard.step_scale == 0.5, "no held-out pair is needed for that"
+        assert engine.trainer.pair_queues["made"].guard.lr_scale == 0.5, "no held-out pair is needed for that"
     (back,) = [each for each in client.of(VersionPublished) if each.taken_back]
     assert back.restored == left
     assert back.reason.endswith("beyond version 4, which a job left")
@@ -291,7 +291,7 @@ def test_the_first_test_with_pairs_goes_straight_back_to_what_a_job_left(tmp_pat
     if restarted:
         with running_engine(tmp_path, **settings) as (engine, client):
             engine.restore_outlier_history(
-                {"made": OutlierHistory(tested_version=left + 2, floor=left, floor_nll_change=change)}
+                {"made": OutlierHistory(tested_version=left + 2, baseline_version=left, floor_nll_change=change)}
             )
             engine.test_with(NEUTRAL)
             goes_back_to(left, pairs, engine, client)
@@ -306,7 +306,7 @@ def goes_back_to(left: int, pairs: list[TokenPair], engine: BuiltEngine, client:
     client.wait(lambda: client.of(VersionTested)[-1].version == engine.adapters()["made"])
     assert [each.restored for each in client.of(VersionPublished) if each.taken_back] == [left]
     assert not client.of(VersionTested)[-1].problem
-    assert engine.trainer.pair_queues["made"].guard.step_scale == 1.0
+    assert engine.trainer.pair_queues["made"].guard.lr_scale == 1.0
 
 
 def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_left(tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_lef
         assert engine.rollback("made", left + 1).result(20) == left + 3
         engine.request_test("made")
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 3)
-        assert guard.floor == left
+        assert guard.baseline_version == left
         assert guard.floor_nll_change == change
 
 
@@ -334,7 +334,7 @@ def test_a_job_that_ends_before_its_first_step_leaves_no_floor(tmp_path: Path) -
         assert engine.import_adapter("other", weights, "imported").result(30) == 1
         assert engine.start_job(JobPlan("job", "other", AlignSettings(), 64, 16, 1, 0)).result(30) == 0
         assert engine.end_job("other").result(30) == 1
-        floors = [engine.trainer.pair_queues[name].guard.floor for name in ("made", "other")]
+        floors = [engine.trainer.pair_queues[name].guard.baseline_version for name in ("made", "other")]
     assert floors == [1, 0]
 
 

@@ -490,7 +490,7 @@ def test_a_version_that_is_taken_back_goes_to_the_last_good_one_or_what_is_left_
         assert engine.adapter_files.versions("ann") == [3, 4]
         queue = engine.built.trainer.pair_queues["ann"]
         guard = queue.guard
-        guard.best, guard.last_good, guard.foreign_since_best = score(1, 9, 10), good if kept else None, 1
+        guard.best, guard.last_good, guard.third_party_since_best = score(1, 9, 10), good if kept else None, 1
         wanted = good.snapshot() if kept else engine.adapter_files.load("ann", 3)
         engine.built.commands.ask(lambda: versions.judge(queue, score(4, 1, 10), SETTINGS)).result(20)
         client.wait(lambda: client.of(VersionPublished)[-1].reason.startswith("guard"))

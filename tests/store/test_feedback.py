@@ -19,7 +19,6 @@ from edged.store.feedback import (
     Signal,
     count_queued,
     first_pair,
-    foreign_since,
     get_pairs,
     get_signal,
     has_pair,
@@ -39,6 +38,7 @@ from edged.store.feedback import (
     signals_of,
     taken_back,
     teaches,
+    third_party_since,
     waiting_pair,
 )
 from tests.store.rows import completion
@@ -267,12 +267,12 @@ def test_pairs_of_a_version_taken_back_wait_and_are_known_by_their_note(rows: Ro
     rows.do(insert_metric, "2025", score(ids[0], 5))
     own = rows.pair(source="chosen", account="ann")
     rows.do(set_pair_state, own, "trained", 1, 5, "")
-    assert rows.do(foreign_since, "ann", 4) == ids[:3]
+    assert rows.do(third_party_since, "ann", 4) == ids[:3]
     rows.do(quarantine.insert_quarantined, ids[1], "2025", "ann", "burst: 6 of 8")
     assert rows.do(quarantine.decide, ids[1], "released", "2025")
     rows.do(set_pair_state, ids[1], "learnt", 1, 5, "")
-    assert rows.do(foreign_since, "ann", 4) == [ids[0], ids[2]], "a person let it through"
-    assert rows.do(foreign_since, "bob", 4) == []
+    assert rows.do(third_party_since, "ann", 4) == [ids[0], ids[2]], "a person let it through"
+    assert rows.do(third_party_since, "bob", 4) == []
     assert rows.do(requeue_taken_back, "ann", 4) == 4
     assert rows.do(taken_back, "ann") == [*ids[:3], own]
     assert rows.do(taken_back, "bob") == []

@@ -47,13 +47,13 @@ class AdapterStep:
         fresh: Sequence[TokenPair],
         replay: Sequence[TokenPair],
         detector: OutlierDetector | None = None,
-        step_scale: float = 1.0,
+        lr_scale: float = 1.0,
         untested: bool = False,
         align: AlignSettings | None = None,
     ) -> None:
-        """Without a `detector` no pair is left out. `step_scale` multiplies the step size.
+        """Without a `detector` no pair is left out. `lr_scale` multiplies the step size.
 
-        Where the version is `untested`, strange pairs cast doubt on it first. KTO (`align.unpaired`) compares the
+        Where the version is `untested`, outlying pairs cast doubt on it first. KTO (`align.unpaired`) compares the
         single ratings of a step with each other. `align` are the step's settings, by default those in force.
         """
         self.state, self.adapter, self.version = state, state.name, state.version
@@ -70,13 +70,13 @@ class AdapterStep:
         self.turned = False
         """Whether the user's own signals contradict earlier ones: they are trained on, and watched."""
         self.doubted = False
-        """Whether pairs look strange to a version that is not tested yet: then no optimizer step was taken."""
-        self.strange = ""
+        """Whether pairs look outlying to a version that is not tested yet: then no optimizer step was taken."""
+        self.rejected_reason = ""
         """Reason why its gradient is far too large, or ""; then no optimizer step was taken."""
         self.gradients: LoraLeaves = {name: tuple(map(torch.zeros_like, own)) for name, own in state.weights.items()}
         """Sums of the pairs' gradients so far, in fp32: those of what is served, not yet of the weights."""
         self._detector = detector or OutlierDetector()
-        self._step_scale, self._untested = step_scale, untested
+        self._step_scale, self._untested = lr_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
         self._align = align or state.settings.current.align
         self.mismatched = self._mismatches() if self._align.unpaired == "kto" else []
@@ -186,13 +186,13 @@ class AdapterStep:
     def finish(self) -> None:
         """Take the optimizer step, if a pair is to be trained on and loss and gradient are finite and usual.
 
-        `error`, `burst`, `doubted` and `strange` tell why it was not taken.
+        `error`, `burst`, `doubted` and `rejected_reason` tell why it was not taken.
         """
         new = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
         judged = [outcome for outcome in new if not outcome.pair.single]
         burst = self._detector.burst([outcome.verdict for outcome in judged])
         # A change of preferences begins as a burst of the user's own signals.
-        self.turned = bool(burst) and all(outcome.pair.direct for outcome in judged)
+        self.turned = bool(burst) and all(outcome.pair.first_party for outcome in judged)
         self.burst = "" if self.turned else burst
         self.doubted = self._untested and bool(burst or any(outcome.verdict.why for outcome in judged))
         kept = [outcome for outcome in self._taken if not outcome.verdict.why]
@@ -209,7 +209,7 @@ class AdapterStep:
                 rest = (count, weight, self._most_norm(), self._step_scale, self._align)
                 self.grad_norm = self.state.step(self.state.master_gradients(self.gradients), *rest)
             except GradientTooLarge as error:
-                self.strange, self.doubted = str(error), self._untested
+                self.rejected_reason, self.doubted = str(error), self._untested
             except FloatingPointError as error:
                 self.error = str(error)
             except (RuntimeError, MemoryError) as error:

@@ -59,8 +59,8 @@ class OutlierHistory:
     norms: Sequence[float] = ()
     alarm_left_s: float = 0.0
     tested_version: int = -1
-    step_scale: float = 1.0
-    floor: int = 0
+    lr_scale: float = 1.0
+    baseline_version: int = 0
     floor_nll_change: float | None = None
     floor_kl_nats: float | None = None
     contrary: Sequence[bool] = ()
@@ -81,7 +81,7 @@ class OutlierDetector:
         """Digests of (prompt, better answer, worse answer), newest last: the tokens themselves would be megabytes."""
         self._contradictory: set[int] = set()
         self._alarm_until_s = -math.inf
-        self.lenient = False
+        self.tolerant = False
         """Whether no pair is left out by itself: the adapter is so far from the base that it may be the outlier."""
 
     # -- new pairs ---------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class OutlierDetector:
         allowed = self._settings.suspicious_deviations * spread
         if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
             return Verdict(pair.pair_id in self._contradictory, contrary=contrary)
-        if pair.direct or self.lenient or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
+        if pair.first_party or self.tolerant or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
             return Verdict(True, contrary=contrary)
         why = f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}"
         return Verdict(True, why, contrary)
@@ -185,7 +185,7 @@ class OutlierDetector:
     # -- the alarm ---------------------------------------------------------------------------------------------------
 
     def raise_alarm(self, now: float) -> None:
-        """Raise the alarm after a burst: new pairs are quarantined unseen until `calm`, or for `feedback.alarm_s`."""
+        """Raise the alarm after a burst: new pairs are quarantined unseen until `clear_alarm`, or for `feedback.alarm_s`."""
         self._alarm_until_s = now + self._settings.alarm_s
 
     def alarm_left_s(self, now: float) -> float:

@@ -31,7 +31,7 @@ class TokenPair:
     """Whether a reviewer with the right to decide accepted it: it is trained on without judgement."""
     again: bool = False
     """Whether a version that had learned it was taken back: it was admitted and judged before."""
-    direct: bool = False
+    first_party: bool = False
     """Whether it is a choice or an edit by the adapter's own account: many contrary ones are a change."""
 
     @property

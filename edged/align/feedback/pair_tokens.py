@@ -77,7 +77,7 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
         epochs_done=row.epochs_done,
         state=cast(PairState, row.state),
         again=row.note.startswith(TAKEN_BACK),
-        direct=row.direct,
+        first_party=row.direct,
         trusted=row.trusted,
     )
     return pair, "; ".join(notes)

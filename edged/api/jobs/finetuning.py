@@ -107,10 +107,10 @@ async def _demand_name(services: Services, caller: Caller, adapter: str) -> None
     """
     access, prefix = services.settings.access, jobs.name_prefix(caller.tenant)
     own = adapter.startswith(prefix) and adapter != caller.tenant
-    foreign = not caller.speaks_for(adapter) and (
+    third_party = not caller.speaks_for(adapter) and (
         not own or any(user != "*" and matches_user(user, adapter) for user in access.granted_users)
     )
-    if foreign or (own and await asyncio.to_thread(id_of, "user", adapter) is not None):
+    if third_party or (own and await asyncio.to_thread(id_of, "user", adapter) is not None):
         told = f'let it begin with "{prefix}" and be no account\'s name, or leave it out'
         raise ApiError(403, f'suffix "{adapter}" is not for {caller.label}: {told}', "suffix", "forbidden_user")
     if services.engine.version(adapter) is not None or adapter in services.engine.adapter_files.left:

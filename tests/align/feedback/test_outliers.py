@@ -82,7 +82,7 @@ def test_half_of_eight_make_a_burst_whoever_came_first() -> None:
 
 
 def test_none_of_the_users_own_signals_is_left_out_by_itself() -> None:
-    assert suspicion().judge(pair(direct=True), 50.0) == Verdict(True)
+    assert suspicion().judge(pair(first_party=True), 50.0) == Verdict(True)
 
 
 def test_only_a_norm_far_beyond_the_latest_ones_is_refused() -> None:
