@@ -40,8 +40,8 @@ from edged.settings.load import Settings
 from edged.text.tokenizer import Tokenizer
 
 PROMPT_TOKENS = 256
-_MOST_NAMES = 10
-_BACKWARD, _FEWEST_UNITS, _MOST_TURNS = ("unit, layer", "unit, grad"), 4, 20
+_MAX_NAMES = 10
+_BACKWARD, _FEWEST_UNITS, _MAX_TURNS = ("unit, layer", "unit, grad"), 4, 20
 """Requests are answered again until so many units of a layer's way back were seen, or so often."""
 
 
@@ -112,7 +112,7 @@ def summary(spans: Iterable[Span], kernels: list[Span]) -> dict[str, Any]:
             "ms": 1e-6 * median(span.end_ns - span.begin_ns for span, _ in items),
             "busy_share": sum(busy_ns(own) for _, own in items) / whole,
             "kernels": median(len(own) for _, own in items),
-            "share_of_time": {kernel: ns / whole for kernel, ns in spent.most_common(_MOST_NAMES)},
+            "share_of_time": {kernel: ns / whole for kernel, ns in spent.most_common(_MAX_NAMES)},
         }
     return found
 
@@ -146,7 +146,7 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
         everywhere = _ExperimentalConfig(profile_all_threads=True)
         with profile(activities=activities, experimental_config=everywhere) as profiled:
             begin_ns, before = time.time_ns(), len(spans)
-            for turn in range(_MOST_TURNS):
+            for turn in range(_MAX_TURNS):
                 answer(str(turn))
                 if sum(span.name in _BACKWARD for span in spans[before:]) >= _FEWEST_UNITS:
                     break

@@ -365,7 +365,7 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     torch.set_num_threads(1)
-    ends_s = time.monotonic() + options.most_s
+    ends_s = time.monotonic() + options.max_s
     for name in options.names or known:
         if name in rows or time.monotonic() > ends_s:
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.align.journal import Journal, LogEvents
-from edged.api.admission import TenantQueue, UserLimits, most_of_one, queue_sizes, tenant_places
+from edged.api.admission import TenantQueue, UserLimits, max_of_one, queue_sizes, tenant_places
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
@@ -114,7 +114,7 @@ def assemble(
             places=lambda tenants: (
                 None if live.current.fairness.policy == "off" else tenant_places(live.current.serving, tenants)
             ),
-            most_of_one=lambda: most_of_one(live.current.serving),
+            max_of_one=lambda: max_of_one(live.current.serving),
         ),
         runs=ApplicationRuns(lambda: live.current.fairness, store, engine.scheduler.late_s),
         limits=UserLimits(settings.limits),

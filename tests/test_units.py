@@ -12,7 +12,7 @@ import pytest
 from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_MODELS
 
 UNITS = Path(__file__).parents[1] / "systemd"
-MOST_EXPOSURE = 2.5
+MAX_EXPOSURE = 2.5
 
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
@@ -39,7 +39,7 @@ def test_the_sandbox_leaves_little_exposed() -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"Overall exposure level for edged.service: ([\d.]+)", result.stdout)
     assert found is not None, result.stdout + result.stderr
-    assert float(found[1]) <= MOST_EXPOSURE
+    assert float(found[1]) <= MAX_EXPOSURE
 
 
 @pytest.mark.parametrize(

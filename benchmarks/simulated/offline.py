@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MOST_EXACT = 14
+MAX_EXACT = 14
 """Most jobs that `exact` is meant for: it looks at every set of them that can be in time."""
 
 

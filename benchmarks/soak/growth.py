@@ -20,9 +20,9 @@ WARM_SHARE = 0.3
 LARGEST_MIB_PER_MINUTE = 0.5
 """Limit of a leak, as half an hour can resolve: some sixteen minutes are judged, the heap grows by huge pages of 2 MiB,
 and up to three of them in that time are chance."""
-LEAST_JUDGED_S = 600.0
+MIN_JUDGED_S = 600.0
 """Shortest time that is judged: in less, one step of the heap is as steep as a leak."""
-_LEAST_SAMPLES = 12
+_MIN_SAMPLES = 12
 _SPARE = 8
 """Files or threads that may be open by chance at the end."""
 _PARTS = 6
@@ -70,7 +70,7 @@ class Growth:
         """Return a line for each resource that grows too much."""
         leak = min(self.slope, self.steady)
         found = []
-        if self.seconds >= LEAST_JUDGED_S and leak > LARGEST_MIB_PER_MINUTE:
+        if self.seconds >= MIN_JUDGED_S and leak > LARGEST_MIB_PER_MINUTE:
             found = [f"resident memory grows by {leak:.2f} MiB a minute"]
         more = {"files": self.files, "threads": self.threads}
         return found + [f"{what} grow by {count:g}" for what, count in more.items() if count > _SPARE]
@@ -79,7 +79,7 @@ class Growth:
 def growth(samples: Sequence[Held]) -> Growth:
     """Return one process's growth after its warm-up; all 0 if there are too few samples."""
     kept = samples[_warm_up(samples) :]
-    if len(kept) < _LEAST_SAMPLES:
+    if len(kept) < _MIN_SAMPLES:
         return Growth()
     at = np.array([sample.at_s for sample in kept])
     rss_mib = np.array([sample.rss_bytes for sample in kept]) / 2**20

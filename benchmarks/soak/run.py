@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.soak.faults import FUZZ_DRAWS, HUNG, Faults, Kinds
-from benchmarks.soak.growth import LARGEST_MIB_PER_MINUTE, LEAST_JUDGED_S, Held, growth
+from benchmarks.soak.growth import LARGEST_MIB_PER_MINUTE, MIN_JUDGED_S, Held, growth
 from benchmarks.soak.subject import Subject
 from benchmarks.soak.traffic import Traffic
 from edged.client.client import DaemonError
@@ -212,7 +212,7 @@ def table(result: dict[str, Any]) -> str:
             f"{grown['steady']:+.2f} from one sixth of it to the next; "
             + (
                 f"bound of both: {LARGEST_MIB_PER_MINUTE:g}"
-                if grown["seconds"] >= LEAST_JUDGED_S
+                if grown["seconds"] >= MIN_JUDGED_S
                 else "too short to judge"
             ),
         ),

@@ -17,13 +17,13 @@ from edged.settings.load import AlignSettings, GuardSettings
 
 LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "sigmoid"}
 """The loss of each method; that of `kto`, whose examples are single ratings, is `align.unpaired`'s."""
-MOST_STEPS = 100_000
+MAX_STEPS = 100_000
 """Steps of a job: each is a row of its report."""
 _LATEST = 256
 """Steps, and validation batches, from whose time the end is estimated."""
 _WARM_UP = 0.03
 """Share of a job's steps in which the learning rate rises."""
-_LEAST_KTO_BATCH = 8
+_MIN_KTO_BATCH = 8
 """Ratings of a step of KTO, which compares them with each other: of one alone it computes APO-zero."""
 
 
@@ -99,7 +99,7 @@ def job_settings(align: AlignSettings, method: str, hyperparameters: dict[str, A
 
 def auto(examples: int, method: str, hyperparameters: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with a number for each "auto"."""
-    least = min(_LEAST_KTO_BATCH, examples) if method == "kto" else 1
+    least = min(_MIN_KTO_BATCH, examples) if method == "kto" else 1
     epochs = 3 if examples <= 500 else 2 if examples <= 5_000 else 1
     batch_size = min(32, max(least, round(0.002 * examples)))
     chosen = {"n_epochs": epochs, "batch_size": batch_size, "learning_rate_multiplier": 1.0, "beta": 0.1}

@@ -21,7 +21,7 @@ FineTuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
 """The DPO loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
-_MOST_ASKED = 64
+_MAX_ASKED = 64
 """Most adapters that are considered for another's step."""
 
 
@@ -448,7 +448,7 @@ class PairQueues:
         draws = {first.name: first.draw(align)}
         most = 1 if first.alone else align.joint_adapters
         room = align.window_tokens - draws[first.name].num_tokens
-        for queue in (self.queues[name] for name in islice(self.ready(), _MOST_ASKED)):
+        for queue in (self.queues[name] for name in islice(self.ready(), _MAX_ASKED)):
             if len(draws) == most or room <= 0:
                 break
             if queue.name in draws or queue.alone or self.test_due(queue):

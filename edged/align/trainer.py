@@ -69,7 +69,7 @@ class Trainer:
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self._decoder, self._release = decoder, release
         self._published = published
-        self.most_tokens = cache_tokens // 4
+        self.max_tokens = cache_tokens // 4
         """Most tokens of a pair."""
         self.jobs: dict[str, JobQueue] = {}
         """Queues of the adapters that jobs train, by adapter."""
@@ -131,7 +131,7 @@ class Trainer:
         for pair in pairs:
             queue, version = self.pair_queues[pair.adapter], self.adapter_cache.version(pair.adapter)
             # KTO also computes the prompt of a single rating with the answer of another one.
-            most = self.most_tokens // 2 if pair.single else self.most_tokens
+            most = self.max_tokens // 2 if pair.single else self.max_tokens
             if pair.num_tokens > most:
                 reason = f"{pair.num_tokens} tokens do not fit: the KV cache has room for {most}"
                 self.records.append(pair.retired("skipped", version, pair.epochs_done, reason))
@@ -211,7 +211,7 @@ class Trainer:
             adapter_steps = [
                 self._adapter_step(self.pair_queues[name], batch, align) for name, batch in batches.items()
             ]
-            step = DpoStep(adapter_steps, self._decoder, align, self._release, self.most_tokens, recompute)
+            step = DpoStep(adapter_steps, self._decoder, align, self._release, self.max_tokens, recompute)
         except Exception as error:
             reason = logs.first_line(error, with_kind=True)
             if out_of_memory(error):
@@ -445,7 +445,7 @@ class Trainer:
             repeated = is_idle_replay(queue.taken)
             queue.put_back()
             if isinstance(queue, JobQueue):
-                if self.size.hopeless(queue.plan.job_id, others_first=False, most_tries=_JOB_TRIES):
+                if self.size.hopeless(queue.plan.job_id, others_first=False, max_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
             elif repeated:
                 queue.passes_help = False

@@ -28,7 +28,7 @@ _UCRED = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 _KEPT_S = 30.0
 """Seconds for which the names and groups of a uid are cached."""
-_MOST_KEPT = 1024
+_MAX_KEPT = 1024
 """Uids in the cache."""
 
 
@@ -58,7 +58,7 @@ class Accounts:
         if known is None or now - known[0] >= _KEPT_S:
             # In a thread, since the user database may be a remote server.
             account = await asyncio.to_thread(_account, uid)
-            if len(self._known) >= _MOST_KEPT:
+            if len(self._known) >= _MAX_KEPT:
                 self._known.clear()
             known = self._known[uid] = (now, *account)
         return Peer(uid, known[1], known[2] if gid is None else known[2] | {gid})

@@ -18,7 +18,7 @@ from sqlite_utils import Database
 from edged.align import metrics
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.adapters.form import AdapterForm, LoraSpec
-from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, most_bytes, read_adapter
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, max_bytes, read_adapter
 from edged.align.versions import UnknownVersion
 from edged.api.access import caller_of
 from edged.api.erasure import forget_user
@@ -33,9 +33,9 @@ from edged.store.data_dir import SCRATCH, folder_bytes
 from edged.store.jobs.jobs import checkpoint_of, open_job_of
 
 _SERIES_PAIRS = 500
-MOST_SERIES_PAIRS = 100_000
+MAX_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
-_MOST_MEMBERS = 256
+_MAX_MEMBERS = 256
 REASONS = ("imported", "rebuilt")
 """Reasons that an imported version may record; `edged align rebuild` sends the second."""
 
@@ -69,7 +69,7 @@ async def get_adapter(request: web.Request) -> dict[str, Any]:
     Its versions are newest first, the series of its pairs (`?limit=`) is oldest first.
     """
     services, name = services_of(request), adapter_name(request)
-    limit = queried_integer(request, "limit", _SERIES_PAIRS, 1, MOST_SERIES_PAIRS)
+    limit = queried_integer(request, "limit", _SERIES_PAIRS, 1, MAX_SERIES_PAIRS)
 
     def read(db: Database) -> dict[str, Any]:
         summary = metrics.summary(db, name)
@@ -180,7 +180,7 @@ async def _uploaded(
     request: web.Request, services: Services, spec: LoraSpec
 ) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     """Return the weights that a request uploads, and their form. Raises ApiError."""
-    most = most_bytes(spec) + _TAR_OVERHEAD
+    most = max_bytes(spec) + _TAR_OVERHEAD
     prefix = f"{SCRATCH}import-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=services.store.path.parent, ignore_cleanup_errors=True) as name:
         archive, files = Path(name) / "upload.tar", Path(name) / "files"
@@ -213,8 +213,8 @@ def _unpack(archive: Path, folder: Path, most: int) -> None:
         # "r:" and not "r": nothing is decompressed, so the contents cannot exceed the upload.
         with tarfile.open(archive, "r:") as tar:
             for number, member in enumerate(tar, 1):
-                if number > _MOST_MEMBERS:
-                    raise ImportRefused(f"the archive has more than {_MOST_MEMBERS} members: an adapter has two files")
+                if number > _MAX_MEMBERS:
+                    raise ImportRefused(f"the archive has more than {_MAX_MEMBERS} members: an adapter has two files")
                 _check_member(member, most)
                 # Members may overlap in the archive, so the sum of their stated sizes is what is limited.
                 most -= member.size

@@ -19,7 +19,7 @@ from edged.settings.load import LimitSettings, ServingSettings
 
 _ENDS = 64
 """Latest ends of choices from which the rate is estimated."""
-_MOST_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0
 _ASKS_S = 60.0
 """Time for which a tenant who asked is expected to ask again."""
 WRITES_OF_ONE = 2
@@ -28,7 +28,7 @@ ERASURES_PER_MINUTE = 3
 """Users that a caller who is no admin may have forgotten in a minute: each time all tables are searched."""
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
 """Settings of `[limits]` that have a token bucket for each user; 0 means no limit."""
-_MOST_USERS = 10_000
+_MAX_USERS = 10_000
 """Users in memory. Beyond it the one who was away longest and has nothing open is forgotten: in a minute a
 bucket is full again anyhow."""
 
@@ -58,7 +58,7 @@ def tenant_places(serving: ServingSettings, tenants: int) -> int:
     return serving.max_sequences + max(1, min(serving.max_sequences, serving.max_queue) // max(1, tenants))
 
 
-def most_of_one(serving: ServingSettings) -> int:
+def max_of_one(serving: ServingSettings) -> int:
     """Return the choices of one tenant that the engine holds at once while others ask, too.
 
     A sixteenth of what can run, at least one, is left to the others: answers of one who has everything all end late.
@@ -89,14 +89,14 @@ class TenantQueue:
         sizes: Callable[[], tuple[int, int]],
         clock: Callable[[], float] = time.monotonic,
         places: Callable[[int], int | None] = lambda _: None,
-        most_of_one: Callable[[], float] = lambda: math.inf,
+        max_of_one: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """`sizes` returns how many choices the engine gets at once, and how many may wait here: see `queue_sizes`.
 
         `places` returns how many the engine gets of one tenant, by the number of tenants; None while tenants take turns
-        here. `most_of_one` returns how many it gets of one in any case, while several ask.
+        here. `max_of_one` returns how many it gets of one in any case, while several ask.
         """
-        self._sizes, self._clock, self._places, self._most_of_one = sizes, clock, places, most_of_one
+        self._sizes, self._clock, self._places, self._max_of_one = sizes, clock, places, max_of_one
         self._asked_s: OrderedDict[str, float] = OrderedDict()
         """The times at which tenants asked last, within `_ASKS_S`, the earliest first."""
         self._inside = 0
@@ -165,7 +165,7 @@ class TenantQueue:
         if len(self._ends) < 2:
             return 1.0
         span = max(self._clock() - self._ends[0], 1e-3)
-        return min(_MOST_WAIT_S, max(1.0, self.waiting * span / len(self._ends)))
+        return min(_MAX_WAIT_S, max(1.0, self.waiting * span / len(self._ends)))
 
     def _go_on(self) -> None:
         while (tenant := self._next()) is not None:
@@ -187,7 +187,7 @@ class TenantQueue:
         places = self._places(len(self._inside_of.keys() | self._queues.keys()))
         if places is None and self._inside >= self._sizes()[0]:
             return None
-        most = min(math.inf if places is None else places, self._most_of_one() if self.several_ask else math.inf)
+        most = min(math.inf if places is None else places, self._max_of_one() if self.several_ask else math.inf)
         return next((tenant for tenant in self._queues if self._inside_of[tenant] < most), None)
 
     def _turn_away(self) -> bool:
@@ -314,7 +314,7 @@ class UserLimits:
 
     def _user(self, name: str) -> _User:
         if name not in self._users:
-            if len(self._users) >= _MOST_USERS:
+            if len(self._users) >= _MAX_USERS:
                 idle = next((known for known, user in self._users.items() if not user.open_choices), None)
                 if idle is not None:
                     del self._users[idle]

@@ -68,9 +68,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     name_request(request, completion.id)
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
-    most_tokens = prompt_tokens + body.choices * sampling.max_tokens
+    max_tokens = prompt_tokens + body.choices * sampling.max_tokens
     generation = Generation(services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace)
-    with counted(services, generation, names, most_tokens):
+    with counted(services, generation, names, max_tokens):
         headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
         try:
             await generation.start()
@@ -102,13 +102,13 @@ def notice_headers(services: Services, body: Body, adapter: str | None) -> dict[
 
 
 @contextlib.contextmanager
-def counted(services: Services, generation: Generation, names: RunNames, most_tokens: int) -> Iterator[None]:
+def counted(services: Services, generation: Generation, names: RunNames, max_tokens: int) -> Iterator[None]:
     """Count a request, of at most so many tokens, for its tenant's limits and its run until it ends, however it does.
 
     Raises LimitReached.
     """
     known, tenant, choices = generation.completion, generation.tenant, len(generation.answers)
-    services.limits.begin(tenant, choices, most_tokens)
+    services.limits.begin(tenant, choices, max_tokens)
     try:
         said = known.prompt or "\n".join(message["content"] for message in known.messages or ())
         call = (said, len(known.prompt_ids), choices, generation.sampling.max_tokens)
@@ -119,7 +119,7 @@ def counted(services: Services, generation: Generation, names: RunNames, most_to
             answers = [len(answer.token_ids) for answer in generation.answers]
             services.runs.end(run, len(known.prompt_ids), answers)
     finally:
-        services.limits.end(tenant, choices, most_tokens - generation.num_tokens)
+        services.limits.end(tenant, choices, max_tokens - generation.num_tokens)
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:
@@ -172,11 +172,11 @@ async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], list[int]], con
 def _demand_room(services: Services, amount: int, what: Literal["messages", "characters"], field: str) -> None:
     """Raise ApiError for texts that are too long for the context whatever their tokens are: to count takes long."""
     context = services.engine.max_context_tokens
-    most_chars = CHARS_PER_TOKEN * context
-    if amount > (context if what == "messages" else most_chars):
+    max_chars = CHARS_PER_TOKEN * context
+    if amount > (context if what == "messages" else max_chars):
         raise bad_request(
             f"the prompt has {amount} {what}, and this model's context of {context} tokens holds as many messages at "
-            f"most, and {most_chars} characters",
+            f"most, and {max_chars} characters",
             field,
             "context_length_exceeded",
         )

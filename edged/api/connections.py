@@ -29,7 +29,7 @@ _ACCEPTED_AT_ONCE = 8
 """Connections that are accepted between two looks at the others: many that come at once do not hold up who talks."""
 _ACCEPT_AGAIN_S = 1.0
 """Delay after a connection for which nothing was free."""
-_MOST_WAITING = 1024
+_MAX_WAITING = 1024
 """Requests and connections of one account that may wait for their turn: beyond it new connections are refused."""
 
 _TELL_AGAIN_S = 60.0
@@ -187,7 +187,7 @@ class Site(web.BaseSite):
             client.setblocking(False)
             account = unix_peer(client)[0] if client.family == socket.AF_UNIX else address[0]
             share = self._shares.of(account)
-            if share.waiting >= _MOST_WAITING:
+            if share.waiting >= _MAX_WAITING:
                 self._refuse(client, account)
             else:
                 task = self._loop.create_task(self._open(client, account, share))
@@ -200,7 +200,7 @@ class Site(web.BaseSite):
             client.send(_too_many())
         if (missed := self._sparing.left_out(str(account))) is not None:
             who = f"uid {account}" if isinstance(account, int) else account
-            message = f"{_MOST_WAITING} requests of {who} wait for their turn: new connections of it are refused"
+            message = f"{_MAX_WAITING} requests of {who} wait for their turn: new connections of it are refused"
             logs.event(log, logging.WARNING, "too_many_waiting", message, left_out=missed)
 
     async def _open(self, client: socket.socket, account: Hashable, share: LoopShare) -> None:
@@ -226,7 +226,7 @@ class Site(web.BaseSite):
 @cache
 def _too_many() -> bytes:
     """The response to a connection that is not opened."""
-    message = f"{_MOST_WAITING} requests of this account wait for their turn: try again when some were answered"
+    message = f"{_MAX_WAITING} requests of this account wait for their turn: try again when some were answered"
     body = json.dumps(ApiError(429, message, code="too_many_waiting").body())
     head = "HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close"
     return f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()

@@ -22,7 +22,7 @@ EVENTS: tuple[EventName, ...] = get_args(EventName)
 POLL_S = 0.2
 _STATUS_EVERY = 5
 """Polls between two status events."""
-MOST_BACKLOG = 2000
+MAX_BACKLOG = 2000
 """The most iterations that a stream can begin with."""
 _WAITING = 64
 """Events that may wait for a reader: ten seconds' worth. A reader that is further behind is dropped."""
@@ -90,7 +90,7 @@ class Feed:
         self.readers.add(reader)
         reader.offer(Event("status", await asyncio.to_thread(self._status)))
         resumed = self._number_of(resume_id)
-        since = max(self._last_number - backlog if resumed is None else resumed, self._last_number - MOST_BACKLOG)
+        since = max(self._last_number - backlog if resumed is None else resumed, self._last_number - MAX_BACKLOG)
         missed = [record for record in self._iterations(max(0, since)) if record.number <= self._last_number]
         if missed:
             reader.offer(self._iterations_event(missed))

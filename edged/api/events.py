@@ -9,15 +9,15 @@ from edged.api import openai_format
 from edged.api.access import Caller, caller_of
 from edged.api.connections import has_begun
 from edged.api.errors import ApiError, bad_request
-from edged.api.event_streams import EVENTS, MOST_BACKLOG, Event, EventReader, Feed
+from edged.api.event_streams import EVENTS, MAX_BACKLOG, Event, EventReader, Feed
 from edged.api.requests import queried_integer
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
 
 _HEARTBEAT_S = 15.0
 _HEARTBEAT = b": still here\n\n"
-_MOST_READERS = 64
-_MOST_OF_ONE = 8
+_MAX_READERS = 64
+_MAX_OF_ONE = 8
 """Streams that one account or token may hold open: enough for a few pages, and no caller takes all."""
 _RETRY = b"retry: 2000\n\n"
 """Milliseconds after which a browser that lost the stream reconnects."""
@@ -29,7 +29,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     The stream runs until the client leaves or the daemon stops; `?events=` selects some of EVENTS.
     """
     feed, caller = services_of(request).feed, caller_of(request)
-    wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MOST_BACKLOG)
+    wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MAX_BACKLOG)
     _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     reader = EventReader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
@@ -50,10 +50,10 @@ async def events(request: web.Request) -> web.StreamResponse:
 
 def _demand_room(feed: Feed, caller: Caller) -> None:
     """Raise ApiError (429) when all streams are taken, or the caller's share of them."""
-    if sum(reader.owner == caller.tenant for reader in feed.readers) >= _MOST_OF_ONE:
-        full = f"{caller.label} reads {_MOST_OF_ONE} streams of events already: close one"
-    elif len(feed.readers) >= _MOST_READERS:
-        full = f"{_MOST_READERS} clients read events already"
+    if sum(reader.owner == caller.tenant for reader in feed.readers) >= _MAX_OF_ONE:
+        full = f"{caller.label} reads {_MAX_OF_ONE} streams of events already: close one"
+    elif len(feed.readers) >= _MAX_READERS:
+        full = f"{_MAX_READERS} clients read events already"
     else:
         return
     raise ApiError(429, full, code="too_many_readers")

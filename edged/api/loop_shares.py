@@ -22,7 +22,7 @@ _TURN_S = 0.0001
 """Time of the loop that a turn costs beside its work: tasks, waits, and what the kernel does for a connection."""
 _WEIGHT = 0.1
 """Weight of the latest time in the expected one."""
-_MOST_ACCOUNTS = 1024
+_MAX_ACCOUNTS = 1024
 """Accounts in memory. Beyond it the one that asked longest ago is forgotten."""
 
 
@@ -128,7 +128,7 @@ class LoopShares:
         share = self._shares.pop(account, None) or LoopShare(self._alone, self._clock)
         share.asked_s = self._clock()
         self._shares[account] = share
-        if len(self._shares) > _MOST_ACCOUNTS:
+        if len(self._shares) > _MAX_ACCOUNTS:
             self._shares.popitem(last=False)
         return share
 

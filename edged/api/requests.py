@@ -29,11 +29,11 @@ from edged.settings.load import USER_NAME, ReadingSettings
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOLD_FIELDS = 8
-_MOST_CHOICES = 128
-_MOST_STOPS = 16
-_MOST_TOKENS = 2**31
-_MOST_BIASES = 1024
-_MOST_MESSAGES = 10_000
+_MAX_CHOICES = 128
+_MAX_STOPS = 16
+_MAX_TOKENS = 2**31
+_MAX_BIASES = 1024
+_MAX_MESSAGES = 10_000
 _THREAD_BYTES = 1 << 16
 """Bodies from this size on are parsed and checked in a thread."""
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
@@ -44,7 +44,7 @@ USER_PATTERN = f"^{USER_NAME.pattern}$"
 """`USER_NAME` as a JSON schema pattern; the OpenAPI document does not see validators."""
 _FAIL_FAST = Field(fail_fast=True)
 """For lists: checked up to the first fault, since a body has room for hundreds of thousands."""
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]], _FAIL_FAST]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]], _FAIL_FAST]
 T = TypeVar("T")
 
 
@@ -138,7 +138,7 @@ class Message(Body):
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_at_most(_MOST_MESSAGES, "messages"))
+    list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_at_most(_MAX_MESSAGES, "messages"))
 ]
 
 
@@ -166,12 +166,12 @@ def _one_prompt(prompt: Any) -> Any:
 
 Stops = Annotated[
     str | Annotated[list[str], _FAIL_FAST] | None,
-    AfterValidator(_at_most(_MOST_STOPS, "stop strings")),
+    AfterValidator(_at_most(_MAX_STOPS, "stop strings")),
     AfterValidator(_no_empty_stop),
 ]
 Biases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]] | None,
-    BeforeValidator(_at_most(_MOST_BIASES, "biased tokens")),
+    BeforeValidator(_at_most(_MAX_BIASES, "biased tokens")),
     AfterValidator(_token_keys),
 ]
 
@@ -232,7 +232,7 @@ class _Generation(Body):
 
     model: str | None = None
     user: UserName | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops = None
@@ -244,12 +244,12 @@ class _Generation(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases = None
     response_format: ResponseFormat | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=_MOST_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=_MAX_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_MAX_STOPS)] | None = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
@@ -380,7 +380,7 @@ class PairRequest(_Own):
 class RollbackRequest(_Own):
     """`POST /v1/adapters/{name}/rollback`."""
 
-    version: Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+    version: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]
 
 
 class QuarantineRequest(_Own):

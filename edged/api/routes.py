@@ -21,7 +21,7 @@ from edged.api import (
     story,
     trace,
 )
-from edged.api.event_streams import MOST_BACKLOG
+from edged.api.event_streams import MAX_BACKLOG
 from edged.api.jobs import bodies, files, finetuning
 from edged.api.openapi import EVENTS, Route, document
 
@@ -30,20 +30,20 @@ _PAGE_FILES = ("text/css", "text/javascript", "image/svg+xml")
 _METRICS = ("text/plain", "application/openmetrics-text")
 _USER = {"user": {"type": "string", "pattern": requests.USER_PATTERN}}
 _REASON = {"reason": {"type": "string", "enum": [*adapters.REASONS]}}
-_LIMIT = {"limit": {"type": "integer", "minimum": 1, "maximum": adapters.MOST_SERIES_PAIRS}}
+_LIMIT = {"limit": {"type": "integer", "minimum": 1, "maximum": adapters.MAX_SERIES_PAIRS}}
 _VERSIONS = {"versions": {"type": "string", "enum": ["newest", "all"]}}
-_BACKLOG = {"type": "integer", "minimum": 0, "maximum": MOST_BACKLOG}
+_BACKLOG = {"type": "integer", "minimum": 0, "maximum": MAX_BACKLOG}
 _EVENTS: dict[str, dict[str, Any]] = {"events": {"type": "string"}, "backlog": _BACKLOG}
 _BYTES = ("application/octet-stream",)
 _AFTER: dict[str, dict[str, Any]] = {"after": {"type": "string"}}
 _PAGE: dict[str, dict[str, Any]] = {
-    "limit": {"type": "integer", "minimum": 1, "maximum": finetuning.MOST_LISTED},
+    "limit": {"type": "integer", "minimum": 1, "maximum": finetuning.MAX_LISTED},
     **_AFTER,
 }
-_FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": files.MOST_LISTED}, **_AFTER,
+_FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": files.MAX_LISTED}, **_AFTER,
           "purpose": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]}}  # fmt: skip
 _JOB: dict[str, Any] = {"role": "train", "answer": bodies.Job, "errors": (404,)}
-_SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MOST_SECONDS}}
+_SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MAX_SECONDS}}
 
 
 async def get_document(request: web.Request) -> dict[str, Any]:

@@ -33,13 +33,13 @@ APPLICATION_HEADER, RUN_HEADER = "X-Edged-Application", "X-Edged-Run"
 _RUN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """`traceparent` of W3C Trace Context."""
-_MOST_OPEN = 1024
+_MAX_OPEN = 1024
 """Open runs of one user; calls of further ones are runs of their own."""
 _STORED = np.float16
 """Counts of words and logarithms of sizes are small."""
 _COLUMNS = ("user", "application", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "late_s")
 """Fields of a run that its row has under the same names."""
-_MOST_TYPES, _MOST_ENDED = 1024, 256
+_MAX_TYPES, _MAX_ENDED = 1024, 256
 """(User, type) pairs that are kept, and the latest ended runs of each."""
 _SECONDS = (0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 _BOUNDS = {
@@ -183,19 +183,19 @@ class ApplicationRuns:
     def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
         """Count a call as begun; returns its run. `call`: its text, prompt tokens, choices and `max_tokens`."""
         self.sweep()
-        text, prompt, choices, most_tokens = call
-        name = names.run if self._open_of.get(user, 0) < _MOST_OPEN or f"{user}/{names.run}" in self.open else ""
+        text, prompt, choices, max_tokens = call
+        name = names.run if self._open_of.get(user, 0) < _MAX_OPEN or f"{user}/{names.run}" in self.open else ""
         if names.run and not name and not self._warned:
             self._warned = True
-            log.warning("%s has more than %d open runs: calls of others stand for themselves", user, _MOST_OPEN)
+            log.warning("%s has more than %d open runs: calls of others stand for themselves", user, _MAX_OPEN)
         # The choices of one request belong together, whatever it says.
         key = f"{user}/{name}" if name else f"{user}/{request}" if choices > 1 else ""
         run = self.open.get(key) if key else None
         if run is None:
             run = ApplicationRun(key, user, names.application, name or request, self._clock(), 0.0)
             if self._settings().policy == "justitia":
-                otherwise = choices * call_cost(prompt, most_tokens / 2)
-                run.features = features_of(text, prompt, choices, most_tokens, self._salt)
+                otherwise = choices * call_cost(prompt, max_tokens / 2)
+                run.features = features_of(text, prompt, choices, max_tokens, self._salt)
                 run.predicted = self.demand.predict(names.application, run.features, otherwise)
             self._begun.add(run)
             if key:
@@ -247,9 +247,9 @@ class ApplicationRuns:
             self._histograms[name].observe([value])
 
     def _keep(self, run: ApplicationRun) -> None:
-        ended = self._ended.setdefault((run.user, run.application), deque(maxlen=_MOST_ENDED))
+        ended = self._ended.setdefault((run.user, run.application), deque(maxlen=_MAX_ENDED))
         self._ended.move_to_end((run.user, run.application))
-        if len(self._ended) > _MOST_TYPES:
+        if len(self._ended) > _MAX_TYPES:
             self._ended.popitem(last=False)
         ended.append(run)
 

@@ -21,7 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from edged.runtime import logs
-from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
+from edged.settings.addresses import MAX_PATH_BYTES, socket_paths, too_long
 from edged.settings.load import ApiSettings
 from edged.store.lock import FileLock, LockTaken
 
@@ -56,7 +56,7 @@ class UnixListener:
         """Bind and listen; `mode` are the socket file's permissions. Raises ListenError."""
         self.path = path
         if too_long(path):
-            raise ListenError(f'socket path "{path}" is longer than {MOST_PATH_BYTES} bytes: give a shorter one')
+            raise ListenError(f'socket path "{path}" is longer than {MAX_PATH_BYTES} bytes: give a shorter one')
         try:
             with contextlib.ExitStack() as undo:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from edged.api.errors import bad_request, send_pieces
 from edged.api.services import services_of
 from edged.observe.trace import Event, Tracer
 
-MOST_SECONDS = 600
+MAX_SECONDS = 600
 _ITERATIONS_A_PIECE = 16
 """Iterations that are converted at a time, so that the engine's thread never waits long for the interpreter."""
 
@@ -48,6 +48,6 @@ def _seconds(request: web.Request) -> float:
     """The number in `?seconds=`. Raises ApiError."""
     text = request.query.get("seconds", "10")
     with suppress(ValueError):
-        if 0.0 < float(text) <= MOST_SECONDS:
+        if 0.0 < float(text) <= MAX_SECONDS:
             return float(text)
-    raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MOST_SECONDS}', "seconds")
+    raise bad_request(f'seconds = "{text[:40]}" is not a number over 0 up to {MAX_SECONDS}', "seconds")

@@ -78,24 +78,24 @@ class Pressure:
         self.near = self.pressed or share < _NEAR
 
 
-def head_budgets(norms: np.ndarray, blocks: int, most: np.ndarray, least_norm: float) -> np.ndarray:
+def head_budgets(norms: np.ndarray, blocks: int, most: np.ndarray, min_norm: float) -> np.ndarray:
     """Share out each layer's `blocks` of a page: int64 [layers, kv_heads], those that a head keeps (C_h of MACE 4.3).
 
     `norms` [layers, kv_heads] are the means of the attention outputs' L2 norms, a_h; w_h = a_h / sum_j a_j and
     C_h = floor(w_h * blocks), the remainder going to the heads of the largest w_h, a block each in turn. No head gets
     more than the `most` [layers, kv_heads] that it has, nor less than the sinks' page. A head whose norm is below
-    `least_norm` (tau) gets no more than that unless the others are full. ValueError if the blocks cannot be shared so.
+    `min_norm` (tau) gets no more than that unless the others are full. ValueError if the blocks cannot be shared so.
     """
     sums = most.sum(axis=1)
     if most.shape[1] * SINK_PAGES > blocks or (sums < blocks).any():
         raise ValueError(f"{blocks} blocks cannot be shared by {most.shape[1]} heads that have {most.tolist()}")
-    return np.stack([_shared(*layer, blocks, least_norm) for layer in zip(norms, most, strict=True)])
+    return np.stack([_shared(*layer, blocks, min_norm) for layer in zip(norms, most, strict=True)])
 
 
-def _shared(norms: np.ndarray, most: np.ndarray, blocks: int, least_norm: float) -> np.ndarray:
+def _shared(norms: np.ndarray, most: np.ndarray, blocks: int, min_norm: float) -> np.ndarray:
     """Compute `head_budgets` of one layer."""
     norms = np.nan_to_num(norms.astype(np.float64), posinf=0.0)
-    informative = np.where(norms < least_norm, 0.0, norms)
+    informative = np.where(norms < min_norm, 0.0, norms)
     total = informative.sum()
     weights = informative / total if total > 0 else np.full(len(norms), 1.0 / len(norms))
     shares = np.clip(np.floor(weights * blocks + 1e-9), SINK_PAGES, most).astype(np.int64)

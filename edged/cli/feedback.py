@@ -19,7 +19,7 @@ from edged.cli.options import asks_daemon, explain_os_errors, json_option, with_
 from edged.cli.output import make_table, moment, number, print_json, progress_bar, short, show_progress
 from edged.client.client import Client, DaemonError, Refused
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 """Most problems of lines that are listed; --json lists all."""
 BUSY_WAIT_S = 0.5
 """Delay before a pair is sent again after status 429."""
@@ -257,11 +257,11 @@ def _report(result: ImportedLines, user: str | None) -> None:
     lines: dict[str, list[int]] = {}
     for bad in result.bad:
         lines.setdefault(bad["error"], []).append(bad["line"])
-    for error, found in islice(lines.items(), MOST_SHOWN):
+    for error, found in islice(lines.items(), MAX_SHOWN):
         others = f" and {len(found) - 1} more lines" if len(found) > 1 else ""
         click.echo(f"line {found[0]}{others}: {error}", err=True)
-    if len(lines) > MOST_SHOWN:
-        click.echo(f"... and {len(lines) - MOST_SHOWN} more problems (--json lists all)", err=True)
+    if len(lines) > MAX_SHOWN:
+        click.echo(f"... and {len(lines) - MAX_SHOWN} more problems (--json lists all)", err=True)
     parts = [f"{len(result.feedback_ids)} pairs imported for {user or 'the users that the lines name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from edged.settings.addresses import MOST_PATH_BYTES, socket_paths, too_long
+from edged.settings.addresses import MAX_PATH_BYTES, socket_paths, too_long
 
 CONNECT_TIMEOUT_S = 10.0
 _ASK_AGAIN_S = 0.5
@@ -85,7 +85,7 @@ class _UnixConnection(http.client.HTTPConnection):
         refused: OSError = FileNotFoundError("no socket path")
         for path in self._paths:
             if too_long(path):
-                raise DaemonError(f"socket path {path} is longer than {MOST_PATH_BYTES} bytes: use a shorter one")
+                raise DaemonError(f"socket path {path} is longer than {MAX_PATH_BYTES} bytes: use a shorter one")
             self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sock.settimeout(CONNECT_TIMEOUT_S)
             try:

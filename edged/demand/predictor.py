@@ -21,27 +21,27 @@ from edged.demand.network import train
 WORDS = 512
 """Classes that words are hashed into."""
 _FEATURES = WORDS + 3
-_LEAST_KNOWN, _LEAST_TRAINED = 3, 20
+_MIN_KNOWN, _MIN_TRAINED = 3, 20
 """Runs of a type from which its own median counts, and from which a network is trained."""
-_MOST_RUNS, _MOST_TYPES = 300, 64
+_MAX_RUNS, _MAX_TYPES = 300, 64
 _GROWTH = 1.2
 _LONGEST_TEXT = 2048
 """Characters of a call that are looked at."""
 _WORD = re.compile(r"\w+")
 
 
-def features_of(text: str, prompt: int, choices: int, most_tokens: int, salt: bytes = b"") -> np.ndarray:
+def features_of(text: str, prompt: int, choices: int, max_tokens: int, salt: bytes = b"") -> np.ndarray:
     """Return the features of a first call: counts of its words by salted hash, and the logarithms of its sizes."""
     row = np.zeros(_FEATURES, np.float32)
     hashed = [zlib.crc32(salt + word.encode()) % WORDS for word in _WORD.findall(text[:_LONGEST_TEXT].lower())]
     row[:WORDS] = np.bincount(np.array(hashed, np.int64), minlength=WORDS)
-    row[WORDS:] = [math.log1p(size) for size in (prompt, choices, most_tokens)]
+    row[WORDS:] = [math.log1p(size) for size in (prompt, choices, max_tokens)]
     return row
 
 
 @dataclass(slots=True)
 class _Type:
-    runs: deque[tuple[np.ndarray, float]] = field(default_factory=lambda: deque(maxlen=_MOST_RUNS))
+    runs: deque[tuple[np.ndarray, float]] = field(default_factory=lambda: deque(maxlen=_MAX_RUNS))
     """The latest runs: features of the first call, and cost."""
     count: int = 0
     trained: int = 0
@@ -54,13 +54,13 @@ class DemandPredictor:
 
     def __init__(self) -> None:
         self._types: OrderedDict[str, _Type] = OrderedDict()
-        self._costs: deque[float] = deque(maxlen=_MOST_RUNS)
+        self._costs: deque[float] = deque(maxlen=_MAX_RUNS)
 
     def observe(self, application: str, row: np.ndarray, cost: float) -> None:
         """Learn what a run of a type cost, by the features of its first call."""
         known = self._types.setdefault(application, _Type())
         self._types.move_to_end(application)
-        if len(self._types) > _MOST_TYPES:
+        if len(self._types) > _MAX_TYPES:
             self._types.popitem(last=False)
         known.runs.append((row, max(1.0, cost)))
         known.count += 1
@@ -69,7 +69,7 @@ class DemandPredictor:
     def predict(self, application: str, row: np.ndarray, otherwise: float) -> float:
         """Return the expected cost of a run; `otherwise` where nothing is known yet."""
         known = self._types.get(application)
-        if known is None or len(known.runs) < _LEAST_KNOWN:
+        if known is None or len(known.runs) < _MIN_KNOWN:
             return statistics.median(self._costs) if self._costs else otherwise
         costs = [cost for _, cost in known.runs]
         if known.log_cost is None:
@@ -80,7 +80,7 @@ class DemandPredictor:
     def due(self, application: str) -> bool:
         """Whether a type has so many more runs that its network is to be trained anew."""
         known = self._types.get(application)
-        return known is not None and known.count >= max(_LEAST_TRAINED, _GROWTH * known.trained)
+        return known is not None and known.count >= max(_MIN_TRAINED, _GROWTH * known.trained)
 
     def train(self, application: str) -> None:
         """Train a type's network on its runs."""

@@ -44,8 +44,8 @@ class OutOfGraphMemory(RuntimeError):
 class CudaGraphRecorder:
     """Records launches over fixed tensors as CUDA graphs that share one memory pool: one may run at a time."""
 
-    def __init__(self, device: torch.device, most_bytes: int) -> None:
-        self._device, self._most_bytes = device, most_bytes
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
+        self._device, self._max_bytes = device, max_bytes
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all captures: cuBLAS keeps a workspace for every stream that it has seen.
         self._aside = torch.cuda.Stream(device)
@@ -80,9 +80,9 @@ class CudaGraphRecorder:
         # Memory that the first run left in the allocator's cache does not belong to the capture.
         torch.cuda.empty_cache()
         self.memory_bytes = self._held()
-        if is_too_much(self.memory_bytes, self.memory_bytes - held, self._most_bytes):
+        if is_too_much(self.memory_bytes, self.memory_bytes - held, self._max_bytes):
             raise OutOfGraphMemory(
-                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._most_bytes >> 20}"
+                f"{self.memory_bytes >> 20} MiB would be more than model.graph_memory_mb = {self._max_bytes >> 20}"
             )
         return graph.replay
 
@@ -149,15 +149,15 @@ class DecodeGraphs:
     """Captured decode iterations of one model, by batch size; one thread at a time may use it."""
 
     def __init__(
-        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: CudaGraphRecorder, most_rows: int, width: int
+        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: CudaGraphRecorder, max_rows: int, width: int
     ) -> None:
-        """Captures batches of up to `most_rows` sequences of at most `width` pages, the largest size first: the smaller
+        """Captures batches of up to `max_rows` sequences of at most `width` pages, the largest size first: the smaller
         ones then find its memory. A size that does not fit is left out."""
         self._model, self._kv, self._paths, self._recorder = model, kv, paths, recorder
         self._replays: dict[int, dict[str, Replay]] = {}
         self.replayed = 0
-        sizes = [rows for rows in _SIZES if rows < most_rows]
-        sizes.append(next((rows for rows in _SIZES if rows >= most_rows), most_rows))
+        sizes = [rows for rows in _SIZES if rows < max_rows]
+        sizes.append(next((rows for rows in _SIZES if rows >= max_rows), max_rows))
         started = time.monotonic()
         fixed: _Fixed | None = None
         for rows in reversed(sizes):

@@ -213,9 +213,9 @@ class Engine:
         self.commands.offer(lambda: self.finetuning.withdraw(pair_ids))
 
     @property
-    def most_pair_tokens(self) -> int:
+    def max_pair_tokens(self) -> int:
         """Most tokens of a pair that is trained on."""
-        return min(self.settings.align.max_pair_tokens, self.trainer.most_tokens)
+        return min(self.settings.align.max_pair_tokens, self.trainer.max_tokens)
 
     def start_job(self, plan: JobPlan) -> Future[int]:
         """Begin to train an adapter by a job's plan; the future has the number of steps that it has taken already."""

@@ -34,7 +34,7 @@ from edged.tensors.oom import out_of_memory
 log = logging.getLogger("edged.align")
 _GRAPH_SHARE = 0.25
 """Share of the free memory that a step's kept graph may take."""
-_MOST_TRIED = 256
+_MAX_TRIED = 256
 """Number of adapters for which one iteration tries to find a slot."""
 
 
@@ -116,7 +116,7 @@ class StepTable:
         self._make_way(bool(ready), slots_wanted)
         if self._under_way >= self._max_open:
             return
-        for adapter in self._scheduler.next_steps(ready, _MOST_TRIED):
+        for adapter in self._scheduler.next_steps(ready, _MAX_TRIED):
             if self._under_way >= self._max_open or not self._rested(now):
                 return
             # The adapter may have joined another's step meanwhile.

@@ -140,17 +140,17 @@ class EngineLoop:
         deliver: Callable[[list[Event]], None],
         journal: Callable[[list[Record]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        most_failures: int = 3,
+        max_failures: int = 3,
     ) -> None:
         """`deliver` takes the events of an iteration, `journal` a sample of it once a second; both must not block.
 
-        `clock` is in seconds. The engine ends when `most_failures` iterations in a row have failed.
+        `clock` is in seconds. The engine ends when `max_failures` iterations in a row have failed.
         """
         self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
         self._deliver, self._journal, self._clock = deliver, journal, clock
         self.recovery = Recovery(
-            settings.current.serving, scheduler, sequences, finetuning, runner, clock, most_failures
+            settings.current.serving, scheduler, sequences, finetuning, runner, clock, max_failures
         )
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0

@@ -16,7 +16,7 @@ from edged.settings.load import CacheSettings
 from edged.tensors.device_copy import upload
 
 log = logging.getLogger("edged.engine")
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 """Number of failures after which no more prunings are tried."""
 _FIRST_LOOKS, _LOOK_EVERY = 4, 8
 """A sequence's attention is observed in its first `_FIRST_LOOKS` iterations, then in every `_LOOK_EVERY`-th. These are
@@ -31,7 +31,7 @@ class Pruner:
     def __init__(self, settings: CacheSettings, kv: KvStore | None, pages: KvPages) -> None:
         """`kv` is None where pages have no contents."""
         assert settings.pruning != "off"
-        self._mode, self._window, self._least_norm = settings.pruning, settings.prune_window, settings.prune_norm
+        self._mode, self._window, self._min_norm = settings.pruning, settings.prune_window, settings.prune_norm
         self._rule = PruningRule.of(settings)
         self.pressure = Pressure(settings.pruning)
         self._kv, self._pages, self._pool = kv, pages, pages.pool
@@ -50,7 +50,7 @@ class Pruner:
 
         Each must be pruned before the next is asked for. One is enough, unless the next iterations may find no page.
         """
-        if self._failures >= _MOST_FAILURES:
+        if self._failures >= _MAX_FAILURES:
             return
         decoding = [sequence for sequence in sequences if sequence.decoding]
         pressure = self.pressure
@@ -79,7 +79,7 @@ class Pruner:
 
     def observer(self, sequence: Sequence) -> AttentionStats | None:
         """Return the statistics that are to observe the next decode of `sequence`; None if it need not be observed."""
-        if not self.pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MOST_FAILURES:
+        if not self.pressure.near or not self._rule.nears(sequence.rows) or self._failures >= _MAX_FAILURES:
             return None
         watch, iteration = sequence.watch, sequence.computed
         if watch is None:
@@ -106,7 +106,7 @@ class Pruner:
         recent = sequence.rows - old * kv.page_size
         before = sequence.compacted or PrunedLayout(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
         have = before.counts + (old - before.slabs)
-        counts = head_budgets(watch.mean_norms().cpu().numpy(), slabs * kv.kv_heads, have, self._least_norm)
+        counts = head_budgets(watch.mean_norms().cpu().numpy(), slabs * kv.kv_heads, have, self._min_norm)
         watch.reserve(int(have.max()) * kv.page_size + recent)
         stale_before = sequence.computed - self._window
         keep = rows_to_keep(watch, torch.from_numpy(have), torch.from_numpy(counts), kv.page_size, stale_before)
@@ -144,8 +144,8 @@ class Pruner:
     def failed(self) -> None:
         """Count a pruning that raised; after a few no more are tried, since each costs a recomputation."""
         self._failures += 1
-        if self._failures == _MOST_FAILURES:
-            log.error("K/V is not pruned any more: it failed %d times", _MOST_FAILURES)
+        if self._failures == _MAX_FAILURES:
+            log.error("K/V is not pruned any more: it failed %d times", _MAX_FAILURES)
 
     def report(self, sequences: Iterable[Sequence]) -> dict[str, object]:
         """Return the status' part; `tokens_kept` sums the pruned sequences' compacted parts, on the mean of heads."""

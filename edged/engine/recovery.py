@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from edged.engine.loop import Finetuning, Runner
 
 log = logging.getLogger("edged.engine")
-_LEAST_TOKENS = 16
+_MIN_TOKENS = 16
 """Smallest token limit of an iteration: one page of a prompt."""
-_MOST_STRIKES = 4
+_MAX_STRIKES = 4
 """Number of tries of a single request's smallest iteration before that request fails."""
 _PAUSE_S = 0.2
 """Pause before the smallest iteration is tried again: another process may free memory."""
@@ -49,11 +49,11 @@ class Recovery:
         finetuning: Finetuning,
         runner: Runner,
         clock: Callable[[], float],
-        most_failures: int,
+        max_failures: int,
     ) -> None:
-        """`most_failures` is the number of failed iterations in a row at which the error is raised."""
+        """`max_failures` is the number of failed iterations in a row at which the error is raised."""
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
-        self._runner, self._clock, self._most_failures = runner, clock, most_failures
+        self._runner, self._clock, self._max_failures = runner, clock, max_failures
         self._failures = 0
         self.computed = False
         """Whether the iteration's computation has ended: later errors are not treated as lack of memory."""
@@ -102,7 +102,7 @@ class Recovery:
                 self._relieve(plan, error, self._clock())
                 return
             self._failures += 1
-            if self._failures >= self._most_failures:
+            if self._failures >= self._max_failures:
                 raise
             self._fail(plan, error)
         else:
@@ -156,10 +156,10 @@ class Recovery:
             return
         serving = [task for task in tasks if task.task_id in self._sequences.by_task]
         num_tokens = sum(grant.num_tokens for grant in plan.grants if grant.task.task_id in self._sequences.by_task)
-        if len(serving) <= 1 and num_tokens <= _LEAST_TOKENS:
+        if len(serving) <= 1 and num_tokens <= _MIN_TOKENS:
             self._try_again(serving, error, now)
-        elif num_tokens > max(_LEAST_TOKENS, 2 * len(serving)):
-            self._most["tokens"] = max(_LEAST_TOKENS, len(serving), num_tokens // 2)
+        elif num_tokens > max(_MIN_TOKENS, 2 * len(serving)):
+            self._most["tokens"] = max(_MIN_TOKENS, len(serving), num_tokens // 2)
             _warn(f"memory ran out: iterations of at most {self._most['tokens']} tokens follow", error)
         else:
             keep = self._most["sequences"] = max(1, len(serving) // 2)
@@ -173,7 +173,7 @@ class Recovery:
         """Have the smallest iteration tried again after a pause; after a few tries its request fails."""
         self._strikes += 1
         self.pause_s = _PAUSE_S
-        if self._strikes >= _MOST_STRIKES:
+        if self._strikes >= _MAX_STRIKES:
             self._strikes, self.pause_s = 0, 0.0
             why = logs.first_line(error, with_kind=True)
             logs.event(log, logging.ERROR, "out_of_memory", f"a request fails for want of memory: {why}")

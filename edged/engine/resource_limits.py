@@ -16,7 +16,7 @@ from edged.tensors.device_copy import has_own_memory
 from edged.tensors.oom import out_of_memory
 
 log = logging.getLogger("edged.engine")
-_MOST_MOVED = 64 << 20
+_MAX_MOVED = 64 << 20
 """Largest number of K/V bytes that are copied between two iterations."""
 
 
@@ -49,7 +49,7 @@ class ResourceLimits:
         self._all_pages = self._pool.pages - 1
         page_size = self._pool.page_size
         self._page_bytes = runner.model.page_bytes(page_size)
-        self._most_moved = max(1, _MOST_MOVED // self._page_bytes)
+        self._max_moved = max(1, _MAX_MOVED // self._page_bytes)
         self._longest = -(-runner.max_context_tokens // page_size)
         """Pages of the longest request that can be submitted."""
         self._gives_back = self._kv.gives_back and not has_own_memory(runner.model.device)
@@ -161,8 +161,8 @@ class ResourceLimits:
         pages.trie.evict(before - pool.free_pages - wanted)
         self._finetuning.restart_above(wanted)
         held = pool.held_from(wanted)
-        if len(held) > self._most_moved:
-            held = held[-self._most_moved :]
+        if len(held) > self._max_moved:
+            held = held[-self._max_moved :]
             wanted = held[0]
         if wanted >= before:
             return False

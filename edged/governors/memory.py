@@ -23,10 +23,10 @@ _CALM_S, _LONGEST_CALM_S = 10.0, 160.0
 """How long memory must suffice before a step is taken back; it doubles each time that this came too early."""
 _FORGIVEN_S = 600.0
 """Time without a step after which the calm is as short as at first."""
-_MARGIN_SHARE, _LEAST_MARGIN, _MOST_MARGIN = 0.125, 16 << 20, 256 << 20
+_MARGIN_SHARE, _MIN_MARGIN, _MAX_MARGIN = 0.125, 16 << 20, 256 << 20
 _PRESSURE_SHARE = 0.05
 """Share of all pages that one reading under pressure takes, though the reserve is free."""
-_LEAST_RESERVE, _MOST_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
+_MIN_RESERVE, _MAX_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
 
 
 class MemoryGovernor:
@@ -52,12 +52,12 @@ class MemoryGovernor:
     def reserve_bytes(self, total_bytes: int) -> int:
         """Bytes of memory that are kept free for other programs."""
         configured = self._settings.current.governor.memory_reserve_mb << 20
-        return configured or int(min(_MOST_RESERVE, max(_LEAST_RESERVE, _RESERVE_SHARE * total_bytes)))
+        return configured or int(min(_MAX_RESERVE, max(_MIN_RESERVE, _RESERVE_SHARE * total_bytes)))
 
     def update(self, reading: Reading, use: Use, now: float) -> EngineLimits:
         """Return the engine's limits after a reading."""
         reserve = self.reserve_bytes(reading.memory_total_bytes)
-        margin = int(min(_MOST_MARGIN, max(_LEAST_MARGIN, _MARGIN_SHARE * reserve)))
+        margin = int(min(_MAX_MARGIN, max(_MIN_MARGIN, _MARGIN_SHARE * reserve)))
         spare = reading.memory_available_bytes - reserve
         pressed = self._pressed(reading, spare < reserve)
         self.reason = _reason(reading, reserve, pressed)

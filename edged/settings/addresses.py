@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SOCKET_FILE = "edged.sock"
-MOST_PATH_BYTES = 107
+MAX_PATH_BYTES = 107
 """The kernel's bound on a Unix socket's path."""
 
 
@@ -29,4 +29,4 @@ def socket_paths(named: str, environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 def too_long(path: Path) -> bool:
     """Whether the kernel refuses a socket of that path."""
-    return len(os.fsencode(path)) > MOST_PATH_BYTES
+    return len(os.fsencode(path)) > MAX_PATH_BYTES

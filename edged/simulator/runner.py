@@ -392,7 +392,7 @@ class SimulatedEngine:
             self.recorder.deliver,
             clock=self.clock,
             # An error of a simulation is one of its code: none is survived.
-            most_failures=1,
+            max_failures=1,
         )
 
     def _may_keep_graph(self) -> bool:

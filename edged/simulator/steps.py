@@ -129,7 +129,7 @@ class SimulatedFinetuning:
         self.resumes_s = math.inf
         self._task_ids = task_ids
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
-        self._layers, self._vocab_size, self._most_tokens = layers, vocab_size, cache_tokens // 4
+        self._layers, self._vocab_size, self._max_tokens = layers, vocab_size, cache_tokens // 4
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
         # A replay introduces its adapter as version 1: untrained weights that cost as much as trained ones.
         self.state = SimulatedVersion(adapter, 1)
@@ -142,7 +142,7 @@ class SimulatedFinetuning:
     def submit(self, pair: TokenPair, now: float) -> None:
         """Queue a pair; one that the KV cache has no room for, or that the policy never trains on, is dropped."""
         self.pairs[pair.pair_id] = SentPair(now)
-        if self._scheduler.policy.trains and self._align.enabled and pair.num_tokens <= self._most_tokens:
+        if self._scheduler.policy.trains and self._align.enabled and pair.num_tokens <= self._max_tokens:
             self._queue.queue.append(pair)
 
     def version(self, adapter: str | None) -> int:
@@ -169,7 +169,7 @@ class SimulatedFinetuning:
             self._align,
             self._layers,
             self._vocab_size,
-            self._most_tokens,
+            self._max_tokens,
             self._may_keep_graph(),
         )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)

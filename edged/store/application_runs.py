@@ -7,9 +7,9 @@ from sqlite_utils import Database
 
 from edged.store.rows import first_value, insert_row
 
-MOST_RUNS = 300
+MAX_RUNS = 300
 """Runs of a type that are kept, the latest ones."""
-MOST_ROWS = 20_000
+MAX_ROWS = 20_000
 """Runs of all types that are kept: a start reads them, and types are whatever callers name."""
 
 
@@ -27,7 +27,7 @@ def latest_runs(db: Database, application: str | None = None) -> list[dict[str, 
     """Return the rows of the latest runs of a type, or of each type, in the order in which they ended."""
     ranked = """SELECT *, row_number() OVER (PARTITION BY application ORDER BY id DESC) AS age FROM application_runs
         WHERE :application IS NULL OR application = :application"""
-    sql = f"SELECT * FROM ({ranked}) WHERE age <= {MOST_RUNS} ORDER BY id"
+    sql = f"SELECT * FROM ({ranked}) WHERE age <= {MAX_RUNS} ORDER BY id"
     return list(db.query(sql, {"application": application}))
 
 

@@ -20,8 +20,8 @@ from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import JobRow, add_event, checkpoints_of_user, open_jobs_of_users
 from edged.store.rows import NAMED, first_column, first_value
 
-_MOST_TEXTS = 32
-_LEAST_CHARS = 24
+_MAX_TEXTS = 32
+_MIN_CHARS = 24
 """Shortest text to search for: others may write shorter ones by themselves."""
 _OTHERS = {
     "completions": "user IS NOT :name AND adapter IS NOT :name",
@@ -140,7 +140,7 @@ def _texts_of(db: Database, name: str) -> tuple[str, ...]:
     )
     texts: dict[str, None] = {}
     for source in sources:
-        longest = f"""SELECT text FROM ({source}) WHERE length(text) >= {_LEAST_CHARS}
-                      ORDER BY length(text) DESC LIMIT {_MOST_TEXTS // len(sources)}"""
+        longest = f"""SELECT text FROM ({source}) WHERE length(text) >= {_MIN_CHARS}
+                      ORDER BY length(text) DESC LIMIT {_MAX_TEXTS // len(sources)}"""
         texts.update((str(text), None) for text in first_column(db, longest, {"name": name}))
     return tuple(texts)

@@ -22,7 +22,7 @@ from sqlite_utils import Database
 
 from edged.settings.live import Live
 from edged.settings.load import Settings, StoreSettings
-from edged.store.application_runs import MOST_ROWS, MOST_RUNS
+from edged.store.application_runs import MAX_ROWS, MAX_RUNS
 from edged.store.completions import UNUSED
 from edged.store.data_dir import file_bytes
 from edged.store.database import Store, frees_pages, vacuum
@@ -298,7 +298,7 @@ RULES = (
         "application_runs",
         f"""created_at < :cutoff OR id <= :runs_over OR id <= (
                SELECT id FROM application_runs AS newer WHERE newer.application = application_runs.application
-               ORDER BY id DESC LIMIT 1 OFFSET {MOST_RUNS})""",
+               ORDER BY id DESC LIMIT 1 OFFSET {MAX_RUNS})""",
     ),
     # In this order: scores refer to pairs, and pairs to signals.
     Rule("alignment_metrics", f"pair_id IN (SELECT id FROM pairs WHERE {_DONE})"),
@@ -326,7 +326,7 @@ def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str
     return {
         "completions_over": _before_newest(db, "completions", settings.keep_completions),
         "completions_old": _before_newest(db, "completions", min(NEWEST, settings.keep_completions)),
-        "runs_over": _before_newest(db, "application_runs", MOST_ROWS),
+        "runs_over": _before_newest(db, "application_runs", MAX_ROWS),
         "samples_over": _before_newest(db, "iteration_samples", settings.keep_samples),
         "samples_old": _before_newest(db, "iteration_samples", min(NEWEST, settings.keep_samples)),
         "cutoff": _cutoff(now, settings.keep_days),

@@ -27,7 +27,7 @@ _MEMBER = re.compile(
     f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{_PART}|{FILES_FOLDER}/{_PART}"
     f"|{ADAPTERS_FOLDER}/{_PART}/{_PART}/v[0-9]+/{_PART}|{re.escape(MANIFEST)}"
 )
-_MOST_MANIFEST_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES = 64 << 20
 _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error)
 
 
@@ -116,7 +116,7 @@ def _unpack(file: Path, folder: Path, keep_all: bool) -> Contents:
 
 def _read_manifest(file: Path, content: IO[bytes]) -> dict[str, Any]:
     try:
-        manifest = json.loads(content.read(_MOST_MANIFEST_BYTES))
+        manifest = json.loads(content.read(_MAX_MANIFEST_BYTES))
         known = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
     except (ValueError, KeyError, TypeError):
         raise BackupError(f"{file}: its manifest cannot be read") from None

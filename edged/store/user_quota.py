@@ -17,7 +17,7 @@ _RECOUNT_S = 10.0
 """A user who is over the limit is counted again at most that often: it reads all of the user's rows."""
 _TRIM_TO = 0.9
 """Share of the limit that is left after making room, so that it is not made for every single answer."""
-_MOST_USERS = 10_000
+_MAX_USERS = 10_000
 
 _MINE = "adapter = :user OR user = :user"
 _COMPLETION = """length(prompt_ids) + length(coalesce(messages, '')) + length(coalesce(prompt, ''))
@@ -95,7 +95,7 @@ class UserQuota:
         return kept >= self._most
 
     def _count(self, db: Database, user: str) -> int:
-        if user not in self._known and len(self._known) >= _MOST_USERS:
+        if user not in self._known and len(self._known) >= _MAX_USERS:
             self._known.clear()
         self._known[user] = (stored_bytes(db, user), self._clock())
         return self._known[user][0]

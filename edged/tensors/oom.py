@@ -19,13 +19,13 @@ _SAID_BY_ALLOCATORS = (
 """Messages of RuntimeErrors: CUDA's libraries and torch's CPU allocator have no exception of their own. cuBLAS does not
 initialize if its handle finds no memory; torch's CUDA allocator asks NVML about a process that found none, and fails
 an assertion if NVML cannot tell, as on a Jetson."""
-_MOST_TRIES = 6
+_MAX_TRIES = 6
 """Most tries of a pair that finds no memory alone."""
-_LEAST_WINDOW = 64
+_MIN_WINDOW = 64
 """Least window of a job's step, in tokens."""
 _GROWS_AFTER = 8
 """Successful steps before steps may be larger again."""
-_LONGEST_PAUSE_S, _MOST_DOUBLINGS = 60.0, 30
+_LONGEST_PAUSE_S, _MAX_DOUBLINGS = 60.0, 30
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -48,7 +48,7 @@ class StepSize:
         self.first_pause_s = 0.5
         self._halvings = 0
         """Number of times that the window of a job's step is halved."""
-        self._most_pairs = math.inf
+        self._max_pairs = math.inf
         """Most pairs of a step by what memory allowed; infinite if memory was not short."""
         self._failed_with_graph: AlignSettings | None = None
         """The settings under which a step that kept its graph failed, for instance out of memory."""
@@ -61,7 +61,7 @@ class StepSize:
     @property
     def pairs(self) -> int:
         """Most pairs of the next step: as set, or fewer after memory ran out."""
-        return int(min(self._settings.current.align.micro_batch_pairs, self._most_pairs))
+        return int(min(self._settings.current.align.micro_batch_pairs, self._max_pairs))
 
     @property
     def graphs_fail(self) -> bool:
@@ -81,18 +81,18 @@ class StepSize:
 
     def narrow(self, align: AlignSettings) -> AlignSettings:
         """Return the settings of a step whose pairs are given: its groups are smaller after memory ran out."""
-        window = min(align.window_tokens, max(_LEAST_WINDOW, align.window_tokens >> self._halvings))
+        window = min(align.window_tokens, max(_MIN_WINDOW, align.window_tokens >> self._halvings))
         return align.model_copy(update={"window_tokens": window}) if self._halvings else align
 
-    def hopeless(self, what: Hashable, others_first: bool = True, most_tries: int = _MOST_TRIES) -> bool:
+    def hopeless(self, what: Hashable, others_first: bool = True, max_tries: int = _MAX_TRIES) -> bool:
         """Count that `what`, for instance a pair's id, found no memory alone; return whether to give it up.
 
-        It is given up after `most_tries`; with `others_first` only if another step has succeeded since the first try:
+        It is given up after `max_tries`; with `others_first` only if another step has succeeded since the first try:
         until then memory may be short for any step, which ends.
         """
         tries, wells = self._tried.get(what, (0, self._wells))
         self._tried[what] = tries + 1, wells
-        if tries + 1 < most_tries or (others_first and self._wells == wells):
+        if tries + 1 < max_tries or (others_first and self._wells == wells):
             return False
         self.forgive(what)
         return True
@@ -107,12 +107,12 @@ class StepSize:
         if not self.strikes:
             return 0.0
         # Memory may be short for days: two to the power of so many strikes would overflow a float.
-        return min(_LONGEST_PAUSE_S, self.first_pause_s * 2.0 ** min(self.strikes - 1, _MOST_DOUBLINGS))
+        return min(_LONGEST_PAUSE_S, self.first_pause_s * 2.0 ** min(self.strikes - 1, _MAX_DOUBLINGS))
 
     def shrink(self) -> None:
         """Record that memory ran out in a step."""
-        self._most_pairs = max(1, self.pairs // 2)
-        self._halvings = min(self._halvings + 1, _MOST_DOUBLINGS)
+        self._max_pairs = max(1, self.pairs // 2)
+        self._halvings = min(self._halvings + 1, _MAX_DOUBLINGS)
         self.strikes += 1
         self.distrust_graphs()
 
@@ -128,6 +128,6 @@ class StepSize:
         if self._went_well >= _GROWS_AFTER:
             self._went_well = 0
             self._halvings = max(0, self._halvings - 1)
-            self._most_pairs = 2 * self.pairs
-            if self._most_pairs >= self._settings.current.align.micro_batch_pairs:
-                self._most_pairs, self._failed_with_graph = math.inf, None
+            self._max_pairs = 2 * self.pairs
+            if self._max_pairs >= self._settings.current.align.micro_batch_pairs:
+                self._max_pairs, self._failed_with_graph = math.inf, None

@@ -23,9 +23,9 @@ PLAIN_REFRESH_S = 5.0
 SETTLE_S = 15.0
 """Longest wait for the last pairs to be learned before the second exam."""
 EXAM_QUESTIONS = 8
-LEAST_WIDTH = 96
+MIN_WIDTH = 96
 """Least width of a terminal for the live screen; a narrower one gets plain lines."""
-MOST_WIDTH = 140
+MAX_WIDTH = 140
 PICTURE_WIDTH = 110
 
 
@@ -82,7 +82,7 @@ def show(
     crowd = Crowd(daemon, seed, rate)
     crowd.start()
     try:
-        if console.is_terminal and console.width >= LEAST_WIDTH:
+        if console.is_terminal and console.width >= MIN_WIDTH:
             watch(console, client, crowd, seconds)
         else:
             report(console, client, crowd, seconds)
@@ -100,7 +100,7 @@ def show(
 def watch(console: Console, client: Client, crowd: Crowd, seconds: float) -> None:
     """Show the live screen for `seconds`."""
     started = time.monotonic()
-    width = min(console.width, MOST_WIDTH)
+    width = min(console.width, MAX_WIDTH)
     with Live(console=console, auto_refresh=False, screen=console.height < 40) as live:
         while (elapsed := time.monotonic() - started) < seconds:
             live.update(live_screen(read(client, elapsed, seconds), crowd, width), refresh=True)

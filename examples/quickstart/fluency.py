@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-MOST_NLL = 1.0
+MAX_NLL = 1.0
 """Largest fluent NLL in nats a token. Of 480 answers that the demo model sampled, half lie under 0.18 and 99 % under
 0.93; of the four over 1, three made no sense, and one said "No problem!" alone. At temperature 1.6 half lie over 1.65,
 at 2 nearly all over 3.4; "should do w w w w" has 13.6."""
-MOST_REPETITION = 0.25
+MAX_REPETITION = 0.25
 """Largest fluent repetition. Of the same answers 99 % repeat less than 0.10, and one over 0.25: it said a sentence
 twice."""
 
@@ -24,12 +24,12 @@ def is_fluent(question: str, answer: str) -> bool:
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     tokens = tokenizer.encode(answer, add_special_tokens=False)
-    if not tokens or repetition(tokens) > MOST_REPETITION:
+    if not tokens or repetition(tokens) > MAX_REPETITION:
         return False
     with torch.inference_mode():
         # transformers' loss is the mean NLL of the tokens whose label is not -100.
         loss = model(torch.tensor([prompt + tokens]), labels=torch.tensor([[-100] * len(prompt) + tokens])).loss
-    return float(loss) <= MOST_NLL
+    return float(loss) <= MAX_NLL
 
 
 @cache

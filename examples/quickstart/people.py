@@ -32,7 +32,7 @@ PACE = (
 )
 BROKEN = -2.0
 """Score of an answer that is not fluent, under every taste."""
-MOST_OPEN = 8
+MAX_OPEN = 8
 """Largest number of open application requests: a slow machine gets less load, not a growing queue."""
 
 
@@ -80,7 +80,7 @@ class Crowd:
         self.failure: str = ""
         self._daemon = daemon
         self._stop = threading.Event()
-        self._free = threading.Semaphore(MOST_OPEN)
+        self._free = threading.Semaphore(MAX_OPEN)
         roles: list[tuple[Any, ...]] = [
             (self._user, taste, seed, number) for number in range(CONVERSATIONS) for taste in TASTES
         ]

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from edged.api.admission import QueueFull, TenantQueue, most_of_one, queue_sizes, tenant_places
+from edged.api.admission import QueueFull, TenantQueue, max_of_one, queue_sizes, tenant_places
 from edged.settings.load import ServingSettings
 
 
 class Scene:
     """Requests that note the order in which they go in."""
 
-    def __init__(self, at_once: int, most_waiting: int) -> None:
+    def __init__(self, at_once: int, max_waiting: int) -> None:
         self.now = 0.0
-        self.admission = TenantQueue(lambda: (at_once, most_waiting), lambda: self.now)
+        self.admission = TenantQueue(lambda: (at_once, max_waiting), lambda: self.now)
         self.order: list[str] = []
 
     async def ask(self, tenant: str, choices: int = 1, begun: bool = False) -> asyncio.Task[None]:
@@ -56,7 +56,7 @@ async def test_alone_a_tenant_gets_everything() -> None:
 async def test_while_others_ask_a_tenant_leaves_them_a_seat() -> None:
     scene = Scene(8, 100)
     serving = ServingSettings(max_sequences=4)
-    scene.admission = TenantQueue(lambda: (8, 100), lambda: scene.now, most_of_one=lambda: most_of_one(serving))
+    scene.admission = TenantQueue(lambda: (8, 100), lambda: scene.now, max_of_one=lambda: max_of_one(serving))
     await scene.ask("bob")
     await scene.end("bob")
     for _ in range(8):
@@ -67,7 +67,7 @@ async def test_while_others_ask_a_tenant_leaves_them_a_seat() -> None:
     scene.now = 3600.0
     await scene.ask("ann")
     assert scene.order.count("ann") == 7
-    assert [most_of_one(ServingSettings(max_sequences=most)) for most in (1, 2, 64)] == [1, 1, 60]
+    assert [max_of_one(ServingSettings(max_sequences=most)) for most in (1, 2, 64)] == [1, 1, 60]
 
 
 async def test_when_too_many_wait_the_flood_is_turned_away_and_the_others_stay() -> None:

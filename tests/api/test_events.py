@@ -371,7 +371,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
 async def test_a_client_that_stands_still_is_cut_off(live: LiveDaemon) -> None:
     """The buffers of its connection fill, then what waits for it. Were it not dropped, it could read on for ever."""
     async with client_of(live) as client:
-        while (await client.get("/v1/status"))["totals"]["iterations"] < feeds.MOST_BACKLOG:
+        while (await client.get("/v1/status"))["totals"]["iterations"] < feeds.MAX_BACKLOG:
             await client.ask(tokens=400)
         reader, writer = await asyncio.open_unix_connection(str(live.socket), limit=1024)
         writer.write(b"GET /v1/events?backlog=2000 HTTP/1.1\r\nHost: edged\r\n\r\n")

@@ -121,7 +121,7 @@ def test_without_settings_nothing_is_limited(clock: Clock) -> None:
 def test_many_users_are_not_all_remembered_and_those_with_open_requests_are(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_USERS", 100)
+    monkeypatch.setattr(module, "_MAX_USERS", 100)
     limits = make(clock, requests_per_minute=1)
     limits.begin("first", 1, 1)
     for i in range(1000):

@@ -199,7 +199,7 @@ async def test_connections_that_come_and_go_without_a_word_count() -> None:
 async def test_of_one_account_a_bounded_number_waits_and_others_connect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "_MOST_WAITING", 50)
+    monkeypatch.setattr(connections, "_MAX_WAITING", 50)
     async with serving() as daemon:
         clients = await flood(daemon)
         assert await daemon.ask(BOB)

@@ -98,7 +98,7 @@ of_each_operation = pytest.mark.parametrize("operation", [each.ok() for each in 
 def check(operation: Any, url: str, sending: settings) -> None:
     """Send what the document allows and what it does not, and hold every answer against the document."""
     # A stream of events does not end: schemathesis reads so many seconds of it.
-    most_s = 1.0 if operation.label == "GET /v1/events" else 60.0
+    max_s = 1.0 if operation.label == "GET /v1/events" else 60.0
 
     @sending
     @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in GenerationMode]))
@@ -106,7 +106,7 @@ def check(operation: Any, url: str, sending: settings) -> None:
         body: dict[str, Any] = case.body if isinstance(case.body, dict) else {}
         if isinstance(body.get("n"), int):
             body["n"] = min(body["n"], 4)
-        case.call_and_validate(base_url=url, checks=CHECKS, timeout=most_s)
+        case.call_and_validate(base_url=url, checks=CHECKS, timeout=max_s)
 
     send()
 

@@ -93,7 +93,7 @@ async def test_what_an_account_was_is_forgotten_after_half_a_minute(monkeypatch:
 
 
 async def test_the_cache_of_accounts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.api.access._MOST_KEPT", 2)
+    monkeypatch.setattr("edged.api.access._MAX_KEPT", 2)
     looked_up: list[int] = []
     monkeypatch.setattr("edged.api.access._account", lambda uid: (looked_up.append(uid), ("", frozenset()))[1])
     accounts = Accounts(lambda: 0.0)

@@ -19,7 +19,7 @@ from edged.settings.live import Live
 from edged.settings.load import FairnessSettings, Settings
 from edged.store import Store, StoreError, maintenance
 from edged.store.adapters import forget_adapters
-from edged.store.application_runs import MOST_RUNS, latest_runs
+from edged.store.application_runs import MAX_RUNS, latest_runs
 from edged.store.maintenance import Maintenance
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -263,7 +263,7 @@ async def test_of_who_is_forgotten_open_runs_leave_nothing_and_demand_is_that_of
 
 
 def test_of_types_that_callers_invent_the_latest_runs_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "MOST_ROWS", 5)
+    monkeypatch.setattr(maintenance, "MAX_ROWS", 5)
     runs, _ = runs_of(store)
     for number in range(8):
         begun = runs.begin("ann", RunNames(f"type-{number}", ""), f"req-{number}", ("sort my mail", 100, 1, 200))
@@ -275,12 +275,12 @@ def test_of_types_that_callers_invent_the_latest_runs_are_kept(store: Store, mon
 
 def test_of_a_type_the_latest_runs_are_kept(store: Store) -> None:
     runs, _ = runs_of(store)
-    for number in range(MOST_RUNS + 5):
+    for number in range(MAX_RUNS + 5):
         runs.end(call(runs, "ann", "", f"req-{number}"), 100, [1])
     store.write(lambda _: None).result()
     assert Maintenance(store, Live(Settings())).sweep() == {"application_runs": 5}
     rows = store.read(latest_runs)
-    assert (len(rows), rows[0]["run"]) == (MOST_RUNS, "req-5")
+    assert (len(rows), rows[0]["run"]) == (MAX_RUNS, "req-5")
 
 
 @pytest.fixture(scope="module")

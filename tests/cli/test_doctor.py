@@ -36,7 +36,7 @@ def examination(folder: Path, **changes: Any) -> Examination:
         "settings": Settings(),
         "data_dir": folder / "data",
         "sockets": (folder / "edged.sock",),
-        "least_free_bytes": 0,
+        "min_free_bytes": 0,
         "within_s": 20.0,
         "probe": Told(changes.pop("torch", {}), changes.pop("needs", {})),
         **changes,
@@ -262,8 +262,8 @@ def test_a_missing_foreign_or_broken_profile_is_found(tmp_path: Path) -> None:
 def test_a_disk_with_less_room_than_asked_for_is_found(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     assert only(storage.disk(examination(tmp_path))).state == "ok"
-    assert only(storage.disk(examination(tmp_path, least_free_bytes=2 * free))).state == "warn"
-    assert only(storage.disk(examination(tmp_path, least_free_bytes=100 * free))).state == "fail"
+    assert only(storage.disk(examination(tmp_path, min_free_bytes=2 * free))).state == "warn"
+    assert only(storage.disk(examination(tmp_path, min_free_bytes=100 * free))).state == "fail"
 
 
 def test_folders_that_cannot_be_written_are_found_even_by_root(tmp_path: Path) -> None:

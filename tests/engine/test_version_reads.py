@@ -271,10 +271,10 @@ def test_gradients_of_another_form_are_not_compared_with_those_before(tmp_path: 
 
         def published(imported: bool) -> float:
             detector.restore(OutlierHistory(norms=[1.0] * 40), 0.0)
-            assert detector.most_norm() < math.inf
+            assert detector.max_norm() < math.inf
             form = replace(trainer.adapter_cache.get("ann").form, imported=imported)
             trainer.versions.replace(trainer.adapter_cache.build("ann", weights, form=form), "imported")
-            return detector.most_norm()
+            return detector.max_norm()
 
         same, other = (engine.commands.ask(partial(published, imported)).result(20) for imported in (False, True))
         assert same < other == math.inf

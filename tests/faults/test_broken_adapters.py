@@ -16,7 +16,7 @@ from examples.demo_model.dialogues import prompts
 from examples.quickstart.daemon import TemporaryDaemon
 
 CHAT = "/v1/chat/completions"
-MOST_BAD = 10
+MAX_BAD = 10
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def test_an_adapter_that_an_absurd_step_size_breaks_is_taken_back_and_learns_on_
         adapter, versions = taught(running, pairs, 0.2)
     taken_back = [each for each in adapter["versions"] if each["reason"].startswith("guard: ")]
     assert taken_back, "a step size of 0.05 breaks the demo model"
-    assert bad_answers(adapter, versions) <= MOST_BAD
+    assert bad_answers(adapter, versions) <= MAX_BAD
     assert adapter["pairs_quarantined"] == adapter["pairs_skipped"] == adapter["pairs_queued"] == 0
     assert adapter["pairs_trained"] + adapter["pairs_held_out"] == 30, "nothing is lost"
     assert not adapter["versions"][0]["problem"], "what is served passed its test, or is a version that did"
@@ -126,7 +126,7 @@ def test_at_the_defaults_odd_feedback_breaks_nothing(kind: str, tmp_path: Path) 
         else:
             pairs *= 500
         adapter, versions = taught(running, pairs, 0.05 if kind == "one repeated" else 0.0)
-    assert bad_answers(adapter, versions) <= MOST_BAD
+    assert bad_answers(adapter, versions) <= MAX_BAD
     assert adapter["pairs_skipped"] == 0
     assert adapter["held_out_kl_nats"] is None or adapter["held_out_kl_nats"] <= 0.5
     assert adapter["neutral_nll_change"] <= 0.1

@@ -330,7 +330,7 @@ def test_a_jobs_step_has_smaller_groups_after_memory_ran_out_and_is_tried_for_mi
     size, align = StepSize(live()), AlignSettings(window_tokens=256)
     assert size.narrow(align) is align
     paused_s, windows = 0.0, []
-    while not size.hopeless("job", others_first=False, most_tries=12):
+    while not size.hopeless("job", others_first=False, max_tries=12):
         size.shrink()
         paused_s += size.pause_s
         windows.append(size.narrow(align).window_tokens)

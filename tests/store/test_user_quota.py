@@ -26,9 +26,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def keeping(most_bytes: int) -> Live[Settings]:
+def keeping(max_bytes: int) -> Live[Settings]:
     """Settings by which so little of a user is kept."""
-    return Live(Settings.model_construct(limits=LimitSettings.model_construct(stored_mb=most_bytes / 2**20)))
+    return Live(Settings.model_construct(limits=LimitSettings.model_construct(stored_mb=max_bytes / 2**20)))
 
 
 def answer(store: Store, footprint: UserQuota, name: str, user: str = "ann", size: int = 1000) -> None:
@@ -154,7 +154,7 @@ def test_no_rating_is_counted_where_any_number_may_wait(store: Store, monkeypatc
 
 
 def test_sums_of_so_many_users_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.store.user_quota._MOST_USERS", 2)
+    monkeypatch.setattr("edged.store.user_quota._MAX_USERS", 2)
     counted: list[str] = []
     real = stored_bytes
 

@@ -123,7 +123,7 @@ class AdapterState:
         gradients: Mapping[str, tuple[torch.Tensor, ...]],
         count: int,
         weight: float | None = None,
-        most_norm: float = math.inf,
+        max_norm: float = math.inf,
         scale: float = 1.0,
         align: AlignSettings | None = None,
     ) -> float:
@@ -131,7 +131,7 @@ class AdapterState:
 
         `gradients` are sums, divided by `count`. `weight` is the sum of the pairs' weights, by default `count`; `scale`
         multiplies the step size; `align` are the step's settings, by default those in force. Raises FloatingPointError
-        when the norm is not finite, GradientTooLarge when it is over `most_norm`, and whatever AdamW raises; nothing
+        when the norm is not finite, GradientTooLarge when it is over `max_norm`, and whatever AdamW raises; nothing
         has changed then.
         """
         align, group = align or self.settings.current.align, self._optimizer.param_groups[0]
@@ -144,8 +144,8 @@ class AdapterState:
             norm = float(total)
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
-            if norm > most_norm:
-                raise GradientTooLarge(f"gradient: its norm is {norm:.3g}, {most_norm:.3g} is far for this adapter")
+            if norm > max_norm:
+                raise GradientTooLarge(f"gradient: its norm is {norm:.3g}, {max_norm:.3g} is far for this adapter")
             # AdamW moves as far for one pair as for many, and for light ones as for heavy ones: without this, pairs
             # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
             # once, and a step of weak signals as far as one of choices.

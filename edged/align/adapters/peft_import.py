@@ -17,13 +17,13 @@ from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, measur
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-_MOST_CONFIG_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 8 << 20
 """Most bytes that a safetensors file may hold beside its tensors."""
 _DTYPES = ("F32", "F16", "BF16")
 _INITIAL = ("gaussian", "eva", "orthogonal")
 """PEFT's ways to begin that leave the base model as it is, beside its default."""
-_KEY, _MOST_KEYS, _LARGEST = re.compile(r"(\w|\\?\.){1,200}"), 1024, 1e6
+_KEY, _MAX_KEYS, _LARGEST = re.compile(r"(\w|\\?\.){1,200}"), 1024, 1e6
 """Keys of patterns, and the largest rank or alpha."""
 
 
@@ -126,7 +126,7 @@ def _targets(spec: LoraSpec, *groups: Sequence[str]) -> list[list[str]]:
     return ends if fitting == list(groups) else [sorted(linears) for linears in groups]
 
 
-def most_bytes(spec: LoraSpec) -> int:
+def max_bytes(spec: LoraSpec) -> int:
     """Size in bytes of the largest weights file that fits `spec`: all weights in fp32, and a header."""
     values = sum(spec.rank * (fan_in + fan_out) + fan_out for fan_in, fan_out in spec.shapes.values())
     return 4 * values + _HEADER_BYTES
@@ -134,7 +134,7 @@ def most_bytes(spec: LoraSpec) -> int:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MOST_CONFIG_BYTES:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
         config = json.loads(path.read_text())
     except FileNotFoundError:
@@ -171,8 +171,8 @@ def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[
     alone, since any other could take for ever.
     """
     keys = config.get(pattern) or {}
-    if not isinstance(keys, dict) or len(keys) > _MOST_KEYS or any(not _KEY.fullmatch(key) for key in keys):
-        only = f"at most {_MOST_KEYS} names of linears, or their ends, of letters, digits, dots and _"
+    if not isinstance(keys, dict) or len(keys) > _MAX_KEYS or any(not _KEY.fullmatch(key) for key in keys):
+        only = f"at most {_MAX_KEYS} names of linears, or their ends, of letters, digits, dots and _"
         raise ImportRefused(f"{pattern} is {json.dumps(keys)[:80]}: only {only} are taken")
     for number in (config.get(name), *keys.values()):
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= _LARGEST:
@@ -185,8 +185,8 @@ def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[
 def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     try:
         size = path.stat().st_size
-        if size > most_bytes(spec):
-            raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
+        if size > max_bytes(spec):
+            raise ImportRefused(f"{path.name} has {size} bytes, at most {max_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             form = form_of(config, {name: tuple(part.get_shape()) for name, part in parts.items()}, spec)

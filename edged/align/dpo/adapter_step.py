@@ -178,10 +178,10 @@ class AdapterStep:
         """Whether any of these pairs is in the step."""
         return any(pair.pair_id in pair_ids for pair in (*self.fresh, *self.replay))
 
-    def _most_norm(self) -> float:
+    def _max_norm(self) -> float:
         """The largest usual gradient norm; infinite where all new pairs to train on are trusted."""
         trained = [outcome.pair.trusted for outcome in self.outcomes if outcome.trained]
-        return math.inf if trained and all(trained) else self._detector.most_norm()
+        return math.inf if trained and all(trained) else self._detector.max_norm()
 
     def finish(self) -> None:
         """Take the optimizer step, if a pair is to be trained on and loss and gradient are finite and usual.
@@ -206,7 +206,7 @@ class AdapterStep:
             trained = [outcome for outcome in self._taken if outcome.trained]
             weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
-                rest = (count, weight, self._most_norm(), self._step_scale, self._align)
+                rest = (count, weight, self._max_norm(), self._step_scale, self._align)
                 self.grad_norm = self.state.step(self.state.master_gradients(self.gradients), *rest)
             except GradientTooLarge as error:
                 self.rejected_reason, self.doubted = str(error), self._untested

@@ -33,10 +33,10 @@ class DpoStep:
         decoder: Decoder,
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
-        most_tokens: int,
+        max_tokens: int,
         recompute: Recompute = "full",
     ) -> None:
-        """`most_tokens`: see `StepPlan`. Groups of at most a window recompute what `recompute` says."""
+        """`max_tokens`: see `StepPlan`. Groups of at most a window recompute what `recompute` says."""
         self.decoder, self.align = decoder, align
         self.adapter_steps = by_adapter = {adapter_step.adapter: adapter_step for adapter_step in adapter_steps}
         self.adapters = tuple(self.adapter_steps)
@@ -53,7 +53,7 @@ class DpoStep:
             align,
             decoder.layer_count,
             decoder.vocab_size,
-            most_tokens,
+            max_tokens,
             self.keeps_graph,
             len(adapter_steps),
         )

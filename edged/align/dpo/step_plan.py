@@ -35,11 +35,11 @@ class StepPlan:
         align: AlignSettings,
         layers: int,
         vocab_size: int,
-        most_tokens: int,
+        max_tokens: int,
         keep_graph: bool,
         adapters: int = 1,
     ) -> None:
-        """`most_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
+        """`max_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
         With `keep_graph` groups of at most a window keep their graph, or its costly results: no product is computed
         twice.
@@ -47,7 +47,7 @@ class StepPlan:
         self.needs_reference, self.keep_graph = needs_reference, keep_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)
         self._align, self._window, self._layers, self._adapters = align, align.window_tokens, layers, adapters
-        self._groups = groups_of(pairs, min((1 if keep_graph else 2) * align.window_tokens, most_tokens))
+        self._groups = groups_of(pairs, min((1 if keep_graph else 2) * align.window_tokens, max_tokens))
         self.groups_done = -1
         self.next_group()
 

@@ -25,9 +25,9 @@ from edged.align.feedback.pair_formats import (
 
 _LONGEST = 1 << 20
 """Bytes of the longest line."""
-_MOST_MESSAGES = 1024
+_MAX_MESSAGES = 1024
 """Messages of a line."""
-_MOST_TOLD, _MOST_CHARS = 20, 200
+_MAX_TOLD, _MAX_CHARS = 20, 200
 """Bad lines that are told, and characters of each."""
 _WORK_S = 0.01
 """Seconds after which a check lets others have the interpreter for as long."""
@@ -67,16 +67,16 @@ class ExampleFile:
                 self._check_shape(number, line, method)
             except FormatError as error:
                 bad += 1
-                if bad <= _MOST_TOLD:
-                    problems.append(f"line {number}: {str(error)[:_MOST_CHARS]}")
+                if bad <= _MAX_TOLD:
+                    problems.append(f"line {number}: {str(error)[:_MAX_CHARS]}")
             else:
                 self._count += 1
                 self._index.write(_ENTRY.pack(offset, number))
             if (worked_s := time.monotonic() - began_s) > _WORK_S:
                 time.sleep(worked_s)
                 began_s = time.monotonic()
-        if bad > _MOST_TOLD:
-            problems.append(f"and {bad - _MOST_TOLD} more")
+        if bad > _MAX_TOLD:
+            problems.append(f"and {bad - _MAX_TOLD} more")
         if not (bad or self._count):
             problems = ["it has no examples"]
         if problems:
@@ -179,8 +179,8 @@ def _parse_chat(row: Pair) -> list[Pair]:
 def _turns(value: Any, name: str) -> list[dict[str, str]]:
     """Return the roles and texts of a conversation. Raises FormatError."""
     messages = messages_of(value, name)
-    if not 0 < len(messages) <= _MOST_MESSAGES:
-        raise FormatError(f'"{name}" has {len(messages)} messages: it may have 1 to {_MOST_MESSAGES}')
+    if not 0 < len(messages) <= _MAX_MESSAGES:
+        raise FormatError(f'"{name}" has {len(messages)} messages: it may have 1 to {_MAX_MESSAGES}')
     for message in messages:
         if message["role"] not in ("system", "developer", "user", "assistant") or message.get("tool_calls"):
             raise FormatError(f'"{name}" has a message of role "{message["role"][:40]}" or with a tool call')

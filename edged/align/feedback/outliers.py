@@ -118,7 +118,7 @@ class OutlierDetector:
         why = f"outlying: its loss is {loss:.2f} nats, the latest pairs' median is {middle:.2f}"
         return Verdict(True, why, contrary)
 
-    def most_norm(self) -> float:
+    def max_norm(self) -> float:
         """The largest gradient norm (L2, before clipping) that a step may have; infinite while too few are known."""
         if not self._on:
             return math.inf
@@ -185,7 +185,7 @@ class OutlierDetector:
     # -- the alarm ---------------------------------------------------------------------------------------------------
 
     def raise_alarm(self, now: float) -> None:
-        """Raise the alarm after a burst: new pairs are quarantined unseen until `clear_alarm`, or for `feedback.alarm_s`."""
+        """Raise the alarm after a burst: new pairs are quarantined until `clear_alarm` or for `feedback.alarm_s`."""
         self._alarm_until_s = now + self._settings.alarm_s
 
     def alarm_left_s(self, now: float) -> float:

@@ -54,7 +54,7 @@ SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "s
 UNPAIRED = "waits for an answer to the same prompt with the opposite rating"
 """Why a rating makes no pair yet."""
 _DEFAULTS = Settings()
-_MOST_SIGNALS = 64
+_MAX_SIGNALS = 64
 """Most signals on one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
@@ -108,9 +108,9 @@ def record_signal(db: Database, report: Feedback, now: datetime, settings: Setti
     answer = answer_of(db, completion, _choice(completion, report), settings)
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
     _validate(answer, signal)
-    if len(answer.signals) >= _MOST_SIGNALS:
+    if len(answer.signals) >= _MAX_SIGNALS:
         which = f'choice {answer.choice.choice} of completion "{completion.id}"'
-        raise FeedbackError(f"{which} has {_MOST_SIGNALS} signals: no more are taken", "bad_signal")
+        raise FeedbackError(f"{which} has {_MAX_SIGNALS} signals: no more are taken", "bad_signal")
     return _record(db, answer, signal, report.account)
 
 

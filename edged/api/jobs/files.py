@@ -22,12 +22,12 @@ from edged.store.jobs import files
 _PIECE = 1 << 18
 _NOTHING = hashlib.sha256().hexdigest()
 """The digest of an empty file."""
-_MOST_FIELDS, _MOST_FIELD = 16, 1024
+_MAX_FIELDS, _MAX_FIELD = 16, 1024
 _RESERVE = 64 << 20
 """Bytes that an upload leaves free on the disk."""
 _LOOK_EVERY = 4 << 20
 """Bytes of an upload after which the room on the disk is looked at again."""
-MOST_LISTED = 1000
+MAX_LISTED = 1000
 _EXPIRES_S = 3600, 2_592_000
 """Least and most seconds after which a file may expire."""
 
@@ -96,12 +96,12 @@ async def _bytes_left(services: Services, caller: Caller) -> int:
     settings, folder = services.settings, services.store.path.parent
     count, kept = await asyncio.to_thread(services.store.read, lambda db: files.stored_files_of(db, caller.tenant))
     bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
-    name, most_mb = min(((n, mb) for n, mb in bounds.items() if mb), key=lambda bound: bound[1])
-    if count >= settings.jobs.max_files or kept >= most_mb << 20:
-        told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {most_mb}"
+    name, max_mb = min(((n, mb) for n, mb in bounds.items() if mb), key=lambda bound: bound[1])
+    if count >= settings.jobs.max_files or kept >= max_mb << 20:
+        told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {max_mb}"
         message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"
         raise ApiError(403, message, "file", "storage_full")
-    most = min(settings.jobs.max_file_mb << 20, (most_mb << 20) - kept)
+    most = min(settings.jobs.max_file_mb << 20, (max_mb << 20) - kept)
     return min(most, _disk_room(folder))
 
 
@@ -122,7 +122,7 @@ async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[s
     fields: dict[str, str] = {}
     name = digest = ""
     reader = await request.multipart()
-    for _ in range(_MOST_FIELDS):
+    for _ in range(_MAX_FIELDS):
         part = await reader.next()
         if part is None:
             return fields, name, digest
@@ -133,12 +133,12 @@ async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[s
             digest = await _write(part, draft, most)
         else:
             value = bytearray()
-            while piece := await part.read_chunk(_MOST_FIELD):
+            while piece := await part.read_chunk(_MAX_FIELD):
                 value += piece
-                if len(value) > _MOST_FIELD:
-                    raise bad_request(f'field "{(part.name or "")[:40]}" is longer than {_MOST_FIELD} bytes')
+                if len(value) > _MAX_FIELD:
+                    raise bad_request(f'field "{(part.name or "")[:40]}" is longer than {_MAX_FIELD} bytes')
             fields[part.name or ""] = value.decode("utf-8", "replace")
-    raise ValueError(f"it has more than {_MOST_FIELDS} fields")
+    raise ValueError(f"it has more than {_MAX_FIELDS} fields")
 
 
 async def _write(part: BodyPartReader, draft: Path, most: int) -> str:
@@ -169,7 +169,7 @@ async def list_files(request: web.Request) -> FileList:
     The caller's own; an admin's are all.
     """
     services, caller = services_of(request), caller_of(request)
-    limit, after = queried_integer(request, "limit", MOST_LISTED, 1, MOST_LISTED), queried_id(request)
+    limit, after = queried_integer(request, "limit", MAX_LISTED, 1, MAX_LISTED), queried_id(request)
     rest = (request.query.get("purpose"), request.query.get("order") == "asc")
     rows = await asyncio.to_thread(
         services.store.read, lambda db: files.list_files(db, owner_of(caller), after, limit + 1, *rest)

@@ -22,7 +22,7 @@ from edged.settings.load import USER_NAME, JobSettings
 from edged.store import utc_now, utc_text
 from edged.store.jobs import files, jobs
 
-MOST_LISTED = 100
+MAX_LISTED = 100
 _AS_STORED = ("id", "model", "hyperparameters", "seed", "trained_tokens", *jobs.FILES, "metadata")
 _CHECKPOINT_METRICS = ("step", "train_loss", "valid_loss", "full_valid_loss")
 _EVENT = "ftevent-"
@@ -131,7 +131,7 @@ async def list_jobs(request: web.Request) -> JobList:
 
 def _page(request: web.Request) -> tuple[int, str]:
     """Return how many rows are asked for, and after which. Raises ApiError."""
-    return queried_integer(request, "limit", 20, 1, MOST_LISTED), queried_id(request)
+    return queried_integer(request, "limit", 20, 1, MAX_LISTED), queried_id(request)
 
 
 async def get_job(request: web.Request) -> Job:

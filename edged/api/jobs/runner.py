@@ -23,7 +23,7 @@ from edged.align.feedback.pair import JobStepped, PairState, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_formats import Pair
 from edged.align.feedback.pair_tokens import tokenize_pair
-from edged.align.jobs import MOST_STEPS, JobPace, JobPlan, auto, job_settings
+from edged.align.jobs import MAX_STEPS, JobPace, JobPlan, auto, job_settings
 from edged.api.access import id_of, matches_user
 from edged.engine.engine import Engine
 from edged.engine.request import EngineStopping
@@ -42,7 +42,7 @@ log = logging.getLogger("edged.api")
 
 _STEPS_AHEAD = 2
 """Steps whose examples the engine has beside the one under way: memory does not grow with the file."""
-_MOST_STEP_TOKENS = 1 << 21
+_MAX_STEP_TOKENS = 1 << 21
 """Tokens of a step's examples."""
 _VALIDATED = 256
 """Validation examples whose loss is computed at the end of an epoch, about; after the last step it is that of all."""
@@ -282,9 +282,9 @@ class JobRunner:
             highest = self.settings.current.jobs.learning_rate * settled["learning_rate_multiplier"]
             settled.setdefault("learning_rate", highest)
             steps = self.plan(replace(job, examples=examples, hyperparameters=settled)).steps
-            if steps > MOST_STEPS:
+            if steps > MAX_STEPS:
                 told = f"{examples} examples, {settled['n_epochs']} times in batches of {settled['batch_size']}"
-                told += f", are {steps} steps, and a job has at most {MOST_STEPS}: raise batch_size, or lower n_epochs"
+                told += f", are {steps} steps, and a job has at most {MAX_STEPS}: raise batch_size, or lower n_epochs"
                 raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
             status = "queued" if job.status == "validating_files" else job.status
             columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled, "status": status}
@@ -476,7 +476,7 @@ class JobRunner:
 
         No other pairs have their ids. Raises JobFailed.
         """
-        most, tokens, total = self.engine.most_pair_tokens, list[TokenPair](), 0
+        most, tokens, total = self.engine.max_pair_tokens, list[TokenPair](), 0
         if job.method == "kto":
             most //= 2  # each prompt is also computed with another one's answer
         file_name = jobs.FILES[which]
@@ -495,11 +495,11 @@ class JobRunner:
                 if note:
                     self._warn_of_example(job, file_name, f"line {line}: {note}", "cut")
                 total += made.num_tokens
-                if total > _MOST_STEP_TOKENS:
+                if total > _MAX_STEP_TOKENS:
                     if which:
                         self._warn_of_example(job, file_name, f"line {line}: too many tokens for a batch", "left out")
                         return tokens
-                    told = f"step {step + 1} has more than {_MOST_STEP_TOKENS} tokens: lower batch_size"
+                    told = f"step {step + 1} has more than {_MAX_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
                 state: PairState = "held_out" if which else "queued"
                 tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
@@ -581,9 +581,9 @@ def _mean(losses: Sequence[tuple[float, int]]) -> float:
     return sum(loss * count for loss, count in losses) / max(1, sum(count for _, count in losses))
 
 
-def _row(adapter: str, pair: Pair, most_tokens: int) -> PairRow:
+def _row(adapter: str, pair: Pair, max_tokens: int) -> PairRow:
     """A pair of a file as a stored pair has it."""
     messages = pair.get("messages")
-    asked = cut_asked((tuple(messages) if messages is not None else None, pair.get("prompt"), None), most_tokens)
-    chosen, rejected = (cut_side(Side(pair.get(side, "")), most_tokens) for side in ("chosen", "rejected"))
+    asked = cut_asked((tuple(messages) if messages is not None else None, pair.get("prompt"), None), max_tokens)
+    chosen, rejected = (cut_side(Side(pair.get(side, "")), max_tokens) for side in ("chosen", "rejected"))
     return PairRow(0, "", adapter, "", "pair", 1.0, *asked, chosen, rejected, state="queued")

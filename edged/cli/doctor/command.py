@@ -18,13 +18,13 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @config_option
 @click.option("--socket", metavar="PATH", help="Where the daemon listens [EDGED_SOCKET].")
 @click.option(
-    "--least-free", "least_free_mb", type=click.IntRange(0), default=2048, help="Disk space that should be free / 2^20."
+    "--least-free", "min_free_mb", type=click.IntRange(0), default=2048, help="Disk space that should be free / 2^20."
 )
 @click.option(
     "--within", "within_s", type=click.FloatRange(1.0), default=8.0, help="Most seconds that all checks may take."
 )
 @shown
-def doctor(config: Path | None, socket: str | None, least_free_mb: int, within_s: float) -> Any:
+def doctor(config: Path | None, socket: str | None, min_free_mb: int, within_s: float) -> Any:
     """Look for what stands in edged's way on this box.
 
     Device, torch, power, memory, disk, permissions, units, model, database, adapters, daemon: what was seen of each,
@@ -41,7 +41,7 @@ def doctor(config: Path | None, socket: str | None, least_free_mb: int, within_s
     from edged.cli.doctor.examine import examine
     from edged.cli.doctor.finding import EXIT_CODES, worst
 
-    findings = examine(config, socket, least_free_mb << 20, within_s)
+    findings = examine(config, socket, min_free_mb << 20, within_s)
     state, took_s = worst(findings), time.monotonic() - begun
     data = {"state": state, "took_s": round(took_s, 3), "findings": [asdict(item) for item in findings]}
     rows = ((Text(it.state, _STYLES[it.state]), it.name, Text(it.seen), Text(it.way_out)) for it in findings)

@@ -39,7 +39,7 @@ CHECKS = (
 )
 
 
-def examine(path: Path | None, socket: str | None, least_free_bytes: int, within_s: float) -> list[Finding]:
+def examine(path: Path | None, socket: str | None, min_free_bytes: int, within_s: float) -> list[Finding]:
     """Run all checks and return their findings.
 
     The settings are those of the file at `path`; without one, those of the running daemon, else those that a daemon
@@ -50,7 +50,7 @@ def examine(path: Path | None, socket: str | None, least_free_bytes: int, within
         settings=settings,
         data_dir=data_folder(settings.store.data_dir, os.environ),
         sockets=socket_paths(socket or settings.api.socket, os.environ),
-        least_free_bytes=least_free_bytes,
+        min_free_bytes=min_free_bytes,
         within_s=within_s,
         account=service.account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
     )

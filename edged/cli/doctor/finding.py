@@ -47,7 +47,7 @@ class Examination:
     data_dir: Path
     sockets: tuple[Path, ...]
     """Unix sockets on which the daemon listens, in order of preference."""
-    least_free_bytes: int
+    min_free_bytes: int
     within_s: float
     root: Path = Path("/")
     """Parent folder of /proc, /sys, /etc, /run and /dev; another one for a recorded tree."""

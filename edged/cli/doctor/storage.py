@@ -41,10 +41,10 @@ def disk(it: Examination) -> Finding:
     way_out = "make room, or move store.data_dir to a larger disk"
     if files.f_files and not files.f_favail:
         return broken(f"{seen}, but no file can be made (no inodes)", way_out)
-    if space.free < it.least_free_bytes // 10:
+    if space.free < it.min_free_bytes // 10:
         return broken(seen, way_out)
-    if space.free < it.least_free_bytes:
-        return doubtful(f"{seen}; {size(it.least_free_bytes)} should be", way_out)
+    if space.free < it.min_free_bytes:
+        return doubtful(f"{seen}; {size(it.min_free_bytes)} should be", way_out)
     return fine(seen)
 
 

@@ -10,14 +10,14 @@ from edged.engine.kv.store import KvStore
 from edged.engine.native import library
 from edged.engine.native.library import CPages, kernels
 
-_MOST_PAGE_SIZE = 4096
+_MAX_PAGE_SIZE = 4096
 """Largest page size, in rows: the kernel keeps the scores of a piece of at least a page on its stack."""
 
 
 def why_not(kv: KvStore) -> str:
     """Return why this path cannot be used on this K/V storage; "" when it can."""
-    if kv.page_size > _MOST_PAGE_SIZE:
-        return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MOST_PAGE_SIZE}"
+    if kv.page_size > _MAX_PAGE_SIZE:
+        return f"pages of {kv.page_size} rows are larger than the compiled kernels' {_MAX_PAGE_SIZE}"
     return library.why_not(kv.keys.device, kv.keys.dtype)
 
 

@@ -201,7 +201,7 @@ class PagedAttention:
         blocks, lengths = heads.blocks(layer), heads.lengths(layer, self.kv.page_size)
         for index, segment in enumerate(self.batch.decodes):
             if segment.watch is not None:
-                keys = self.kv.read_keys(layer, blocks[index, :, : heads.most_blocks[layer, index]])
+                keys = self.kv.read_keys(layer, blocks[index, :, : heads.max_blocks[layer, index]])
                 segment.watch.see(call, rows[index], out[index], keys, lengths[index])
 
     def _padded(self, call: AttentionCall, rows: torch.Tensor) -> torch.Tensor:

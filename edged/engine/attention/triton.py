@@ -27,14 +27,14 @@ _BLOCK, _BLOCK_BYTES = 64, 16 << 10
 """Most keys of one step of a decode's program, and most bytes of them, to fit the shared memory of small GPUs."""
 _PROGRAMS = 256
 """Target number of programs: contexts are split until there are about so many."""
-_MOST_SPLITS = 32
+_MAX_SPLITS = 32
 _LINES, _KEYS = 64, 64
 """Most queries (tokens times the heads of a group) of a tile's program, and most keys of one of its steps."""
 _QUERY_ELEMENTS = {2: 16 << 10, 4: 4 << 10}
 """About how many elements a tile's queries hold, by bytes of an element; the keys of a step hold half. Compiled for
 sm_87 with heads of 64, 128 and 256, everything then fits into registers, and into the 99 KiB of shared memory that the
 smallest GPUs since sm_80 have."""
-_MOST_HEAD_DIM = 256
+_MAX_HEAD_DIM = 256
 _NO_WINDOW = 1 << 30
 
 if importlib.util.find_spec("triton") is not None:
@@ -209,8 +209,8 @@ if importlib.util.find_spec("triton") is not None:
 
 def why_not(kv: KvStore) -> str:
     """Return why the kernels cannot be used on this K/V storage; "" when they can."""
-    if kv.head_dim > _MOST_HEAD_DIM:
-        return f"heads of {kv.head_dim} are larger than {_MOST_HEAD_DIM}"
+    if kv.head_dim > _MAX_HEAD_DIM:
+        return f"heads of {kv.head_dim} are larger than {_MAX_HEAD_DIM}"
     return triton_device.why_not(kv.keys.device, kv.keys.dtype)
 
 
@@ -234,9 +234,9 @@ def paged_decode(
     by_head = tables, tables, tables
     if pruned is not None:
         # No window is shorter than the contexts of pruned sequences.
-        window, longest = _NO_WINDOW, int(pruned.most_blocks[layer].max()) * kv.page_size
+        window, longest = _NO_WINDOW, int(pruned.max_blocks[layer].max()) * kv.page_size
         by_head = pruned.slabs, pruned.counts[layer], pruned.offsets[layer]
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (n * kv.kv_heads), -(-longest // _BLOCK)))
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (n * kv.kv_heads), -(-longest // _BLOCK)))
     floats: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     parts = torch.empty(n, kv.kv_heads, splits, group, size, **floats)
     extremes, sums = (torch.empty(n, kv.kv_heads, splits, group, **floats) for _ in range(2))
@@ -266,7 +266,7 @@ def paged_decode(
         BY_HEAD=pruned is not None,
     )
     _join_parts[(n * kv.kv_heads, group)](
-        parts, extremes, sums, out, splits, GROUP=group, HEAD=size, HEAD_PAD=head_pad, SPLITS_PAD=_MOST_SPLITS
+        parts, extremes, sums, out, splits, GROUP=group, HEAD=size, HEAD_PAD=head_pad, SPLITS_PAD=_MAX_SPLITS
     )
     return out
 

@@ -41,7 +41,7 @@ class HeadTables:
     slabs: torch.Tensor
     counts: torch.Tensor
     offsets: torch.Tensor
-    most_blocks: np.ndarray
+    max_blocks: np.ndarray
     """The most blocks of any head of a sequence, its newest row's included: [layers, n], on the host."""
     pruned: bool
     """Whether any of the sequences was pruned."""
@@ -76,7 +76,7 @@ class HeadTables:
         """Return each head's blocks of `layer` in order, [n, kv_heads, most]; past a head's own blocks, any block."""
         counts, offsets = self.counts[layer][..., None], self.offsets[layer][..., None]
         kv_heads = counts.shape[1]
-        block = torch.arange(int(self.most_blocks[layer].max()), device=counts.device)
+        block = torch.arange(int(self.max_blocks[layer].max()), device=counts.device)
         head = torch.arange(kv_heads, device=counts.device)[:, None]
         kept, flat = block < counts, offsets + block
         column = torch.where(kept, flat // kv_heads, self.slabs[:, None, None] + block - counts)

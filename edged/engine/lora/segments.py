@@ -28,7 +28,7 @@ _NATIVE_ROWS = 64
 """Most rows in all for which the compiled kernels are at least as fast as torch."""
 _HIGHEST_NATIVE_RANK = 1024
 """Highest rank of the compiled kernels, of which a thread keeps two rows on its stack."""
-_MOST_SPARE = 2
+_MAX_SPARE = 2
 """Most neighbouring slots that are multiplied together, for each slot that is used."""
 
 
@@ -93,7 +93,7 @@ class LoraSegments:
         self.threads = torch.get_num_threads() if device.type == "cpu" and rows_in_runs <= _ALONE_ROWS else 0
         few = [run for run in runs if run[1] - run[0] <= _FEW_ROWS]
         slots = [slot for _, _, slot in few]
-        if len(few) < 2 or max(slots) + 1 - min(slots) > _MOST_SPARE * len(few):
+        if len(few) < 2 or max(slots) + 1 - min(slots) > _MAX_SPARE * len(few):
             self.single, self.together = runs, None
             return
         self.single = [run for run in runs if run[1] - run[0] > _FEW_ROWS]

@@ -28,10 +28,10 @@ _IN_ELEMENTS = 2048
 """Elements of A that one step of a program reads."""
 _PROGRAMS = 128
 """Target number of programs: input features are split until there are about so many."""
-_MOST_SPLITS = 16
+_MAX_SPLITS = 16
 _SPLIT_FEATURES = 256
 """Fewest input features of a part."""
-_MOST_RANK = 128
+_MAX_RANK = 128
 
 if importlib.util.find_spec("triton") is not None:
     import triton
@@ -141,8 +141,8 @@ if importlib.util.find_spec("triton") is not None:
 
 def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
     """Return why the kernels cannot be used for adapters of `rank`; "" when they can."""
-    if rank > _MOST_RANK:
-        return f"rank {rank} is larger than {_MOST_RANK}"
+    if rank > _MAX_RANK:
+        return f"rank {rank} is larger than {_MAX_RANK}"
     return triton_device.why_not(device, dtype)
 
 
@@ -186,7 +186,7 @@ def add_updates(
     rank, sizes_out = ups[0].shape[1], [up.shape[2] for up in ups]
     rank_pad = max(16, triton.next_power_of_2(rank))
     count, linears = len(tiles.table), len(ys)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (count * linears), size_in // _SPLIT_FEATURES))
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (count * linears), size_in // _SPLIT_FEATURES))
     low = torch.empty(linears, splits, n, rank, dtype=torch.float32, device=x.device)
     in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
     shared = {"RANK": rank, "TILE": tiles.rows}

@@ -63,7 +63,7 @@ def keep_nucleus_by_torch(weights: torch.Tensor, top_p: torch.Tensor) -> None:
     """Do the same as `keep_nucleus` on the CPU."""
     masses = _masses(weights)
     wanted = masses.sum(-1, keepdim=True) * top_p[:, None].double().clamp_min(1e-9)
-    least, above, equals = _least_to_keep(weights, masses, wanted)
+    least, above, equals = _min_to_keep(weights, masses, wanted)
     each = _masses(least, weights.shape[1]).clamp_min_(1.0)
     kept = ((wanted - above) / each).ceil_()
     out = weights < least
@@ -82,7 +82,7 @@ def _mass_bits(vocab: int) -> int:
     return _EXACT_BITS - (vocab - 1).bit_length()
 
 
-def _least_to_keep(
+def _min_to_keep(
     weights: torch.Tensor, masses: torch.Tensor, wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest weight whose mass and that of all larger ones reach `wanted`, the mass of the larger ones, and

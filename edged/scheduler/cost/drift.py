@@ -9,7 +9,7 @@ from collections import deque
 
 WITNESSES = 5
 """Iterations in a row that must all have been slower (or faster) than priced to show that the device is."""
-LEAST_CHANGE = 0.1
+MIN_CHANGE = 0.1
 """Least error of each of them, in log ratios; the fits follow smaller changes by themselves."""
 NOISES = 2.0
 """Least error of each of them, in mean errors of an iteration: chance gives five in a row once in millions."""
@@ -49,7 +49,7 @@ class Drift:
         surprise = math.log(measured_s / priced_s)
         missing = _LATEST_SLOWNESS * (surprise - self._log_slowness)
         self._log_slowness += max(-_LARGEST_STEP, min(_LARGEST_STEP, missing))
-        latest, least = self._latest, max(LEAST_CHANGE, NOISES * self._noise)
+        latest, least = self._latest, max(MIN_CHANGE, NOISES * self._noise)
         latest.append(surprise)
         self._noise += _LATEST_NOISE * (min(_LARGEST_NOISE, abs(surprise)) - self._noise)
         jump = 0.0

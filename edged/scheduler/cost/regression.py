@@ -29,7 +29,7 @@ _FURTHEST = 4.0
 """Most by which the divisor of an observation, its predicted seconds, may differ from its measured ones."""
 _FIRST, _FIRST_SHARE = 400, 4.0
 """Number of first observations, of which the n-th has the share 4 / n in the usual prices."""
-_LEAST_SHARE = 0.01
+_MIN_SHARE = 0.01
 """A price that was found to be zero starts at this share of the time that its feature would take alone."""
 
 Row = Sequence[float]
@@ -123,7 +123,7 @@ class OnlineRegression:
         used = [sum(row[i] for row in rows) for i in range(len(prices))]
         prices = [price if amount else other for price, amount, other in zip(prices, used, guess, strict=True)]
         least = [
-            _LEAST_SHARE * sum(seconds) / amount if amount else other for amount, other in zip(used, guess, strict=True)
+            _MIN_SHARE * sum(seconds) / amount if amount else other for amount, other in zip(used, guess, strict=True)
         ]
         fit = cls([max(price, other) for price, other in zip(prices, least, strict=True)])
         fit._scale = [price / start for price, start in zip(prices, fit._start, strict=True)]

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from itertools import chain, islice
 from typing import Any
 
-from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
+from edged.scheduler.fairness.order import MAX_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.fairness.virtual_time import Application, VirtualTime
@@ -16,7 +16,7 @@ from edged.scheduler.policies.base import Order
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import FairnessSettings
 
-_MOST_ENDED = 4096
+_MAX_ENDED = 4096
 """Ended runs whose lateness is kept."""
 
 
@@ -99,7 +99,7 @@ class JustitiaOrder(FairOrder):
             return
         self.late_s[run.key] = max(0.0, now - run.fair_end_s)
         self.late_s.move_to_end(run.key)
-        if len(self.late_s) > _MOST_ENDED:
+        if len(self.late_s) > _MAX_ENDED:
             self.late_s.popitem(last=False)
         if task.run:
             self._idle[run.key] = now + self.fairness.idle_s
@@ -134,6 +134,6 @@ class JustitiaOrder(FairOrder):
                 "user": run.key.partition("/")[0] if "/" in run.key else run.sharer,
                 **{name: getattr(run, name) for name in ("calls", "tag", "cost", "served")},
             }
-            for run in islice(ranked, MOST_SHOWN)
+            for run in islice(ranked, MAX_SHOWN)
         ]
         return {"policy": "justitia", "virtual_time": self.clock.now, "open": len(known), "runs": runs, "users": {}}

@@ -9,7 +9,7 @@ from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.policies.base import Order
 from edged.settings.load import FairnessSettings
 
-MOST_SHOWN = 32
+MAX_SHOWN = 32
 """Runs or users that a report names."""
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from edged.scheduler.fairness.justitia import JustitiaOrder
-from edged.scheduler.fairness.order import MOST_SHOWN, FairOrder
+from edged.scheduler.fairness.order import MAX_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
@@ -122,6 +122,6 @@ class TurnOrder(FairOrder):
         counters = self.counters
         users = {
             user: {"counter": counter, "waiting": counters.backlog(user), "weight": self.weight(user)}
-            for user, counter in counters.latest(MOST_SHOWN)
+            for user, counter in counters.latest(MAX_SHOWN)
         }
         return {"policy": "vtc", "virtual_time": 0.0, "open": 0, "runs": [], "users": users}

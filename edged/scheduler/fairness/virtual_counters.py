@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-MOST_NAMES = 10_000
+MAX_NAMES = 10_000
 """Names whose counters are kept. Beyond it the one that was idle longest is forgotten: it starts where the least of
 those who wait stands, so it gains no more than its distance to that one, which Lemma 1 bounds."""
 
@@ -14,7 +14,7 @@ class VirtualCounters:
     A name is queued while requests of its wait. `arrived` and `left` count these, `charge` counts service.
     """
 
-    def __init__(self, weight: Callable[[str], float], most: int = MOST_NAMES) -> None:
+    def __init__(self, weight: Callable[[str], float], most: int = MAX_NAMES) -> None:
         """`weight` returns the share of a name in relation to others, above 0."""
         self._weight, self._most = weight, most
         self._counters: OrderedDict[str, float] = OrderedDict()

@@ -29,7 +29,7 @@ class BinBuilder:
         self.free_pages = resources.free_pages
         self.total_pages = resources.total_pages
         self.tokens_left = resources.max_tokens
-        self.most_sequences = resources.max_sequences
+        self.max_sequences = resources.max_sequences
         self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
         self.preempted: set[Task] = set()
         self.load = Load()
@@ -66,7 +66,7 @@ class BinBuilder:
         """Return the pages that `task` must get to compute `num_tokens` more."""
         return task.pages_for(num_tokens, self.page_size)
 
-    def most_pages(self, tasks: Collection[Task]) -> int:
+    def max_pages(self, tasks: Collection[Task]) -> int:
         """Return a bound on the pages that all tokens of `tasks` ask for, if they hold room for what they computed."""
         return sum([task.num_tokens for task in tasks]) // self.page_size + len(tasks)
 
@@ -231,7 +231,7 @@ def grant_finetune(
     cost: CostModel,
     limit_s: float,
     at_least: int,
-    most_units: float = math.inf,
+    max_units: float = math.inf,
     cuts: bool = False,
 ) -> None:
     """Grant forward tokens, then units, while the bin is predicted to take no longer than `limit_s`.
@@ -255,7 +255,7 @@ def grant_finetune(
             # A model's layers are alike.
             if unit is not priced and unit != priced:
                 priced, unit_s = unit, cost.unit_s(unit)
-            if units >= most_units:
+            if units >= max_units:
                 break
             if plan.predicted_units_s + unit_s > left_s:
                 least = not (units or num_tokens)

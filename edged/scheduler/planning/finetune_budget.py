@@ -69,10 +69,10 @@ class SlowdownBudget:
         self.left_s = math.inf
         """Seconds of work that may be done now; below zero where more was done."""
 
-    def configure(self, slowdown: float, most_saved_s: float = math.inf) -> None:
-        """Allow this slow-down from now on; work that is not done is saved up for a span, or to `most_saved_s`."""
+    def configure(self, slowdown: float, max_saved_s: float = math.inf) -> None:
+        """Allow this slow-down from now on; work that is not done is saved up for a span, or to `max_saved_s`."""
         self._share = 1.0 - 1.0 / slowdown
-        self._saved_s = min(most_saved_s, SPAN_S * self._share)
+        self._saved_s = min(max_saved_s, SPAN_S * self._share)
         self.left_s = min(self.left_s, self._saved_s)
 
     def settle(self, serving_s: float, used_s: float, finetune_s: float, now: float) -> None:
@@ -85,7 +85,7 @@ class SlowdownBudget:
         self.left_s = min(self._saved_s, max(-SPAN_S * self._share, self.left_s + earned_s - finetune_s))
 
 
-_MOST_SAVED_S = 0.1
+_MAX_SAVED_S = 0.1
 """Most unused seconds that are made up for later: heat is a matter of the present."""
 
 
@@ -110,4 +110,4 @@ class DutyCycle:
         return now + max(0.0, -self._left(now)) / self.share if self.share else math.inf
 
     def _left(self, now: float) -> float:
-        return min(_MOST_SAVED_S, self._left_s + self.share * (now - self._now))
+        return min(_MAX_SAVED_S, self._left_s + self.share * (now - self._now))

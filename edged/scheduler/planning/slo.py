@@ -82,14 +82,14 @@ def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, to
 
     inf without prompts; below zero when it is too late for one of them. The search ends at one below `floor_s`.
     """
-    least_s, ahead = math.inf, 0
+    min_s, ahead = math.inf, 0
     for task in prompts:
         ahead += task.num_tokens
         if task in granted:
             ahead -= granted[task]
         left_s = MARGIN * (task.deadline_s - now) - ahead * token_s
-        if left_s < least_s:
-            least_s = left_s
+        if left_s < min_s:
+            min_s = left_s
             if left_s < floor_s:
                 break
-    return least_s
+    return min_s

@@ -103,7 +103,7 @@ class Entry:
 class FinetuneShare(Part):
     """The share of fine-tuning in a hybrid iteration; nothing, unless a subclass says otherwise."""
 
-    most_units = math.inf
+    max_units = math.inf
     """Most fine-tune units of an iteration, however short."""
     lent_s = 0.0
     """Seconds of fine-tuning so far in time that readers had no need of."""

@@ -64,7 +64,7 @@ class BatchBudget(FinetuneShare):
     `align.window_tokens`, which holds one.
     """
 
-    most_units = 1
+    max_units = 1
 
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return no limit."""
@@ -94,7 +94,7 @@ class CoServing(Fill):
             if not asks:
                 limit_s, at_least = self.room(builder, cost)
                 grant_finetune(
-                    builder, step, cost, limit_s, at_least, policy.finetune_share.most_units, policy.cuts_windows
+                    builder, step, cost, limit_s, at_least, policy.finetune_share.max_units, policy.cuts_windows
                 )
         builder.rescue()
         plan.predicted_forward_s = cost.forward_s(builder.load)

@@ -26,7 +26,7 @@ class Desk:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.settings = FeedbackSettings()
-        self.most_tokens = 1024
+        self.max_tokens = 1024
         self.unpaired: Any = "off"
         self.account: str | None = None
         self.moment = NOW
@@ -34,7 +34,7 @@ class Desk:
     @property
     def all(self):
         return Settings(
-            feedback=self.settings, align=AlignSettings(max_pair_tokens=self.most_tokens, unpaired=self.unpaired)
+            feedback=self.settings, align=AlignSettings(max_pair_tokens=self.max_tokens, unpaired=self.unpaired)
         )
 
     def answer(self, name, *texts, **more):

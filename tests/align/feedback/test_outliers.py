@@ -87,8 +87,8 @@ def test_none_of_the_users_own_signals_is_left_out_by_itself() -> None:
 
 def test_only_a_norm_far_beyond_the_latest_ones_is_refused() -> None:
     norms = [1.0, 1.5, 2.0, 3.0] * 8
-    assert suspicion(norms=norms[:31]).most_norm() == math.inf
-    assert 20 < suspicion(norms=norms).most_norm() < 1000
+    assert suspicion(norms=norms[:31]).max_norm() == math.inf
+    assert 20 < suspicion(norms=norms).max_norm() < 1000
 
 
 def test_suspicious_losses_do_not_become_usual() -> None:

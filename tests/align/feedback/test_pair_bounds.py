@@ -27,7 +27,7 @@ MOST = CHARS_PER_TOKEN * TOKENS
 def desk(tmp_path):
     store = Store(tmp_path / "edged.db")
     desk = Desk(store)
-    desk.most_tokens = TOKENS
+    desk.max_tokens = TOKENS
     yield desk
     store.close()
 

@@ -162,12 +162,12 @@ class TestCutWindows:
         cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e12, bytes_per_s=2e10))
         scheduler = Scheduler(SchedulerSettings(policy="flexllm"), cost)
         decode_s = scheduler.cost.forward_s(Load(decodes=1, context=63))
-        least_s = scheduler.cost.unit_s(Unit("layer", 16))
-        assert least_s == scheduler.cost.unit_s(Unit("layer", 32)), "both are below the knee"
+        min_s = scheduler.cost.unit_s(Unit("layer", 16))
+        assert min_s == scheduler.cost.unit_s(Unit("layer", 32)), "both are below the knee"
         add_decode(scheduler, 1)
         lesson = add_lesson(scheduler, 9)
         lesson.units = (Unit("layer", 256),)
-        for spare_s, runs in ((0.9 * least_s, False), (1.1 * least_s, True)):
+        for spare_s, runs in ((0.9 * min_s, False), (1.1 * min_s, True)):
             slo_s = (decode_s + spare_s) / (1.0 - scheduler.cost.headroom)
             scheduler.configure(SchedulerSettings(policy="flexllm", slo_ms=1e3 * slo_s))
             assert (9 in granted(scheduler.plan(0.0, resources()))) is runs

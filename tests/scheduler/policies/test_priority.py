@@ -91,7 +91,7 @@ def test_a_debt_does_not_grow_without_end() -> None:
 def test_what_may_be_taken_beside_serving_falls_with_the_load(slowdown: float, load: float, share: float) -> None:
     # Of busy time f = (1 - 1 / slow-down) * (1 - load), so f / (1 - f) of the time that serves.
     budget, taken_s = SlowdownBudget(), 0.0
-    budget.configure(slowdown, most_saved_s=0.05)
+    budget.configure(slowdown, max_saved_s=0.05)
     for step in range(2000):
         spent_s = 0.05 if budget.left_s > 0.0 else 0.0
         budget.settle(0.1 * load, 0.1 * load, spent_s, 0.1 * step)

@@ -41,7 +41,7 @@ class ReaderAdmission(PatientAdmission):
         if builder.sequences_left < len(builder.waiting):
             return True
         asking, least = builder.waiting[:LOOK_AHEAD], (1.0 - SHORT) * builder.total_pages
-        if builder.open_pages - builder.most_pages(asking) < least:
+        if builder.open_pages - builder.max_pages(asking) < least:
             asked = sum([task.pages_for(task.num_tokens, builder.page_size) for task in asking])
             if asked and builder.open_pages - asked < least:
                 return True

@@ -73,8 +73,8 @@ class MaceFinetuneShare(FinetuneShare):
         share = self._deficit.share
         num_tokens = min(builder.tokens_left, sum(task.num_tokens for task in entry.runnable))
         serving_s = self.cost.priced_s(builder.load) + num_tokens * self.cost.token_s
-        most_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
-        return min(share * self._deficit.wait_s(now), max(self._quantum_s, most_s))
+        max_s = 2.0 * serving_s * share / (1.0 - share) if share < 1.0 else math.inf
+        return min(share * self._deficit.wait_s(now), max(self._quantum_s, max_s))
 
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the latency budget: within the least slack of the iteration's members and the prompts behind them.
@@ -86,16 +86,16 @@ class MaceFinetuneShare(FinetuneShare):
         if not (builder.load.decodes or builder.load.prefill_tokens):
             return self._quantum_s
         forward_s = builder.plan.predicted_forward_s
-        free = min(builder.sequences_left / builder.most_sequences, builder.open_pages / builder.total_pages)
+        free = min(builder.sequences_left / builder.max_sequences, builder.open_pages / builder.total_pages)
         if free <= 0.0:
             return forward_s
         granted = {grant.task: grant.num_tokens for grant in builder.plan.grants[builder.load.decodes :]}
         # Below it less than nothing is left of the budget: `headroom` is a half at most.
         floor_s = -2.0 * forward_s / free
         slack_s = min(builder.slack_s, slo.slack_s(builder.prompts, granted, now, self.cost.token_s, floor_s))
-        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, self._most_s(builder.plan))
+        spare_s = min(slack_s * (1.0 - self.cost.headroom) - forward_s, self._quantum_s, self._max_s(builder.plan))
         return max(0.0, forward_s + spare_s * free)
 
-    def _most_s(self, plan: Plan) -> float:
+    def _max_s(self, plan: Plan) -> float:
         """Return the most seconds of fine-tuning beside what `plan` serves."""
         return max(0.0, self._budget.left_s)

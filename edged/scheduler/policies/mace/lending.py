@@ -50,10 +50,10 @@ class ReaderFinetuneShare(MaceFinetuneShare):
         """Note whether the plan lends."""
         self._lending = self._loan.left_s > 0.0 and _all_read(plan)
 
-    def _most_s(self, plan: Plan) -> float:
+    def _max_s(self, plan: Plan) -> float:
         """Return the most seconds of fine-tuning: where all are readers their slack, as free slots and pages allow."""
         if not _all_read(plan):
-            return super()._most_s(plan)
+            return super()._max_s(plan)
         # Units are long: one may begin on what is left of the loan, however little. The loan has the usual slow-down in
         # it: where it is used up there is no other allowance.
         return math.inf if self._loan.left_s > 0.0 else 0.0

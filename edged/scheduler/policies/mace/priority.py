@@ -7,7 +7,7 @@ from edged.settings.load import SchedulerSettings
 DECODE_BASE, PREFILL_BASE, FINETUNE_BASE = 2.0, 1.0, 0.0
 DECODE_GROWTH, PREFILL_GROWTH, FINETUNE_GROWTH = 0.5, 2.0, 3.0
 """Priority gained over one `finetune_max_wait_s`; prefill and fine-tuning then are at 3, the most of serving."""
-MOST_LOSS = PREFILL_BASE - FINETUNE_BASE
+MAX_LOSS = PREFILL_BASE - FINETUNE_BASE
 """The most that a loss adds: by its loss alone a fine-tune task never passes a request that just arrived."""
 
 
@@ -33,4 +33,4 @@ class Priorities:
     def finetune(self, wait_s: float, loss: float) -> float:
         """Return the priority of a fine-tune task that has not run for `wait_s` and whose DPO loss was `loss`."""
         gain = self._gamma * loss if 0.0 < loss < math.inf else 0.0
-        return FINETUNE_BASE + FINETUNE_GROWTH * wait_s / self._max_wait_s + (gain if gain < MOST_LOSS else MOST_LOSS)
+        return FINETUNE_BASE + FINETUNE_GROWTH * wait_s / self._max_wait_s + (gain if gain < MAX_LOSS else MAX_LOSS)
