@@ -16,11 +16,11 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
-from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
+from edged.api.version_answers import VersionAnswers
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.models import find_model

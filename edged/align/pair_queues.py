@@ -17,7 +17,7 @@ from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, GuardSettings, Settings
 
-FineTuneStep = DpoStep | HeldOutEvaluation
+FinetuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
 """The DPO loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
@@ -60,7 +60,7 @@ class AdapterQueue:
     """Number of new pairs that came."""
     held_out_since: dict[int, int] = field(default_factory=dict)
     """Value of `new_pairs` when each held-out pair came, by pair id."""
-    step: FineTuneStep | None = None
+    step: FinetuneStep | None = None
     """The step or test under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
     """Pairs that the step under way took from the queue, or from `replay` for a pass in idle time."""

@@ -30,7 +30,7 @@ from edged.align.feedback.pair import (
 )
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
-from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FineTuneStep, PairQueues, StepBatch
+from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FinetuneStep, PairQueues, StepBatch
 from edged.align.versions import Read, Versions
 from edged.runtime import logs
 from edged.settings.live import Live
@@ -83,7 +83,7 @@ class Trainer:
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
-    def loss(self, step: FineTuneStep) -> float:
+    def loss(self, step: FinetuneStep) -> float:
         """Mean loss of a step's own pairs as far as their forwards are done; before that, and for tests, that of the
         latest steps of its adapters (ln 2 for an adapter without one)."""
         losses = (
@@ -191,7 +191,7 @@ class Trainer:
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
-    def open(self, adapter: str, recompute: Recompute, admit: Callable[[str], bool]) -> FineTuneStep:
+    def open(self, adapter: str, recompute: Recompute, admit: Callable[[str], bool]) -> FinetuneStep:
         """Begin the adapter's next step or test; `close` ends it. Its state should be resident.
 
         A step recomputes what `recompute` says. It is shared with other adapters whose pairs fit the same window
@@ -245,7 +245,7 @@ class Trainer:
 
     # -- steps and tests that ended ----------------------------------------------------------------------------------
 
-    def close(self, step: FineTuneStep, seconds: float) -> None:
+    def close(self, step: FinetuneStep, seconds: float) -> None:
         """Take in a step or test that finished `seconds` after it was opened: outcomes, new versions, a judgement.
 
         A failure for one adapter is recorded and leaves the others their outcomes.
@@ -429,7 +429,7 @@ class Trainer:
         for name in queue.step.adapters:
             self.pair_queues[name].put_back()
 
-    def starved(self, step: FineTuneStep, alone: bool, reason: str) -> None:
+    def starved(self, step: FinetuneStep, alone: bool, reason: str) -> None:
         """Drop a step under way that ran out of memory; `alone`: no other fine-tuning needed memory then."""
         if isinstance(step, DpoStep):
             step.free()
@@ -456,7 +456,7 @@ class Trainer:
                 else:
                     queue.queue.append(pair)
 
-    def skip(self, step: FineTuneStep, reason: str) -> None:
+    def skip(self, step: FinetuneStep, reason: str) -> None:
         """Drop a step or test under way because it failed."""
         step.free()
         if isinstance(step, DpoStep):

@@ -15,9 +15,9 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
-from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
+from edged.api.version_answers import VersionAnswers
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.reload import ReloadResult, adopted

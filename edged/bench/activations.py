@@ -21,8 +21,8 @@ from edged.align.dpo.layout import Piece
 from edged.align.dpo.lean import Keep, KeptResults
 from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, attention_pass
 from edged.engine.lora.linear import LoraSlots
+from edged.engine.model.inspection import find_decoder
 from edged.engine.model.loading import ModelRefused, target_linears
-from edged.engine.model.probe import find_decoder
 from edged.runtime import logs
 
 _DTYPE = torch.bfloat16

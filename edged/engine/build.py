@@ -17,6 +17,7 @@ from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_pa
 from edged.engine.kv.offload import pick_offload
 from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages
+from edged.engine.lora_selftest import selftest_lora
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.memory_model import page_count
 from edged.engine.model.norms import fuse_norms
@@ -24,7 +25,6 @@ from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.pruner import Pruner
-from edged.engine.trial import try_lora
 from edged.scheduler.cost.model import CostModel, Prices, roofline
 from edged.scheduler.cost.profile import ProfileError, Subject, find_profile
 from edged.scheduler.policies.registry import ROWS
@@ -62,7 +62,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
         fuse_norms(model.model, model.dtype)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
-    try_lora(model, settings.align, settings.align.max_active_adapters)
+    selftest_lora(model, settings.align, settings.align.max_active_adapters)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     native = settings.model.cpu_kernels

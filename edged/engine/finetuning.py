@@ -17,7 +17,7 @@ from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_idle_replay
 from edged.align.jobs import JobPlan
-from edged.align.pair_queues import FineTuneStep
+from edged.align.pair_queues import FinetuneStep
 from edged.align.trainer import Trainer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
@@ -470,7 +470,7 @@ class StepTable:
             open_step.step.packing is not open_step.step.micro_batch for open_step in self.open_steps.values()
         )
 
-    def _look_ahead(self, step: FineTuneStep, now: float) -> None:
+    def _look_ahead(self, step: FinetuneStep, now: float) -> None:
         """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""
         fills = self._scheduler.policy.fills_ahead and self._settings.current.align.fill_ahead
         if not fills or not isinstance(step, DpoStep) or self._under_way >= self._max_open or not self._rested(now):
@@ -482,7 +482,7 @@ class StepTable:
                 raise
             self._shrink(now)
 
-    def _drop(self, task_id: int) -> FineTuneStep:
+    def _drop(self, task_id: int) -> FinetuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""
         open_step = self.open_steps.pop(task_id)
         self._scheduler.remove(task_id)

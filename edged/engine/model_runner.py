@@ -13,7 +13,7 @@ import torch
 
 from edged.align.dpo.layout import Piece
 from edged.align.dpo.micro_batch import MicroBatch, PairForward
-from edged.align.pair_queues import FineTuneStep
+from edged.align.pair_queues import FinetuneStep
 from edged.cache.page_pool import OutOfPages
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
@@ -43,7 +43,7 @@ log = logging.getLogger("edged.engine")
 class OpenStep:
     """An open fine-tune step as a task of the scheduler, with the LoRA slots of its adapters' policy streams."""
 
-    step: FineTuneStep
+    step: FinetuneStep
     task: Task
     slots: dict[str, int]
     opened_s: float

@@ -16,7 +16,7 @@ import numpy as np
 
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
-from edged.align.pair_queues import FineTuneStep
+from edged.align.pair_queues import FinetuneStep
 from edged.engine.engine import Engine
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import OpenStep, RunnerOutput
@@ -314,7 +314,7 @@ class Prober:
         chunk = min(most, left if left < 24 else max(24, left // 3))
         return self._run(running, Grant(task, chunk), open_steps={task.task_id: open_step}), chunk
 
-    def _open(self, shape: StepShape) -> FineTuneStep:
+    def _open(self, shape: StepShape) -> FinetuneStep:
         trainer = self._parts.trainer
         names = [f"prober-learner-{number}" for number in range(shape.adapters)]
         for name in names:

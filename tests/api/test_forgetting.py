@@ -21,10 +21,10 @@ from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.admission import ERASURES_PER_MINUTE, LimitReached, UserLimits
 from edged.api.feedback_intake import FeedbackIntake
-from edged.api.probe import VersionAnswers
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
+from edged.api.version_answers import VersionAnswers
 from edged.settings.access import Role
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, FairnessSettings, LimitSettings, Settings

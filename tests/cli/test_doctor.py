@@ -38,14 +38,14 @@ def examination(folder: Path, **changes: Any) -> Examination:
         "sockets": (folder / "edged.sock",),
         "min_free_bytes": 0,
         "within_s": 20.0,
-        "probe": Told(changes.pop("torch", {}), changes.pop("needs", {})),
+        "checks": Told(changes.pop("torch", {}), changes.pop("needs", {})),
         **changes,
     }
     return Examination(**values)
 
 
 class Told:
-    """A probe that has answered."""
+    """A check process that has answered."""
 
     def __init__(self, torch: dict[str, Any], needs: dict[str, Any]) -> None:
         self.torch, self.needs = torch, needs

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from edged.cli.doctor import box, model, service, storage
+from edged.cli.doctor.check import CheckProcess
 from edged.cli.doctor.finding import Check, Examination, Finding, broken, doubtful, fine
-from edged.cli.doctor.probe import Probe
 from edged.cli.settings import INSTALLED_FILE, NotReadable, as_installed, means_installed, settings_file, settings_of
 from edged.settings.addresses import socket_paths
 from edged.settings.load import ConfigError, Settings
@@ -28,7 +28,7 @@ CHECKS = (
     Check("model", model.code),
     Check("model", model.weights),
     Check("tokenizer", model.tokenizer),
-    # The checks from here on wait for the probe.
+    # The checks from here on wait for the check process.
     Check("device", box.device),
     Check("driver", box.driver),
     Check("torch", box.torch_build),
@@ -61,7 +61,7 @@ def examine(path: Path | None, socket: str | None, min_free_bytes: int, within_s
         it = replace(it, settings=served, data_dir=Path(served.store.data_dir))
     folder, _ = model.find(it.settings.model)
     # Importing torch is slow: another process does it while the first checks run.
-    it = replace(it, running=running, model_dir=folder, probe=Probe(it.settings, folder))
+    it = replace(it, running=running, model_dir=folder, checks=CheckProcess(it.settings, folder))
     about = [replace(first, name="settings"), replace(state, name="daemon")]
     return about + [found for check in CHECKS if (found := check.finding(it)) is not None]
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from edged.cli.doctor.probe import Probe
+from edged.cli.doctor.check import CheckProcess
 from edged.settings.load import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -54,7 +54,7 @@ class Examination:
     account: pwd.struct_passwd | None = None
     """Account whose access rights are checked, when root checks the installed service; None: the caller's."""
     begun_s: float = field(default_factory=time.monotonic)
-    probe: Probe | None = None
+    checks: CheckProcess | None = None
     """The process that inspects torch while other checks run."""
     running: bool = False
     """Whether the daemon runs."""
@@ -63,13 +63,13 @@ class Examination:
 
     @property
     def torch(self) -> Mapping[str, Any]:
-        """The probe's facts on torch and the device; empty if it did not finish in time."""
-        return self.probe.lines(self.left_s(self.within_s))[0] if self.probe else {}
+        """The check process's facts on torch and the device; empty if it did not finish in time."""
+        return self.checks.lines(self.left_s(self.within_s))[0] if self.checks else {}
 
     @property
     def needs(self) -> Mapping[str, Any]:
-        """The probe's facts on the model's memory requirement; empty if it did not finish in time."""
-        return self.probe.lines(self.left_s(self.within_s))[1] if self.probe else {}
+        """The check process's facts on the model's memory requirement; empty if it did not finish in time."""
+        return self.checks.lines(self.left_s(self.within_s))[1] if self.checks else {}
 
     def left_s(self, most: float) -> float:
         """Return the time limit of one check in seconds: `most`, or what is left of `within_s`, at least 0.1."""

@@ -57,7 +57,7 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
 
         reason = triton.why_not(kv)
         tile_tokens = 0 if reason else triton.tile_tokens(kv, group)
-        if reason := reason or trial(kv, group, Backends("padded", tile_tokens)):
+        if reason := reason or selftest(kv, group, Backends("padded", tile_tokens)):
             log.info("prefill attention gathers pages (triton is not used: %s)", reason)
             tile_tokens, why_not["prefill"] = 0, reason
     return Backends(decode, tile_tokens, why_not)
@@ -67,13 +67,13 @@ def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
     if path == "triton":
         from edged.engine.attention import triton
 
-        return triton.why_not(kv) or trial(kv, group, Backends(path))
+        return triton.why_not(kv) or selftest(kv, group, Backends(path))
     if path == "native":
-        return cpu.why_not(kv) or trial(kv, group, Backends(path))
+        return cpu.why_not(kv) or selftest(kv, group, Backends(path))
     return cpu_sparse.why_not(kv) if path == "ragged" else ""
 
 
-def trial(kv: KvStore, group: int, paths: Backends) -> str:
+def selftest(kv: KvStore, group: int, paths: Backends) -> str:
     """Compile the kernels of `paths` and compare them with torch's; return what went wrong, or ""."""
     size, device, dtype = kv.page_size, kv.keys.device, kv.keys.dtype
     # A single token, one of the kind that leaves rows out, one of a pruned sequence, with pages of their own to write.
@@ -116,14 +116,14 @@ def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
         wanted = "triton" if lora.device.type == "cuda" else "native"
     if wanted == "torch":
         return ""
-    if reason := why_no_updates(wanted, lora.device, lora.dtype, lora.rank) or trial_of_lora(lora, wanted):
+    if reason := why_no_updates(wanted, lora.device, lora.dtype, lora.rank) or selftest_of_lora(lora, wanted):
         log.info("LoRA updates are multiplied by torch (%s is not used: %s)", wanted, reason)
     else:
         lora.runs.kernel = wanted
     return reason
 
 
-def trial_of_lora(lora: LoraSlots, kernel: LoraKernel) -> str:
+def selftest_of_lora(lora: LoraSlots, kernel: LoraKernel) -> str:
     """Compare the kernels with torch's products on every shape of linears; return what went wrong, or ""."""
     random = _random(lora.device, lora.dtype)
     batches: tuple[list[Run], ...] = ([(1, 2, 1)], [(0, 3, 1), (3, 70, 0)])

@@ -14,8 +14,8 @@ from torch import nn
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.paged import attention_pass, current_pass
 from edged.engine.lora.linear import LoraLinear, LoraSlots
+from edged.engine.model.inspection import AttentionSpy
 from edged.engine.model.packed_linear import PackedLinear
-from edged.engine.model.probe import AttentionSpy
 from edged.engine.model.served_model import ModelShape, ServedModel
 from edged.engine.native.library import FEW_ROWS, CGroup, CLayer, LinearParts, group_of, kernels, readable, why_not
 

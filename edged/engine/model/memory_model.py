@@ -73,7 +73,7 @@ class BaseShape:
     experts: Linears = ()
     """Sizes of the experts' matrices that a token passes, which are no linears."""
     keeps_lean: bool = True
-    """Whether steps may keep Algorithm 1's results: the trial at start finds where they would fail."""
+    """Whether steps may keep Algorithm 1's results: the self-test at start finds where they would fail."""
 
     @property
     def parameters(self) -> int:

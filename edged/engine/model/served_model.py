@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
+from edged.engine.model.inspection import Inspection, find_decoder, inspect_model, max_positions
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
-from edged.engine.model.probe import Probed, find_decoder, max_positions, probe
 from edged.engine.model.quantization import (
     give_gradients,
     is_linear,
@@ -70,7 +70,7 @@ class ServedModel:
             getattr(self.config, "logits_scaling", None) or 1.0
         )
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
-        found = probe(self)
+        found = inspect_model(self)
         self.shape, self._layers_give_tuples = self._shape_of(found), found.gives_tuples
         self.trainable_error = found.untrainable
         self.adaptable = frozenset(found.adaptable)
@@ -173,7 +173,7 @@ class ServedModel:
         out = head(self.norm(hidden[None]))[0].float() * self.logit_scale
         return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
 
-    def _shape_of(self, found: Probed) -> ModelShape:
+    def _shape_of(self, found: Inspection) -> ModelShape:
         linears = linear_sizes(self.model, target_linears(self.model, "all-linear"))
         return ModelShape(
             architecture=type(self.model).__name__,

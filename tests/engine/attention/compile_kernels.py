@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention
-from edged.engine.attention.selection import Backends, trial, trial_of_lora
+from edged.engine.attention.selection import Backends, selftest, selftest_of_lora
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.lora import triton as triton_lora
@@ -90,8 +90,8 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None
     sizes = {"q_proj": 192, "k_proj": 64, "v_proj": 64, "o_proj": 192, "gate_proj": 480, "up_proj": 480}
     model = nn.ModuleDict({name: nn.Linear(192, size, dtype=dtype) for name, size in sizes.items()})
     slots = LoraSlots(model, list(sizes), 2, 16, dtype)
-    trial(kv, group, paths)
-    trial_of_lora(slots, "triton")
+    selftest(kv, group, paths)
+    selftest_of_lora(slots, "triton")
     at_start = dict(made)
     iterations(kv, group, paths, slots)
     later = [name for hashed, (name, _) in made.items() if hashed not in at_start]

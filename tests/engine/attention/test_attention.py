@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attend, attention_pass
-from edged.engine.attention.selection import Backends, pick_paths, trial
+from edged.engine.attention.selection import Backends, pick_paths, selftest
 from edged.engine.kv.store import KvStore
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels
@@ -103,7 +103,7 @@ def test_the_triton_kernels_attend_as_torch_does(
             tables[row, column] = next(pages)
     tables = tables.to(device)
     query = torch.randn(len(context), kv_heads * group, size, device=device)
-    assert trial(kv, group, Backends("triton")) == ""
+    assert selftest(kv, group, Backends("triton")) == ""
     call = AttentionCall(1, size**-0.5, window, cap)
     got = triton.paged_decode(call, query, tables, torch.tensor(context, device=device), kv)
     for row, earlier in enumerate(context):
@@ -235,7 +235,7 @@ def test_pages_beyond_two_to_the_31_elements_are_found() -> None:
 def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     kv = KvStore(4, 8, 1, 2, 32, torch.float32, DEVICE)
-    assert trial(kv, 3, paths) == ""
+    assert selftest(kv, 3, paths) == ""
     name = "triton.paged_decode" if paths.decode == "triton" else "triton.paged_prefill"
     module, function = name.split(".")
     kernel = getattr(importlib.import_module(f"edged.engine.attention.{module}"), function)
@@ -244,7 +244,7 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatc
         return kernel(call._replace(scaling=2 * call.scaling), *others)
 
     monkeypatch.setattr(f"edged.engine.attention.{name}", unscaled)
-    assert trial(kv, 3, paths) == "its kernels give wrong numbers here"
+    assert selftest(kv, 3, paths) == "its kernels give wrong numbers here"
 
 
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:

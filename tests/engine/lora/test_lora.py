@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
-from edged.engine.attention.selection import Backends, pick_lora_kernel, trial_of_lora
+from edged.engine.attention.selection import Backends, pick_lora_kernel, selftest_of_lora
 from edged.engine.lora.linear import LoraSlots, siblings
 from edged.engine.lora.segments import NO_SLOT, LoraTiles, NativeUpdates, Run
 from edged.engine.model.served_model import ServedModel
@@ -169,9 +169,9 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(monkeypatch: pytest.MonkeyP
     triton_lora = pytest.importorskip("edged.engine.lora.triton")
     pytest.importorskip("triton")
     _, _, slots, _ = wrapped()
-    assert trial_of_lora(slots, "triton") == ""
+    assert selftest_of_lora(slots, "triton") == ""
     monkeypatch.setattr(triton_lora, "add_updates", lambda *given: None)
-    assert trial_of_lora(slots, "triton") == "its kernels give wrong numbers here"
+    assert selftest_of_lora(slots, "triton") == "its kernels give wrong numbers here"
 
 
 def test_a_device_without_the_kernels_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.segments import NativeUpdates
 from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
-from edged.engine.model.probe import AttentionSpy
+from edged.engine.model.inspection import AttentionSpy
 from edged.engine.native import library
 from edged.engine.native.library import LinearParts, group_of, kernels
 from edged.settings.load import ModelSettings

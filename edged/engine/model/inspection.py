@@ -1,5 +1,5 @@
-"""The probe of a model at start: a few forwards of few tokens show what its layers ask of attention and cache, which of
-its linears LoRA can wrap, and that its answers over pages are its own.
+"""The inspection of a model at start: a few forwards of few tokens show what its layers ask of attention and cache,
+which of its linears LoRA can wrap, and that its answers over pages are its own.
 
 What a layer asks for decides; numbers are compared last, since in 16 bits a layer's lost state can look like rounding.
 """
@@ -40,8 +40,8 @@ _ANSWERED = ("update", "get_seq_length", "get_query_offset", "get_mask_sizes", "
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """The findings of a probe."""
+class Inspection:
+    """The findings of an inspection."""
 
     heads: int
     kv_heads: int
@@ -185,8 +185,8 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
     return layers, norm
 
 
-def probe(model: ServedModel) -> Probed:
-    """Probe a model whose layers and norm are known. Raises ModelRefused with the reason."""
+def inspect_model(model: ServedModel) -> Inspection:
+    """Inspect a model whose layers and norm are known. Raises ModelRefused with the reason."""
     name = type(model.model).__name__
     spy, adaptable, hidden, out = _call_layers(model)
     try:
@@ -199,11 +199,13 @@ def probe(model: ServedModel) -> Probed:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
     if hidden.shape != (1, _TOKENS, model.config.hidden_size):
         why = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
-    return Probed(*heads, window, isinstance(out, tuple), adaptable, why and f"{name} is served, not trained: {why}")
+    return Inspection(
+        *heads, window, isinstance(out, tuple), adaptable, why and f"{name} is served, not trained: {why}"
+    )
 
 
 def _call_layers(model: ServedModel) -> tuple[AttentionSpy, tuple[str, ...], torch.Tensor, Any]:
-    """Run a forward with spies; return also `Probed.adaptable`, and input and output of the first layer."""
+    """Run a forward with spies; return also `Inspection.adaptable`, and input and output of the first layer."""
     fits: defaultdict[str, list[bool]] = defaultdict(list)
     first: list[tuple[torch.Tensor, Any]] = []
 

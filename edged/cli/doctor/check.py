@@ -1,7 +1,7 @@
-"""The probe: a process that imports torch and transformers for the checks, as that may be slow or fail.
+"""The check process: a process that imports torch and transformers for the checks, as that may be slow or fail.
 
-`python -P -m edged.cli.doctor.probe` reads settings from stdin and writes two lines of JSON, one on torch and the
-device, then one on memory. Other modules import nothing but `Probe` from here.
+`python -P -m edged.cli.doctor.check` reads settings from stdin and writes two lines of JSON, one on torch and the
+device, then one on memory. Other modules import nothing but `CheckProcess` from here.
 """
 
 import importlib.util
@@ -17,14 +17,14 @@ CONTEXT_TOKENS = 4096
 """Tokens of K/V that should fit, if model.max_context_tokens is not set."""
 
 
-class Probe:
+class CheckProcess:
     """The running probe process, started by the constructor; `lines` waits for its results."""
 
     def __init__(self, settings: Settings, model: Path | None) -> None:
         """Start the process; without a `model` it inspects torch and the device alone."""
         self._found: list[dict[str, Any]] = []
         # -P: root may run this in any folder, and must not import modules that other users left there.
-        command = [sys.executable, "-P", "-m", "edged.cli.doctor.probe"]
+        command = [sys.executable, "-P", "-m", "edged.cli.doctor.check"]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
         assert self._process.stdin is not None

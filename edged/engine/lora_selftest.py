@@ -1,5 +1,5 @@
-"""The trial of LoRA at start: two adapters in mixed batches against transformers' own forward, and a small DPO step in
-both ways of units against autograd. What fails is the reason why the model is not trained."""
+"""The self-test of LoRA at start: two adapters in mixed batches against transformers' own forward, and a small DPO
+step in both ways of units against autograd. What fails is the reason why the model is not trained."""
 
 import logging
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import PagedAttention, attention_pass
 from edged.engine.lora.segments import NO_SLOT
+from edged.engine.model.inspection import like_own, own_logits
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
-from edged.engine.model.probe import like_own, own_logits
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import capture_plan_of, segments_of
 from edged.runtime import logs
@@ -40,7 +40,7 @@ _ROUNDING = 0.25
 """Largest difference of gradients in 16 bits, relative to their norm; a part that is lost makes more."""
 
 
-def try_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
+def selftest_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
     """Try a model with LoRA attached. Linears that get no gradient are unwrapped; `trainable_error` says what fails.
 
     Where adapters do not even answer right, all linears are: the base alone is served.
@@ -64,7 +64,7 @@ def try_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
         elif dead:
             model.adaptable -= set(dead)
             model.attach_lora(align, slots)
-            try_lora(model, align, slots)
+            selftest_lora(model, align, slots)
     if model.device.type == "cuda":
         # The K/V pages are counted from what is free.
         torch.cuda.empty_cache()
@@ -75,14 +75,14 @@ def _failure(check: Callable[[], str]) -> str:
     try:
         return check()
     except Exception as error:
-        return f"a trial ended with {type(error).__name__}: {logs.first_line(error)}"
+        return f"the self-test ended with {type(error).__name__}: {logs.first_line(error)}"
 
 
 def _adapter(model: ServedModel, align: AlignSettings, index: int) -> AdapterState:
     """Return an adapter whose A and B are random."""
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "", model.fingerprint, ())
-    state = AdapterState(f"trial {index}", spec.form, Live(Settings(align=align)), model.device)
+    state = AdapterState(f"selftest {index}", spec.form, Live(Settings(align=align)), model.device)
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for _, b in state.weights.values():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.lora_selftest import selftest_lora
 from edged.engine.model.served_model import ServedModel
-from edged.engine.trial import try_lora
 from edged.settings.load import AlignSettings
 from tests.models import tiny_model
 
@@ -78,7 +78,7 @@ def tried(kind: type[Wrapped] | None, dtype: torch.dtype = torch.float32, **chan
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(ALIGN, 3)
-    try_lora(model, ALIGN, 3)
+    selftest_lora(model, ALIGN, 3)
     return model
 
 
@@ -101,7 +101,7 @@ def test_a_linear_that_gets_no_gradient_is_not_adapted() -> None:
     ("kind", "reason"),
     [
         (CutsGradient, r"is served, not trained: a DPO step's gradient differs from autograd's by 0\.\d+"),
-        (FailsWithGradient, "is served, not trained: a trial ended with TypeError: no gradient for you"),
+        (FailsWithGradient, "is served, not trained: the self-test ended with TypeError: no gradient for you"),
     ],
 )
 def test_a_step_that_would_fail_or_be_wrong_is_the_reason_not_to_train(kind: type[Wrapped], reason: str) -> None:
@@ -114,13 +114,13 @@ def test_a_model_that_cannot_keep_lean_results_alone_is_trained_without_them(cap
     model = tried(RefusesModes)
     assert model.trainable_error == ""
     assert not model.shape.keeps_lean
-    assert "a trial ended with TypeError: not under a mode" in caplog.text
+    assert "the self-test ended with TypeError: not under a mode" in caplog.text
     assert tried(None).shape.keeps_lean
 
 
 def test_where_requests_with_an_adapter_would_fail_the_base_alone_is_served() -> None:
     model = tried(TwoValues)
-    assert "is served without adapters, and not trained: with them a trial ended with AttributeError" in (
+    assert "is served without adapters, and not trained: with them the self-test ended with AttributeError" in (
         model.trainable_error
     )
     assert not model.lora.linears
