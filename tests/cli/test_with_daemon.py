@@ -77,7 +77,18 @@ def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> Non
     assert re.match(r"Healthy, .+, \d+ users?, ", brief)
     assert "TTFT" not in brief
     text = daemon.run("status", "--all", COLUMNS="300").stdout
-    for word in ("tiny", "Llama", "TTFT", "prefill", "decode", "fine-tune", "pages", "tokens saved", "spilled", "GiB"):
+    for word in (
+        "tiny",
+        "Llama",
+        "TTFT",
+        "prefill",
+        "decode",
+        "fine-tune",
+        "pages",
+        "tokens saved",
+        "offloaded",
+        "GiB",
+    ):
         assert word in text
     assert "for neighbours" in text
     assert "a guess" in text

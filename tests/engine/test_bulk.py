@@ -40,7 +40,7 @@ def watched_plans(engine: BuiltEngine) -> list[tuple[bool, bool, bool]]:
 
 def test_a_step_of_a_job_stands_still_while_a_persons_pairs_have_work(tmp_path: Path) -> None:
     # Whatever is kept of a step makes its units longer: here it has many short ones.
-    settings = {"align__recompute": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    settings = {"align__recompute": "full", "guard__held_out_share": 0.0, "align__window_tokens": 16}
     with running_engine(tmp_path, **settings) as (engine, client):
         plans = watched_plans(engine)
         align = job_settings(AlignSettings(window_tokens=16), "dpo", HYPERPARAMETERS)
@@ -122,7 +122,7 @@ def begun(engine: BuiltEngine, examples: int = 64, batch_size: int = 16) -> JobP
 
 
 def test_validation_examples_change_nothing_and_stand_still_while_a_persons_pairs_have_work(tmp_path: Path) -> None:
-    settings = {"align__recompute": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    settings = {"align__recompute": "full", "guard__held_out_share": 0.0, "align__window_tokens": 16}
     with running_engine(tmp_path, **settings) as (engine, client):
         job = begun(engine, 16, 16)
         feed(engine, job, range(1))
@@ -146,7 +146,7 @@ def test_validation_examples_change_nothing_and_stand_still_while_a_persons_pair
 
 
 def test_a_job_holds_neither_the_place_nor_the_slot_that_a_persons_step_wants(tmp_path: Path) -> None:
-    settings = {"align__recompute": "false", "guard__held_out_share": 0.0, "align__window_tokens": 16}
+    settings = {"align__recompute": "full", "guard__held_out_share": 0.0, "align__window_tokens": 16}
     with running_engine(tmp_path, **settings, align__max_active_adapters=1) as (engine, client):
         finetuning, most, slotless = engine.finetuning, [0], set()
         finetuning._max_open = 1

@@ -188,7 +188,7 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         "align__replay_share": 0.0,
         "guard__held_out_share": 0.0,
         "scheduler__idle_quantum_ms": 0.1,
-        "align__recompute": False,
+        "align__recompute": "full",
         "model__cpu_kernels": cpu_kernels,
     }
     for times in (0, 12):
@@ -204,9 +204,9 @@ def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_sa
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, keep_graph: bool) -> None:
-    settings = {"guard__held_out_share": 0.0, "align__recompute": keep_graph, "align__window_tokens": 60}
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tmp_path: Path, recompute: str) -> None:
+    settings = {"guard__held_out_share": 0.0, "align__recompute": recompute, "align__window_tokens": 60}
     with running_engine(tmp_path, **settings) as (engine, client):
         run = engine.built.runner.run
         pieces: list[tuple[int, int]] = []
@@ -222,7 +222,7 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
         client.wait(lambda: len(client.of(PairRetired)) == 8)
     assert {record.state for record in client.of(PairRetired)} == {"trained"}
     assert sum(units for _, units in pieces) > 8
-    assert any(forwards for forwards, _ in pieces) is not keep_graph
+    assert any(forwards for forwards, _ in pieces) is (recompute == "full")
     assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
 
@@ -233,7 +233,7 @@ def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_
         "scheduler__slo_ms": 10_000.0,
         "align__window_tokens": 16,
         "align__replay_share": 0.0,
-        "align__recompute": False,
+        "align__recompute": "full",
         "guard__held_out_share": 0.0,
         "model__cpu_kernels": False,
     }

@@ -88,12 +88,12 @@ def assert_same_weights(one: Client, other: Client, adapter: str) -> None:
         torch.testing.assert_close(weights(other, adapter)[name], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", ["auto", "full"])
 def test_pairs_that_three_users_bring_at_once_are_learnt_by_the_units_of_one_step(
-    tmp_path: Path, keep_graph: bool
+    tmp_path: Path, recompute: str
 ) -> None:
-    apart, alone = learn_together(tmp_path, "apart", align__joint_adapters=1, align__recompute=keep_graph)
-    joint, shared = learn_together(tmp_path, "joint", align__recompute=keep_graph)
+    apart, alone = learn_together(tmp_path, "apart", align__joint_adapters=1, align__recompute=recompute)
+    joint, shared = learn_together(tmp_path, "joint", align__recompute=recompute)
     assert (alone.steps(), shared.steps()) == ([1, 1, 1], [3])
     # Head units are as many as there are; those over layers, which read the weights, are shared.
     assert 2 * len(shared.units) < len(alone.units)
@@ -179,12 +179,12 @@ def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple
 MIDDLE = {"scheduler__idle_quantum_ms": 0.5}
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", ["auto", "full"])
 def test_a_user_who_is_forgotten_in_the_middle_of_a_shared_step_leaves_the_others_pairs_learnt(
-    tmp_path: Path, keep_graph: bool
+    tmp_path: Path, recompute: str
 ) -> None:
-    whole, _ = learn_together(tmp_path, "whole", align__recompute=keep_graph)
-    with three_users(tmp_path, "forgotten", align__recompute=keep_graph, **MIDDLE) as (engine, client, watch):
+    whole, _ = learn_together(tmp_path, "whole", align__recompute=recompute)
+    with three_users(tmp_path, "forgotten", align__recompute=recompute, **MIDDLE) as (engine, client, watch):
         hit = in_the_middle(engine, lambda: engine.forget("bob", [FIRST + 10, FIRST + 11, SECOND + 10]))
         engine.pause_finetuning(False)
         client.wait(lambda: len(second_round(client)) == 2)

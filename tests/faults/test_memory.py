@@ -196,9 +196,9 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
         assert left[0] < 0
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Path, keep_graph: bool) -> None:
-    with running_engine(tmp_path, align__recompute=keep_graph, guard__held_out_share=0.0) as (engine, client):
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Path, recompute: str) -> None:
+    with running_engine(tmp_path, align__recompute=recompute, guard__held_out_share=0.0) as (engine, client):
         engine.built.trainer.size.first_pause_s = 0.01
         left = [3]
 
@@ -211,11 +211,11 @@ def test_a_step_without_memory_waits_and_every_pair_is_trained_once(tmp_path: Pa
         assert not client.of(StepSkipped)
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", ["auto", "full"])
 def test_a_step_that_found_no_memory_holds_none_when_it_is_tried_again(
-    tmp_path: Path, keep_graph: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running_engine(tmp_path, align__recompute=keep_graph, guard__held_out_share=0.0) as (engine, client):
+    with running_engine(tmp_path, align__recompute=recompute, guard__held_out_share=0.0) as (engine, client):
         trainer = engine.built.trainer
         trainer.size.first_pause_s = 0.01
         opened, alive = trainer.open, []
@@ -240,7 +240,7 @@ def test_a_step_that_found_no_memory_holds_none_when_it_is_tried_again(
 
 def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Path) -> None:
     prompts = [random_ids(30, seed) for seed in range(3)]
-    with running_engine(tmp_path, align__recompute=False, guard__held_out_share=0.0) as (engine, client):
+    with running_engine(tmp_path, align__recompute="full", guard__held_out_share=0.0) as (engine, client):
         engine.built.trainer.size.first_pause_s = 0.01
         wanted = answers(engine, client, "before", prompts)
         pairs = random_pairs(4, adapter="ann")
@@ -258,9 +258,9 @@ def test_serving_goes_on_beside_a_fine_tune_forward_without_memory(tmp_path: Pat
         assert "out of memory, also alone" in client.of(StepSkipped)[0].reason
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, keep_graph: bool) -> None:
-    with running_engine(tmp_path, align__recompute=keep_graph, guard__held_out_share=0.0) as (engine, client):
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+def test_no_pair_is_given_up_while_nobody_finds_memory(tmp_path: Path, recompute: str) -> None:
+    with running_engine(tmp_path, align__recompute=recompute, guard__held_out_share=0.0) as (engine, client):
         engine.built.trainer.size.first_pause_s = 1e-7
         left = [20]
 
