@@ -68,7 +68,7 @@ class Job:
     dtype: str
     pairs_per_step: int
     method: str = "dpo"
-    keep_graph: str = "auto"
+    recompute: str = "auto"
     packs: bool = True
     rank: int = 16
     alpha: int = 32
@@ -144,7 +144,7 @@ class _EdgedLearner:
                 "loss_threshold": 0.0,
                 "idle_replay": 0,
                 "max_active_adapters": 1,
-                "recompute": job.keep_graph,
+                "recompute": job.recompute,
             },
             "guard": {"held_out_share": 0.0},
             "store": {"save_every_s": 3600.0},
@@ -318,7 +318,7 @@ def main() -> None:
         option("--steps", "measured optimizer steps", 12, 2),
         option("--pairs-per-step", "pairs of one optimizer step", 4),
         option("--method", "dpo, or supervised: the chosen answers alone", "dpo", choices=("dpo", "supervised")),
-        option("--keep-graph", "edged's align.recompute", "auto", choices=("auto", "full", "selective", "none")),
+        option("--recompute", "edged's align.recompute", "auto", choices=("auto", "full", "selective", "none")),
         flag("--unpacked", "edged without a packed copy of the weights (model.pack_weights)"),
         option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
         DEVICE,
@@ -341,14 +341,14 @@ def main() -> None:
             dtype=dtype,
             pairs_per_step=options.pairs_per_step,
             method=options.method,
-            keep_graph=options.keep_graph,
+            recompute=options.recompute,
             packs=not options.unpacked,
         )
         Path(job.pairs).write_text(json.dumps(chosen))
         report = {
             "model": options.size,
             "method": options.method,
-            "recompute": options.keep_graph,
+            "recompute": options.recompute,
             "packed": not options.unpacked,
             "pairs_file": options.pairs.name,
             "prompt_share_at_least": options.prompt_share,

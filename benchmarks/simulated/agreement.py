@@ -46,8 +46,9 @@ from edged.scheduler.cost.error import PARTS
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings, load_settings
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.roofline import Device
-from edged.simulator.simulation import Simulation, SimulationPlan
+from edged.simulator.simulation import Simulation
 from edged.text.tokenizer import Tokenizer
 
 _PROFILING_S = 600.0

@@ -31,8 +31,8 @@ from edged.scheduler.policies.base import Order
 from edged.scheduler.task import Task
 from edged.settings.load import FairnessSettings, Settings
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.runner import START_S, SimulatedEngine
-from edged.simulator.simulation import SimulationPlan
 
 Stage = tuple[int, int, float]
 """Mean tokens of prompt and answer, and calls side by side."""

@@ -43,8 +43,9 @@ from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import load_settings
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.runner import SimulatedEngine
-from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s
+from edged.simulator.simulation import Simulation, lone_ttft_s
 
 _SHARES = ("scheduler.finetune_min_share", (0.0, 0.05, 0.1, 0.2, 0.3))
 KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {

@@ -33,7 +33,8 @@ from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings
 from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.simulation import Simulation, SimulationPlan
+from edged.simulator.plan import SimulationPlan
+from edged.simulator.simulation import Simulation
 
 DEVICES = {
     "agx-orin-32gb-maxn": ("mistral-3b", 0.4, 0.34, 4.0),

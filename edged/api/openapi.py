@@ -1,9 +1,8 @@
 """Routes, and the OpenAPI 3.1 document that is generated from them and the models of their bodies.
 
-`python -m edged.api.openapi` prints the document; `docs/openapi.json` is a copy of it.
+`python -m edged.api.routes` prints the document; `docs/openapi.json` is a copy of it.
 """
 
-import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -132,9 +131,3 @@ def _operation(route: Route, references: Mapping[Any, _Schema]) -> _Schema:
         schema = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
         made["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema}}}
     return made
-
-
-if __name__ == "__main__":
-    from edged.api.routes import ROUTES
-
-    print(json.dumps(document(ROUTES), indent=1, ensure_ascii=False))

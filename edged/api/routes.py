@@ -1,5 +1,6 @@
 """The table of all routes, from which the application, the check of roles and the OpenAPI document are made."""
 
+import json
 from typing import Any
 
 from aiohttp import web
@@ -119,3 +120,7 @@ ROUTES = (
     Route("GET", "/openapi.json", get_document, role="anybody", answer=responses.Document),
 )  # fmt: skip
 """One row for each method of each path; the default role is admin."""
+
+
+if __name__ == "__main__":
+    print(json.dumps(document(ROUTES), indent=1, ensure_ascii=False))

@@ -366,7 +366,7 @@ def simulate(quantize: str | None, config: Path | None, policy: str | None, arri
     """
     _prepare()
     from edged.bench.arrivals import Arrivals
-    from edged.simulator.simulation import SimulationPlan
+    from edged.simulator.plan import SimulationPlan
     from edged.simulator.simulation import simulate as run
 
     settings = load_settings(config, overrides={"scheduler.policy": policy, "model.quantize": quantize})
@@ -500,7 +500,7 @@ def profile_screen(profile: dict[str, Any], path: str) -> Renderable:
     from rich.console import Group
     from rich.text import Text
 
-    from edged.scheduler.cost.model import FORWARD_PRICES
+    from edged.scheduler.cost.prices import FORWARD_PRICES
 
     subject, prices = profile["subject"], profile["prices"]
     kind = f", {subject['quantization']}" if subject["quantization"] else ""

@@ -19,13 +19,23 @@ from edged.engine.kv.store import KvStore
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora_selftest import selftest_lora
 from edged.engine.model.cpu_layers import shorten_layers
-from edged.engine.model.memory_model import page_count
+from edged.engine.model.loading import ModelRefused
+from edged.engine.model.memory_model import (
+    STATE_BYTES,
+    adapter_weights,
+    adapters_that_fit,
+    free_bytes,
+    linear_sizes,
+    refuse_longer_context,
+    work_of,
+)
 from edged.engine.model.norms import fuse_norms
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.pruner import Pruner
-from edged.scheduler.cost.model import CostModel, Prices, roofline
+from edged.scheduler.cost.model import CostModel, roofline
+from edged.scheduler.cost.prices import Prices
 from edged.scheduler.cost.profile import ProfileError, Subject, find_profile
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import AlignSettings, ModelSettings, Settings
@@ -211,3 +221,38 @@ def first_cost_model(model: ServedModel, subject: Subject, setting: str, data_di
     path, profile = found
     log.info("latencies come from the profile %s of %s", path, profile.created_at)
     return CostModel.from_profile(profile, guess, str(path))
+
+
+def bounded(settings: Settings, model: ServedModel) -> Settings:
+    """Return settings whose numbers of adapters fit the memory that is free beside the loaded base."""
+    align = settings.align
+    weights = adapter_weights(linear_sizes(model.model, model.targets(align)), align.rank)
+    loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
+    if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
+        log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
+    update = {"max_loaded_adapters": loaded, "max_active_adapters": active}
+    return settings.model_copy(update={"align": align.model_copy(update=update)})
+
+
+def page_count(model: ServedModel, settings: Settings) -> int:
+    """Return the pages of the pool: from `cache.memory_mb` or free memory, never more than max_sequences can use.
+
+    Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
+    """
+    size = settings.cache.page_size
+    page_bytes = model.page_bytes(size)
+    wanted = settings.model.max_context_tokens or model.shape.max_positions
+    useful = settings.serving.max_sequences * -(-wanted // size) + 1
+    if settings.cache.memory_mb:
+        budget = settings.cache.memory_mb << 20
+    else:
+        free, share = free_bytes(model.device)
+        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
+        work = work_of(model.shape, settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
+        budget = int((free - sum(work.values())) * share)
+    pages = min(useful, budget // page_bytes)
+    if pages < 4:
+        room = f"{max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in {max(budget, 0) >> 20} MiB"
+        raise ModelRefused(f"the K/V cache has room for {room}: raise cache.memory_mb or free memory")
+    refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
+    return pages

@@ -22,7 +22,7 @@ from edged.engine.attention.paged import PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends
 from edged.engine.kv.store import KvStore
 from edged.engine.lora import triton as triton_lora
-from edged.engine.lora.segments import LoraTiles
+from edged.engine.lora.runs import LoraTiles
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample

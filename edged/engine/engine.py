@@ -21,14 +21,14 @@ from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
 from edged.align.jobs import JobPlan
 from edged.align.trainer import Trainer
-from edged.engine.build import build_runner, first_cost_model, lora_spec, subject_of
+from edged.engine.build import bounded, build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.finetuning import StepTable
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.base_files import base_fingerprint, files_digest
 from edged.engine.model.loading import drop_cached
-from edged.engine.model.memory_model import STATE_BYTES, adapter_weights, bounded
+from edged.engine.model.memory_model import STATE_BYTES, adapter_weights
 from edged.engine.model.served_model import ServedModel
 from edged.engine.request import EngineBusy, EngineStopping, Event, FinishReason, Request, RequestRefused
 from edged.engine.resource_limits import ResourceLimits

@@ -3,16 +3,13 @@
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 from edged.align.feedback.pair import IterationSample, Record
 from edged.engine.command_queue import CommandQueue
-from edged.engine.kv_pages import KvPages
+from edged.engine.interfaces import Finetuning, Limits, Runner
 from edged.engine.model_runner import RunnerOutput
-from edged.engine.pruner import Pruner
 from edged.engine.recovery import Recovery
 from edged.engine.request import Event
 from edged.engine.sequences import SequenceTable
@@ -30,96 +27,6 @@ _CALIBRATED_AFTER = 50
 """Number of iterations after which the cost model is trusted to judge whether targets can be met."""
 _GIVE_BACK_AFTER_S = 30.0
 """Idle seconds after which free heap memory is returned to the system."""
-
-
-class Runner(Protocol):
-    """The interface of runners: `ModelRunner` on a device, `SimulatedRunner` in virtual time."""
-
-    pages: KvPages
-    pruner: Pruner | None
-    max_context_tokens: int
-    """Largest number of tokens of a sequence."""
-    end_ids: frozenset[int]
-    """Ids of tokens that end an answer."""
-    overlaps: bool
-    """Whether the device computes while the calling thread works on."""
-
-    def begin_thread(self) -> None:
-        """Have the calling thread run plans from now on."""
-
-    def begin_iteration(self, now: float) -> None:
-        """Adapt to what other programs leave of the device, before a plan is made."""
-
-    @property
-    def last_sign_s(self) -> float:
-        """Time of the latest sign of life within a plan (monotonic clock)."""
-
-    def check_device(self) -> None:
-        """Raise the error of a device that does nothing more."""
-
-    def return_memory(self) -> None:
-        """Return free memory to the system."""
-
-    def run(
-        self,
-        plan: Plan,
-        sequences: Any,
-        open_steps: Any,
-        interrupted: Callable[[], bool],
-        while_waiting: Callable[[], None],
-    ) -> RunnerOutput:
-        """Run a plan over `sequences` and `open_steps`, both by task id; see `ModelRunner.run`."""
-
-    def close(self) -> None:
-        """End: no plan follows."""
-
-
-class Limits(Protocol):
-    """The interface of `ResourceLimits`: the resources that an iteration may use."""
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether `apply` has more to do at once."""
-
-    def apply(self) -> bool:
-        """Give pages back or take them again, between two iterations. True when that made plans void."""
-
-    def resources(self) -> Resources:
-        """Return what the next bin may use."""
-
-
-class Finetuning(Protocol):
-    """The interface of `StepTable`: fine-tune steps as tasks."""
-
-    resumes_s: float
-
-    @property
-    def open_steps(self) -> Mapping[int, Any]:
-        """Open steps and tests, by task id."""
-
-    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
-        """Open the steps that are due; `slots_wanted` is whether requests wait for LoRA slots."""
-
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Free a step's pages; False when the task is no step."""
-
-    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
-        """Take finished steps in; see `StepTable.close_finished`."""
-
-    def starved(self, task_ids: set[int], reason: str, now: float) -> None:
-        """Drop steps in which memory ran out."""
-
-    def fail(self, task_ids: set[int], reason: str) -> None:
-        """Skip the steps of a failed iteration."""
-
-    def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
-        """Hand over the records of the iteration."""
-
-    def next_due_s(self) -> float | None:
-        """Return when something is due while nothing runs."""
-
-    def close(self) -> None:
-        """Abandon steps and save every version."""
 
 
 class EngineLoop:

@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from edged.cache.inflight_prefixes import InflightPrefixes
 from edged.cache.prefix_trie import Key
+from edged.engine.interfaces import Sequences
 from edged.engine.kv_pages import KvPages
 from edged.engine.request import Request
 from edged.engine.sequence import Sequence, SequenceStatus
 from edged.scheduler.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from edged.engine.sequences import SequenceTable
-
 
 class PrefixWait:
     """Holds sequences of `table` back from the scheduler while another computes the beginning of their prompt."""
 
-    def __init__(self, table: SequenceTable, pages: KvPages, scheduler: Scheduler) -> None:
+    def __init__(self, table: Sequences, pages: KvPages, scheduler: Scheduler) -> None:
         self._table, self._pages, self._scheduler = table, pages, scheduler
         self._inflight = InflightPrefixes(pages.page_size, pages.trie.covered)
 

@@ -21,7 +21,7 @@ from edged.settings.load import ServingSettings
 from edged.tensors.oom import out_of_memory
 
 if TYPE_CHECKING:
-    from edged.engine.loop import Finetuning, Runner
+    from edged.engine.interfaces import Finetuning, Runner
 
 log = logging.getLogger("edged.engine")
 _MIN_TOKENS = 16

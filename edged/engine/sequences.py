@@ -23,7 +23,7 @@ from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
 from edged.settings.load import ServingSettings
 
 if TYPE_CHECKING:
-    from edged.engine.loop import Runner
+    from edged.engine.interfaces import Runner
 
 log = logging.getLogger("edged.engine")
 

@@ -23,7 +23,7 @@ from edged.engine.model_runner import OpenStep, RunnerOutput
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
-from edged.scheduler.cost.model import Load
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.profile import ForwardTime, UnitTime
 from edged.scheduler.task import Grant, Kind, Plan, Task
 

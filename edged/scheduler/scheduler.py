@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any, TypeVar, TypeVarTuple
 
 from edged.runtime import logs
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.fairness.justitia import JustitiaOrder
 from edged.scheduler.fairness.order import FairOrder
 from edged.scheduler.fairness.turns import fair_order

@@ -17,7 +17,7 @@ from edged.simulator.device_file import DeviceError, find_device, find_model_sha
 from edged.simulator.roofline import Device, roofline_device
 
 if TYPE_CHECKING:
-    from edged.simulator.simulation import SimulationPlan
+    from edged.simulator.plan import SimulationPlan
 
 _GUESSED_RATES = (4e10, 8e9)
 """Operations and bytes per second, for kinds of units that were not measured."""

@@ -12,7 +12,8 @@ from typing import Literal
 
 from edged.bench.memory import ModelSizes
 from edged.engine.model.memory_model import adapter_weights
-from edged.scheduler.cost.model import CostModel, Load, roofline
+from edged.scheduler.cost.model import CostModel, roofline
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.profile import Noise
 from edged.scheduler.task import Unit
 from edged.settings.load import Settings

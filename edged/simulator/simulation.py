@@ -3,34 +3,19 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from edged.align.feedback.pair import TokenPair
 from edged.bench.figures import EVERY_S
-from edged.bench.load_run import ADAPTER, LoadPlan, LoadRun, Progress
+from edged.bench.load_run import ADAPTER, LoadRun, Progress
 from edged.bench.traces import Arrival, RequestTrace, read_trace
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.roofline import Device, Pass
 from edged.simulator.runner import START_S, Coming, SimulatedEngine
 
 _LONGEST_BURST_S = 86_400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationPlan(LoadPlan):
-    """A simulation's load, preference pairs, device and model.
-
-    `device` and `model` are names of configs/devices and configs/models, or files; a .json file is a device's profile
-    (`edged profile`). `pair_lengths`: tokens of (prompt, chosen, rejected) of the pairs in order of arrival; None draws
-    them without end, uniformly within half of `pair_tokens`.
-    """
-
-    device: str
-    model: str
-    pair_tokens: tuple[int, int, int] = (100, 60, 60)
-    pair_lengths: Sequence[tuple[int, int, int]] | None = None
 
 
 def simulate(plan: SimulationPlan, progress: Progress = lambda _line: None) -> dict[str, Any]:

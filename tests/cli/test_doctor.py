@@ -19,7 +19,7 @@ from edged.cli.doctor import model, storage
 from edged.cli.doctor.finding import Check, Examination, Finding, State, broken, doubtful, fine, worst
 from edged.cli.doctor.model import tensors_of
 from edged.models import demo_model_dir
-from edged.scheduler.cost.model import Prices
+from edged.scheduler.cost.prices import Prices
 from edged.scheduler.cost.profile import Profile, Subject
 from edged.settings.load import Settings, load_settings
 from edged.store import Store

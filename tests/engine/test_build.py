@@ -7,7 +7,8 @@ import pytest
 from edged.engine import build
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import FEW_ROWS, kernels
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
 from edged.settings.load import ModelSettings
 from tests.models import save_tiny
 

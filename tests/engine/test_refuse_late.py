@@ -11,8 +11,8 @@ from edged.engine.request import FirstTokenLate, Request
 from edged.engine.sampling.params import Sampling
 from edged.settings.load import Settings
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.runner import SimulatedEngine
-from edged.simulator.simulation import SimulationPlan
 from tests.engine.harness import random_ids, request, running_engine
 
 

@@ -19,7 +19,8 @@ from edged.scheduler.reader import Pace
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
 from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.simulation import Simulation, SimulationPlan
+from edged.simulator.plan import SimulationPlan
+from edged.simulator.simulation import Simulation
 
 FILE = Path(__file__).with_name("recorded_plans.json")
 PART = 200

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from edged.scheduler.cost.model import CostModel, Load, roofline
+from edged.scheduler.cost.model import CostModel, roofline
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.policies.base import Policy
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS

@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from edged.scheduler.cost.model import WINDOW_STEP, Load
+from edged.scheduler.cost.prices import WINDOW_STEP, Load
 from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import (

@@ -146,9 +146,9 @@ def test_a_model_that_does_not_fit_is_refused_with_the_arithmetic() -> None:
         ("selective", 26.0, True),
     ],
 )
-def test_a_step_keeps_what_the_engine_would_keep(keep_graph: str, gib: float, keeps: bool) -> None:
+def test_a_step_keeps_what_the_engine_would_keep(recompute: str, gib: float, keeps: bool) -> None:
     cache = {"cache": {"memory_mb": 512}, "model": {"max_context_tokens": 2048}}
-    settings = Settings.model_validate({**cache, "align": {"recompute": keep_graph}})
+    settings = Settings.model_validate({**cache, "align": {"recompute": recompute}})
     file = read_device(find_device("rtx-6000-ada")).model_copy(update={"available_gib": gib})
     model = ModelSizes.read(find_model_shape("mistral-7b"), settings, cuda=True)
     assert room_for(roofline_device(file, model, settings), model, settings).keeps_graph == keeps

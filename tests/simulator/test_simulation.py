@@ -22,14 +22,15 @@ from edged.cli.main import cli
 from edged.engine.model.loading import ModelRefused
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
-from edged.scheduler.cost.model import Prices
+from edged.scheduler.cost.prices import Prices
 from edged.scheduler.cost.profile import DeviceMemory, ForwardTime, Noise, Profile, Subject
 from edged.scheduler.task import Grant, Unit
 from edged.settings.load import AlignSettings, Settings
 from edged.simulator.device_file import DeviceError, find_device
 from edged.simulator.hardware import SimulatedHardware
+from edged.simulator.plan import SimulationPlan
 from edged.simulator.roofline import Pass
-from edged.simulator.simulation import Simulation, SimulationPlan, lone_ttft_s, simulate
+from edged.simulator.simulation import Simulation, lone_ttft_s, simulate
 from edged.simulator.steps import SimulatedStep
 from tests.align.dpo import test_dpo_exact as exact
 from tests.cache.integrity import check_trie

@@ -10,7 +10,8 @@ from edged.align.dpo.decoder import Masks
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
 from edged.engine.kv.store import KvStore
-from edged.engine.lora.segments import NO_SLOT, LoraTiles, Run
+from edged.engine.lora.runs import LoraTiles, Run
+from edged.engine.lora.segments import NO_SLOT
 from edged.tensors.device_copy import upload
 
 _TILE_COLUMNS = 6

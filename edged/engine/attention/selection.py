@@ -15,7 +15,8 @@ from edged.engine.attention.paged import DecodePath, PagedAttention
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.lora.segments import LoraKernel, NativeUpdates, Run, slots_of_rows, why_no_updates
+from edged.engine.lora.runs import Run
+from edged.engine.lora.segments import LoraKernel, NativeUpdates, slots_of_rows, why_no_updates
 from edged.runtime import logs
 from edged.settings.load import ModelSettings
 

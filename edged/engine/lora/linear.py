@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from edged.align.adapters.form import LoraLeaves
 from edged.align.dpo.decoder import LoraRows
-from edged.engine.lora.segments import LoraSegments, LoraTiles, NativeUpdates, Run, ShortRuns, why_no_updates
+from edged.engine.lora.runs import LoraTiles, Run
+from edged.engine.lora.segments import LoraSegments, NativeUpdates, ShortRuns, why_no_updates
 from edged.tensors.device_copy import upload
 
 

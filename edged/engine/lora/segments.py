@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from edged.align.dpo.decoder import LoraRows
+from edged.engine.lora.runs import LoraTiles, Run
 from edged.engine.native import library
 from edged.tensors.device_copy import upload
 
 NO_SLOT = -1
 """The slot of tokens that the base model answers."""
-Run = tuple[int, int, int]
-"""(start, stop, slot) of consecutive packed rows that one adapter answers."""
 LoraKernel = Literal["torch", "native", "triton"]
 """Implementation of the updates: torch, one run at a time or `together`; the compiled kernels, if rows are few; or
 Triton's kernels, in `tiles`."""
@@ -46,14 +45,6 @@ class ShortRuns:
     """`rows` as a slice, if they are contiguous."""
     even: bool
     """Whether `gather` equals `span` (runs of one length, of neighbouring slots), so that nothing is copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraTiles:
-    """Runs cut into tiles of at most `rows` rows, for `triton_lora`: `table` [tiles, 3] of (first row, rows, slot)."""
-
-    table: torch.Tensor
-    rows: int
 
 
 class LoraSegments:

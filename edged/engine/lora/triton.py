@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from edged.engine.lora.segments import LoraTiles, Run
+from edged.engine.lora.runs import LoraTiles, Run
 from edged.engine.native import triton_device
 from edged.tensors.device_copy import upload
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,15 +28,32 @@ from edged.engine.model.loading import ModelRefused
 from edged.engine.model.quantization import is_linear
 from edged.runtime import logs
 
-if TYPE_CHECKING:
-    from edged.engine.model.served_model import ServedModel
-
 _TOKENS = 16
 _LONGEST_WINDOW = 128
 """Numbers are compared over more tokens than the shortest window, up to this one; masks beyond every window."""
 _MASKED = "edged_masked"
 _ANSWERED = ("update", "get_seq_length", "get_query_offset", "get_mask_sizes", "get_max_length")
 """Methods of transformers' `Cache` that keys and values in pages answer."""
+
+
+class InspectedModel(Protocol):
+    """The part of `ServedModel` that its inspection needs, which comes before the rest is known."""
+
+    model: PreTrainedModel
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    layers: nn.ModuleList
+    norm: nn.Module
+    quantized: bool
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        """Compute logits of a packed batch: see `ServedModel.forward`."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Apply final norm and head: see `ServedModel.logits`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +202,7 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
     return layers, norm
 
 
-def inspect_model(model: ServedModel) -> Inspection:
+def inspect_model(model: InspectedModel) -> Inspection:
     """Inspect a model whose layers and norm are known. Raises ModelRefused with the reason."""
     name = type(model.model).__name__
     spy, adaptable, hidden, out = _call_layers(model)
@@ -204,7 +221,7 @@ def inspect_model(model: ServedModel) -> Inspection:
     )
 
 
-def _call_layers(model: ServedModel) -> tuple[AttentionSpy, tuple[str, ...], torch.Tensor, Any]:
+def _call_layers(model: InspectedModel) -> tuple[AttentionSpy, tuple[str, ...], torch.Tensor, Any]:
     """Run a forward with spies; return also `Inspection.adaptable`, and input and output of the first layer."""
     fits: defaultdict[str, list[bool]] = defaultdict(list)
     first: list[tuple[torch.Tensor, Any]] = []
@@ -229,7 +246,7 @@ def _call_layers(model: ServedModel) -> tuple[AttentionSpy, tuple[str, ...], tor
     return spy, tuple(name for name, calls in fits.items() if calls == [True]), *first[0]
 
 
-def _heads_of(model: ServedModel, spy: AttentionSpy) -> tuple[int, int, int]:
+def _heads_of(model: InspectedModel, spy: AttentionSpy) -> tuple[int, int, int]:
     """Return heads, KV heads and head size, which all layers must share. Raises ModelRefused."""
     seen = {call.layer: (query.shape[0], *key.shape[::2]) for call, query, key, _ in spy.seen}
     if sorted(seen) != list(range(len(model.layers))):
@@ -242,7 +259,7 @@ def _heads_of(model: ServedModel, spy: AttentionSpy) -> tuple[int, int, int]:
     return seen[0]
 
 
-def _check_masks(model: ServedModel, spy: AttentionSpy, windows: set[int]) -> None:
+def _check_masks(model: InspectedModel, spy: AttentionSpy, windows: set[int]) -> None:
     """Check that the masks of the model's own attention are those of its windows, where each ends to see all tokens.
 
     Nothing is attended to, so that long windows cost as little as short ones. Raises ModelRefused.
@@ -265,7 +282,7 @@ def _check_masks(model: ServedModel, spy: AttentionSpy, windows: set[int]) -> No
                 )
 
 
-def _compare(model: ServedModel, heads: tuple[int, int, int], window: int | None) -> bool:
+def _compare(model: InspectedModel, heads: tuple[int, int, int], window: int | None) -> bool:
     """Compare answers over pages, in one chunk and in two, with the model's own; return whether its head, computed
     alone, differs. Raises ModelRefused."""
     beyond = window + _TOKENS // 2 if window is not None and window <= _LONGEST_WINDOW else 0
@@ -297,7 +314,9 @@ def _compare(model: ServedModel, heads: tuple[int, int, int], window: int | None
         return not like_own(model, model.logits(torch.cat(ends)), own)
 
 
-def like_own(model: ServedModel, got: torch.Tensor, own: Callable[[str], torch.Tensor], rounding: float = 0.1) -> bool:
+def like_own(
+    model: InspectedModel, got: torch.Tensor, own: Callable[[str], torch.Tensor], rounding: float = 0.1
+) -> bool:
     """Whether numbers are what `own` computes by one of transformers' attentions, but for rounding: in 16 bits, or
     quantized, up to the share `rounding` of their norm.
 

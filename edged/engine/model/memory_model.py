@@ -23,7 +23,7 @@ from edged.settings.load import Settings
 from edged.tensors.device_copy import has_own_memory
 
 if TYPE_CHECKING:
-    from edged.engine.model.served_model import ServedModel
+    pass
 
 log = logging.getLogger("edged.engine")
 CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
@@ -351,41 +351,6 @@ def unused_bytes(device: torch.device) -> int:
     if not has_own_memory(device):
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def bounded(settings: Settings, model: ServedModel) -> Settings:
-    """Return settings whose numbers of adapters fit the memory that is free beside the loaded base."""
-    align = settings.align
-    weights = adapter_weights(linear_sizes(model.model, model.targets(align)), align.rank)
-    loaded, active = adapters_that_fit(weights, settings, model.dtype, free_bytes(model.device)[0])
-    if loaded < align.max_loaded_adapters or active < align.max_active_adapters:
-        log.info("memory holds %d adapters of %d MiB at once", loaded, weights * STATE_BYTES >> 20)
-    update = {"max_loaded_adapters": loaded, "max_active_adapters": active}
-    return settings.model_copy(update={"align": align.model_copy(update=update)})
-
-
-def page_count(model: ServedModel, settings: Settings) -> int:
-    """Return the pages of the pool: from `cache.memory_mb` or free memory, never more than max_sequences can use.
-
-    Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
-    """
-    size = settings.cache.page_size
-    page_bytes = model.page_bytes(size)
-    wanted = settings.model.max_context_tokens or model.shape.max_positions
-    useful = settings.serving.max_sequences * -(-wanted // size) + 1
-    if settings.cache.memory_mb:
-        budget = settings.cache.memory_mb << 20
-    else:
-        free, share = free_bytes(model.device)
-        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
-        work = work_of(model.shape, settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
-        budget = int((free - sum(work.values())) * share)
-    pages = min(useful, budget // page_bytes)
-    if pages < 4:
-        room = f"{max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in {max(budget, 0) >> 20} MiB"
-        raise ModelRefused(f"the K/V cache has room for {room}: raise cache.memory_mb or free memory")
-    refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
-    return pages
 
 
 def refuse_longer_context(settings: Settings, max_positions: int, page_bytes: int, pages: int, budget: int) -> None:

@@ -16,7 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from edged.scheduler.cost.model import Load, Prices, unit_features
+from edged.scheduler.cost.prices import Load, Prices, unit_features
 from edged.scheduler.cost.regression import least_squares
 
 FOLDER = "profiles"

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.task import FINETUNE, Grant, Plan, Resources, Task
 

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.task import ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 

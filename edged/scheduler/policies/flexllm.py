@@ -8,7 +8,8 @@ tokens s as keep f(c, s) within the target, in the forward and in the backward, 
 import math
 from dataclasses import replace
 
-from edged.scheduler.cost.model import CostModel, Load
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets

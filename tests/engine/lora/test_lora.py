@@ -18,7 +18,8 @@ from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.attention.selection import Backends, pick_lora_kernel, selftest_of_lora
 from edged.engine.lora.linear import LoraSlots, siblings
-from edged.engine.lora.segments import NO_SLOT, LoraTiles, NativeUpdates, Run
+from edged.engine.lora.runs import LoraTiles, Run
+from edged.engine.lora.segments import NO_SLOT, NativeUpdates
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels, why_no_kernels
 from edged.settings.load import AlignSettings, ModelSettings

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.build import page_count
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.loading import ModelRefused
-from edged.engine.model.memory_model import page_count
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import AlignSettings, ModelSettings, load_settings
 from tests.models import ARCHITECTURES, save_tiny, tiny_model

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.bench.figures import times_usual
-from edged.scheduler.cost.model import CostModel, Load, load_of, roofline
+from edged.scheduler.cost.model import CostModel, load_of, roofline
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.scheduler import Scheduler

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.cost.model import FORWARD_PRICES, CostModel, Load, Prices, roofline
+from edged.scheduler.cost.model import CostModel, roofline
+from edged.scheduler.cost.prices import FORWARD_PRICES, Load, Prices
 from edged.scheduler.cost.profile import (
     FOLDER,
     ForwardTime,

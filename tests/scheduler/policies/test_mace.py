@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edged.scheduler.cost.model import CostModel, Load, Prices
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load, Prices
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from edged.scheduler.cost.model import Load
+from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
