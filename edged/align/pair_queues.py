@@ -68,6 +68,8 @@ class AdapterQueue:
     """Number of steps that ended: seeds a step's replay pairs, whichever adapters share it, however often it begins."""
     alone: bool = False
     """Whether a step that it shared failed: it shares none before one has ended."""
+    one_by_one: int = 0
+    """Number of pairs at the head of the queue that are trained on one at a time, since a step of them failed."""
     unreadable: bool = False
     """Whether its files could not be read: it has no work before they can be."""
     loss: float = FIRST_LOSS
@@ -207,6 +209,8 @@ class AdapterQueue:
 
     def draw(self, align: AlignSettings) -> StepBatch:
         """Draw the next step's pairs, which stay in the queue until `begin`; where none are queued, a pass's."""
+        if self.one_by_one:
+            align = align.model_copy(update={"micro_batch_pairs": 1, "replay_share": 0.0})
         if not self.queue:
             return StepBatch(self.idle_replay_pairs(align), [])
         fresh = list(islice(self.queue, align.micro_batch_pairs))
@@ -235,7 +239,7 @@ class AdapterQueue:
         tested = isinstance(self.step, HeldOutEvaluation)
         self.step, self.taken = None, []
         if not tested:
-            self.alone = False
+            self.alone, self.one_by_one = False, max(0, self.one_by_one - 1)
             self.steps += 1
 
     def finish_step(self, adapter_step: AdapterStep, version: int, epochs: int) -> list[PairRetired]:
@@ -446,12 +450,12 @@ class PairQueues:
     ) -> dict[str, StepBatch]:
         """Take the next pairs of `first`, and of others that `admit` accepts and whose pairs fit the same window."""
         draws = {first.name: first.draw(align)}
-        most = 1 if first.alone else align.joint_adapters
+        most = 1 if first.alone or first.one_by_one else align.joint_adapters
         room = align.window_tokens - draws[first.name].num_tokens
         for queue in (self.queues[name] for name in islice(self.ready(), _MAX_ASKED)):
             if len(draws) == most or room <= 0:
                 break
-            if queue.name in draws or queue.alone or self.test_due(queue):
+            if queue.name in draws or queue.alone or queue.one_by_one or self.test_due(queue):
                 continue
             draw = queue.draw(align)
             if draw.num_tokens <= room and admit(queue.name):

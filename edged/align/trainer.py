@@ -462,19 +462,27 @@ class Trainer:
         if isinstance(step, DpoStep):
             self._failed(step.adapters, reason)
         else:
-            queue = self.pair_queues[step.adapters[0]]
+            queue, pair = self.pair_queues[step.adapters[0]], step.pair_forwards[-1].pair
             queue.end()
-            queue.skip_test(step.version)
+            if pair.pair_id in queue.held_out:
+                # The others test the version, now and later.
+                queue.drop({pair.pair_id})
+                self._skipped(queue, [pair], f"as a test: {reason}")
+            else:
+                queue.skip_test(step.version)
 
     def _failed(self, adapters: Collection[str], reason: str) -> None:
-        """Retire a failed step's pairs as skipped.
+        """Retire a failed step's pair as skipped.
 
-        Several adapters are first tried apart, for one of them alone may be at fault.
+        Several adapters are first tried apart, and then the pairs of one, for one of them alone may be at fault.
         """
         for queue in [self.pair_queues[name] for name in adapters]:
             if len(adapters) > 1:
                 queue.put_back()
                 queue.alone = True
+            elif not (queue.one_by_one or isinstance(queue, JobQueue)):
+                queue.one_by_one = len(queue.taken)
+                queue.put_back()
             else:
                 pairs = queue.taken
                 queue.end()

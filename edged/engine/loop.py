@@ -47,18 +47,15 @@ class EngineLoop:
         deliver: Callable[[list[Event]], None],
         journal: Callable[[list[Record]], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        max_failures: int = 3,
     ) -> None:
         """`deliver` takes the events of an iteration, `journal` a sample of it once a second; both must not block.
 
-        `clock` is in seconds. The engine ends when `max_failures` iterations in a row have failed.
+        `clock` is in seconds.
         """
         self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
         self._deliver, self._journal, self._clock = deliver, journal, clock
-        self.recovery = Recovery(
-            settings.current.serving, scheduler, sequences, finetuning, runner, clock, max_failures
-        )
+        self.recovery = Recovery(settings.current.serving, scheduler, sequences, finetuning, runner, clock)
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
         """Seconds that planning ahead took for the next iteration."""
@@ -78,6 +75,7 @@ class EngineLoop:
         self._finetuning.open_due_steps(now, self._sequences.waiting_for_slot)
         self._sequences.prepare(now)
         plan, started = self._plan(), self._clock()
+        self.recovery.isolate(plan)
         if plan.grants or plan.preempt:
             with self.recovery.iteration(plan):
                 self._preempt(plan.preempt, started)

@@ -1,6 +1,7 @@
-"""Recovery from failures of the engine loop: a failed iteration ends its tasks, the third in a row the engine.
+"""Recovery from failures of the engine loop: the tasks of a failed iteration run again, each alone.
 
-When memory runs out within an iteration, no request fails: smaller iterations follow.
+A task that fails alone ends with the reason; the others go on. The engine ends where the device computes nothing
+more, or where its own accounts fail again and again. When memory runs out, no request fails: smaller iterations follow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from edged.engine.interfaces import Finetuning, Runner
 
 log = logging.getLogger("edged.engine")
+_MAX_FAILURES = 3
+"""Number of iterations in a row whose results could not be taken in at which the engine ends."""
 _MIN_TOKENS = 16
 """Smallest token limit of an iteration: one page of a prompt."""
 _MAX_STRIKES = 4
@@ -32,6 +35,10 @@ _PAUSE_S = 0.2
 """Pause before the smallest iteration is tried again: another process may free memory."""
 _EASES_AFTER = 64
 """Number of successful iterations after which limits are doubled."""
+
+
+class DeviceLost(RuntimeError):
+    """The device fails whatever it is given, as a GPU after an illegal access; what was acknowledged is on disk."""
 
 
 class Recovery:
@@ -49,12 +56,12 @@ class Recovery:
         finetuning: Finetuning,
         runner: Runner,
         clock: Callable[[], float],
-        max_failures: int,
     ) -> None:
-        """`max_failures` is the number of failed iterations in a row at which the error is raised."""
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
-        self._runner, self._clock, self._max_failures = runner, clock, max_failures
+        self._runner, self._clock = runner, clock
         self._failures = 0
+        self._suspects: set[int] = set()
+        """Task ids of failed iterations, one of which may be at fault: each runs alone until it has gone well."""
         self.computed = False
         """Whether the iteration's computation has ended: later errors are not treated as lack of memory."""
         self.error: str | None = None
@@ -101,25 +108,54 @@ class Recovery:
             if not self.computed and out_of_memory(error):
                 self._relieve(plan, error, self._clock())
                 return
-            self._failures += 1
-            if self._failures >= self._max_failures:
+            self._failures += self.computed
+            if self._failures >= _MAX_FAILURES:
                 raise
-            self._fail(plan, error)
+            self._blame(plan, error)
         else:
             self._ease()
             self._failures = 0
+            self._suspects.difference_update(grant.task.task_id for grant in plan.grants)
 
-    def _fail(self, plan: Plan, error: Exception) -> None:
-        # A device that has failed raises here, before the pairs of a step are blamed.
-        self._runner.check_device()
-        ids = {grant.task.task_id for grant in plan.grants}
-        hit = self._sequences.fail(ids, f"the iteration failed: {error}", self._clock())
-        self._finetuning.fail(ids, str(error))
-        for task_id in ids:
+    def isolate(self, plan: Plan) -> None:
+        """Leave one suspect of an earlier failure alone in the plan, if it has any."""
+        if self._suspects:
+            suspects = [grant for grant in plan.grants if grant.task.task_id in self._suspects]
+            plan.grants[:] = suspects[:1] or plan.grants
+
+    def _blame(self, plan: Plan, error: Exception) -> None:
+        """Fail the plan's only task, or have each of several run again alone."""
+        self._check_device()
+        ids, now = {grant.task.task_id for grant in plan.grants}, self._clock()
+        if len(ids) == 1:
+            self._suspects -= ids
+            hit = self._sequences.fail(ids, f"the iteration failed: {error}", now)
+            self._finetuning.fail(ids, str(error))
+        else:
+            self._suspects |= ids
+            hit = [one.request.request_id for task_id in ids if (one := self._sequences.by_task.get(task_id))]
+            log.warning("an iteration of %d tasks failed: each runs again alone", len(ids))
+            for task_id in ids if self.computed else ():
+                # Its results were taken in by half. Tokens that were sent stay, and their K/V are computed again.
+                sequence = self._sequences.by_task.get(task_id)
+                if sequence is not None and sequence.admitted:
+                    self._sequences.preempt(task_id, now)
+                elif sequence is None:
+                    self._finetuning.preempt(task_id, now)
+        for task_id in ids - self._sequences.by_task.keys() - self._finetuning.open_steps.keys():
             # This includes tasks that had ended when the iteration failed.
+            self._suspects.discard(task_id)
             self._scheduler.remove(task_id)
         name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
         logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
+
+    def _check_device(self) -> None:
+        """Raise DeviceLost where the device computes nothing more: then no task is to blame."""
+        try:
+            self._runner.check_device()
+        except Exception as error:
+            if not out_of_memory(error):
+                raise DeviceLost(f"the device computes nothing more, and edged must start again: {error}") from error
 
     # -- lack of memory ----------------------------------------------------------------------------------------------
 

@@ -157,7 +157,8 @@ class SimulatedRunner:
         """Do nothing: no other program uses the device."""
 
     def check_device(self) -> None:
-        """No device fails."""
+        """Refuse to go on: a simulated device does not fail, so what raised is a defect."""
+        raise RuntimeError("a simulated iteration failed")
 
     def return_memory(self) -> None:
         """No memory is taken."""
@@ -392,7 +393,6 @@ class SimulatedEngine:
             self.recorder.deliver,
             clock=self.clock,
             # An error of a simulation is one of its code: none is survived.
-            max_failures=1,
         )
 
     def _may_keep_graph(self) -> bool:

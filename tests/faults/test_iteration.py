@@ -1,17 +1,22 @@
-"""Something raises in the middle of an iteration: what was in it ends with the reason, and nothing else does."""
+"""Something raises in the middle of an iteration: the task at fault ends with the reason, and no other one does."""
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from edged.align.feedback.pair import PairRetired, StepSkipped
+from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, VersionTested
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import RunnerOutput
-from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import answers
 
 
@@ -39,10 +44,119 @@ def test_a_failure_after_answers_ended_does_not_follow_the_engine(tmp_path: Path
         engine.submit(request("short", random_ids(9, 7), 2))
         client.wait(lambda: len(client.finished) == 2)
         assert raised
-        assert client.finished["short"].reason == "length"
-        assert client.finished["long"].error == "the iteration failed: the accounts are closed"
+        assert [client.finished[name].reason for name in ("short", "long")] == ["length", "length"]
+        engine.submit(request("again", random_ids(9, 8), 200))
+        client.wait(lambda: "again" in client.finished)
+        assert client.ids("long") == client.ids("again"), "what was sent stays, and the answer goes on from there"
         answers(engine, client, "after", prompts)
         assert sum(engine.status()["queue"].values()) == 0
+
+
+MARK = 251
+
+
+@contextmanager
+def marked_tokens_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Each forward over MARK raises; yields the number of tokens of those that did."""
+    forward, raised = torch.nn.Embedding.forward, list[int]()
+
+    def fails(table: torch.nn.Embedding, input_ids: torch.Tensor) -> torch.Tensor:
+        if (input_ids == MARK).any():
+            raised.append(input_ids.numel())
+            raise IndexError("index out of range in self")
+        return forward(table, input_ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Embedding, "forward", fails)
+        yield raised
+
+
+def ask_all(engine: BuiltEngine, client: Client, prompts: dict[str, list[int]], seed: int) -> None:
+    """Ask at once, each with parameters of its own, drawn by `seed` and name."""
+    for name, prompt in prompts.items():
+        draw = random.Random(f"{seed} {name.partition(' ')[2]}")
+        options = {"temperature": draw.choice([0.0, 1.0]), "seed": draw.getrandbits(20), "logprobs": 1}
+        engine.submit(request(name, prompt, draw.randint(3, 25), logit_bias={MARK: -100.0}, **options))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_task_at_fault_fails_alone_and_the_others_get_the_same_as_without_it(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    count, chunk = draw.randint(2, 9), draw.choice([16, 40, 1024])
+    prompts = {str(i): random_ids(draw.randint(3, 60), 100 * seed + i) for i in range(count)}
+    guilty = draw.sample(sorted(prompts), draw.randint(1, min(2, count - 1)))
+    innocent = prompts.keys() - guilty
+    for name in guilty:
+        prompts[name].insert(draw.randrange(len(prompts[name])), MARK)
+    with running_engine(tmp_path, serving__max_batch_tokens=chunk) as (engine, client):
+        ask_all(engine, client, {f"without {name}": prompts[name] for name in innocent}, seed)
+        client.wait(lambda: len(client.finished) == len(innocent))
+        with marked_tokens_fail(monkeypatch) as raised:
+            ask_all(engine, client, {f"with {name}": prompt for name, prompt in prompts.items()}, seed)
+            client.wait(lambda: len(client.finished) == len(innocent) + count)
+            assert len(raised) >= len(guilty)
+        for name in innocent:
+            assert client.finished[f"with {name}"].error == ""
+            assert client.ids(f"with {name}") == client.ids(f"without {name}")
+            both = [[event.logprob for event in client.tokens[f"{run} {name}"]] for run in ("with", "without")]
+            assert both[0] == pytest.approx(both[1], abs=1e-5)
+        for name in guilty:
+            assert client.finished[f"with {name}"].error == "the iteration failed: index out of range in self"
+        answers(engine, client, "after", [random_ids(9, 1)])
+
+
+def test_any_number_of_requests_that_fail_alone_leaves_the_engine_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_engine(tmp_path) as (engine, client):
+        with marked_tokens_fail(monkeypatch):
+            for i in range(8):
+                engine.submit(request(f"r{i}", [5, MARK, 7]))
+                client.wait(lambda i=i: f"r{i}" in client.finished)  # type: ignore[misc]
+        assert {event.error for event in client.finished.values()} == {
+            "the iteration failed: index out of range in self"
+        }
+        answers(engine, client, "after", [random_ids(9, 1)])
+
+
+@pytest.mark.parametrize(("recompute", "adapters"), [("auto", 1), ("full", 1), ("full", 3)])
+def test_a_pair_that_cannot_be_computed_is_skipped_alone_beside_an_answer_that_goes_on(
+    recompute: str, adapters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["ann", "ben", "cyd"][:adapters]
+    pairs = [pair for i, name in enumerate(names) for pair in random_pairs(4, name, i, 1 + 4 * i)]
+    bad = replace(pairs[1], chosen=(7, MARK, 2))
+    pairs[1] = bad
+    settings = {"guard__held_out_share": 0.0, "align__recompute": recompute, "align__loss_threshold": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client), marked_tokens_fail(monkeypatch):
+        engine.submit(request("long", random_ids(20, 3), 120))
+        engine.submit_pairs(pairs)
+        client.wait(lambda: len(client.of(PairRetired)) == len(pairs) and "long" in client.finished)
+        assert client.finished["long"].error == ""
+        states = {record.pair_id: record.state for record in client.of(PairRetired)}
+        assert states == {pair.pair_id: "skipped" if pair is bad else "trained" for pair in pairs}
+        (skipped,) = client.of(StepSkipped)
+        assert (skipped.pair_ids, "index out of range" in skipped.reason) == ((bad.pair_id,), True)
+        engine.submit_pairs(random_pairs(4, seed=9, first_id=90))
+        client.wait(lambda: len(client.of(PairRetired)) == len(pairs) + 4)
+        assert [len(each.pair_ids) for each in client.of(StepSkipped)] == [1]
+
+
+def test_a_held_out_pair_that_cannot_be_computed_is_no_test_and_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = [replace(pair, state="held_out") for pair in random_pairs(6, seed=5, first_id=50)]
+    tests[2] = replace(tests[2], rejected=(7, MARK, 2))
+    settings = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client), marked_tokens_fail(monkeypatch):
+        engine.submit_pairs(tests + random_pairs(4))
+        client.wait(lambda: any(tested.version == 1 for tested in client.of(VersionTested)))
+        retired = {record.pair_id: record for record in client.of(PairRetired)}
+        assert (retired[52].state, retired[52].reason) == ("skipped", "as a test: index out of range in self")
+        tested = {score.pair_id for score in client.of(PairScored) if score.split == "held_out"}
+        assert tested == {50, 51, 53, 54, 55}
 
 
 def lost(_: ServedModel) -> None:
@@ -65,6 +179,7 @@ def test_a_device_that_does_nothing_more_ends_the_engine_and_nobodys_pairs(
         engine.submit(request("r", random_ids(9, 1)))
         submitted.set()
         client.wait(lambda: "r" in client.finished)
+        assert "the device computes nothing more, and edged must start again" in client.finished["r"].error
         assert "illegal memory access" in client.finished["r"].error
     assert not client.of(PairRetired)
     assert not client.of(StepSkipped)

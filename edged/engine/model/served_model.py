@@ -11,11 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.attention.packed_batch import Segment, pack
+from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.inspection import Inspection, find_decoder, inspect_model, max_positions
@@ -132,9 +134,13 @@ class ServedModel:
         return page_size * self.shape.kv_per_token(self.dtype)
 
     def check_device(self) -> None:
-        """Check that the device works. Raises RuntimeError if it does not, as a GPU after an illegal access."""
+        """Compute a few tokens. Raises where the device fails at anything, as a GPU after an illegal access."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        kv = self.new_kv(2, 4)
+        batch = pack([Segment([0, 1, 2, 3], 0, np.array([1]))], kv, self.device)
+        with torch.inference_mode(), attention_pass(PagedAttention(batch, kv)), self.lora.packed(batch.runs):
+            self.forward(batch.input_ids, batch.position_ids, batch.logit_rows).float().sum().item()
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Compute logits [len(logit_rows), vocab] of a packed batch; the caller sets attention pass and LoRA runs."""
