@@ -16,6 +16,7 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
+from edged.api.outcomes import LatestOutcomes
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
@@ -63,7 +64,7 @@ def assemble(
     live = Live(settings)
     tokenizer = Tokenizer.load(model_dir, settings.model.trust_remote_code)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
-    log_events = LogEvents()
+    log_events, outcomes = LogEvents(), LatestOutcomes()
 
     def take(records: list[Record]) -> Future[None] | None:
         recorded = journal.append(records)
@@ -75,6 +76,7 @@ def assemble(
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))
         answers.on_records(records)
+        outcomes.on_records(records)
         job_runner.on_records(records)
         return recorded
 
@@ -122,6 +124,7 @@ def assemble(
         reading_speeds=ReadingSpeeds(live, store),
         governors=governors,
         maintenance=Maintenance(store, live),
+        outcomes=outcomes,
         started_at_s=time.time(),
         reload=reload,
     )

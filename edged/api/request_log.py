@@ -22,6 +22,9 @@ _VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
 """Keys of a request for its id, whether the client chose that, and the fields of `note`."""
 PROBES = ("/healthz", "/readyz")
+_ANSWERING = ("/v1/chat/completions", "/v1/completions")
+_BAD_TEXT = "bad_text"
+"""The code of refusals that a model's files may be the reason of, as a chat template that refuses every chat."""
 _FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
 """Lines at once, then seconds between lines, for failed and slow requests of one route, status and problem."""
 _sparing = logs.Sparing(_FAILED_BURST, _FAILED_EVERY_S)
@@ -83,6 +86,7 @@ def _write_line(request: web.Request, status: int, seconds: float, error: ApiErr
     path = route.canonical if route is not None else "unknown"
     fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
     fields |= _refusal(request, error) | request.get(_NOTES, {})
+    _note_outcome(request, path, status, error, fields.get("error", ""))
     problem = _problem(request, fields)
     level = logging.WARNING if problem else logging.DEBUG
     if problem:
@@ -106,6 +110,17 @@ def _refusal(request: web.Request, error: ApiError | None) -> dict[str, Any]:
     caller = request.get(CALLER)
     who = {"caller": caller.label} if caller is not None else {"peer": request.remote or "a Unix socket"}
     return who | ({"code": error.code} if error.code else {}) | ({"user": error.user} if error.user else {})
+
+
+def _note_outcome(request: web.Request, path: str, status: int, error: ApiError | None, broke_off: str) -> None:
+    """Note how a request for an answer ended, but for those that were refused through the caller's own doing."""
+    services = request.app[LIFECYCLE].services
+    if services is None or path not in _ANSWERING or request.app[LIFECYCLE].phase != "ready":
+        return
+    if error is not None and (status >= 500 or error.code == _BAD_TEXT):
+        services.outcomes.note("requests", error.message)
+    elif status < 400:
+        services.outcomes.note("requests", broke_off)
 
 
 def _problem(request: web.Request, fields: dict[str, Any]) -> str:

@@ -450,6 +450,7 @@ class Ready(Answer):
     """Completions are served."""
 
     status: Literal["ready"]
+    degraded: list[str]
 
 
 class Document(Answer):

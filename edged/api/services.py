@@ -15,6 +15,7 @@ from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
+from edged.api.outcomes import LatestOutcomes
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.version_answers import VersionAnswers
@@ -67,6 +68,7 @@ class Services:
     """Tasks that forget adapters: the daemon waits for them before it ends."""
     forgetting_stages: dict[str, str] = field(default_factory=dict)
     """The present stage of each such task, by adapter."""
+    outcomes: LatestOutcomes = field(default_factory=LatestOutcomes)
     busy: set[tuple[str, str]] = field(default_factory=set)
     """Running work of kinds that only one caller may do at a time, such as "backup", or each owner."""
 

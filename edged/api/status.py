@@ -32,7 +32,7 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
     except StoreError as error:
         problem = str(error)
     problem = store.suspect or store.problem or problem
-    degraded = engine["degraded"] + ([problem] if problem else [])
+    degraded = [*engine["degraded"], *([problem] if problem else []), *services.outcomes.problems()]
     return {
         "version": edged.__version__,
         "verdict": _verdict(services, engine["finetune"], degraded, quarantined),
@@ -113,8 +113,11 @@ async def healthz(request: web.Request) -> Health:
 async def readyz(request: web.Request) -> Ready:
     """Whether completions are served.
 
-    200 when they are, 503 while the model is loading and from SIGTERM on.
+    200 when they are, 503 while the model is loading and from SIGTERM on. `degraded` tells when none goes well.
     """
-    if problem := request.app[LIFECYCLE].problem():
+    lifecycle = request.app[LIFECYCLE]
+    if problem := lifecycle.problem():
         raise problem
-    return Ready(status="ready")
+    # Without the reasons, which may have words of users: anybody may ask.
+    degraded = [] if lifecycle.services is None else lifecycle.services.outcomes.problems(reasons=False)
+    return Ready(status="ready", degraded=degraded)

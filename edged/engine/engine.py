@@ -356,7 +356,8 @@ class Engine:
             "queue": self.queue(),
             "finetune": self.finetuning.report(),
             "fairness": self.scheduler.fairness_report(),
-            "degraded": self.loop.degraded,
+            "degraded": self.loop.degraded
+            + ([model.trainable_error] if self.settings.align.enabled and model.trainable_error else []),
         }
 
     def queue(self) -> dict[str, int]:
