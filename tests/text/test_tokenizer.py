@@ -201,11 +201,12 @@ def test_a_reply_is_tokenized_as_trl_does() -> None:
     assert codec.encode_reply(CHAT, "Hello there") == oracle.encode(texts["chosen"], add_special_tokens=False)
 
 
-def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
+def test_a_reply_begins_where_a_template_rewrites_the_prompt() -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "ask{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     codec = Tokenizer(tokenizer, "odd")
-    assert codec.encode_reply(CHAT, "yes") == codec.encode_answer("yes")
+    assert codec.decode(codec.render_chat(CHAT)) == "ask1hi"
+    assert codec.decode(codec.encode_reply(CHAT, "yes")) == "2hi2yes"
 
 
 TEMPLATES = {
@@ -237,14 +238,20 @@ def test_what_somebody_wrote_is_text_and_no_mark_between_turns(template: str) ->
     assert tokenizer.encode(marks, add_special_tokens=False) == tokenizer.all_special_ids
 
 
-def test_a_template_that_leaves_out_messages_takes_no_special_tokens_in_them() -> None:
+def test_a_special_token_in_a_message_that_a_template_leaves_out_does_no_harm() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
-    codec = Tokenizer(tokenizer, "short")
     messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": SPECIALS[0]}]
-    with pytest.raises(TokenizerError, match="does not write all messages"):
-        codec.render_chat(messages)
-    assert codec.render_chat([messages[0], messages[0]]) == codec.encode_answer("hi")
+    codec = Tokenizer(tokenizer, "short")
+    assert codec.render_chat(messages) == codec.encode_answer("hi")
+
+
+def test_the_characters_that_stand_for_names_of_special_tokens_are_text_too() -> None:
+    codec = Tokenizer(byte_tokenizer(), "private")
+    text = "".join(map(chr, range(0x100000, 0x100008))) + SPECIALS[2]
+    messages = [{"role": "user", "content": text}]
+    assert text in codec.decode(codec.render_chat(messages))
+    assert codec.decode(codec.encode_exchange(text, text)).endswith(text)
 
 
 def test_bytes_of_tokens_join_to_the_text() -> None:
