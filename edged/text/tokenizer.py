@@ -20,10 +20,13 @@ from edged.text.remote_code import Untrusted, check_code, read_json
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_CHARS = 3
 """A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
-_STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+_BORDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+_STAND_IN = f"{_BORDER}answer{_BORDER}"
 """Marks where a chat template writes an answer."""
 _PRIVATE = range(0x100000, 0x10FFFE)
 """Characters that no text has by right: each stands for a special token's name in a text."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: the `role` and `content` of each message."""
 _WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
 _CONTEXT_TOKENS = 8
@@ -87,7 +90,7 @@ class Tokenizer:
             raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation up to where the assistant's answer starts.
 
         Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
@@ -99,7 +102,7 @@ class Tokenizer:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
         return list(self._tokenizer.encode(text))
 
-    def encode_exchange(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]:
+    def encode_exchange(self, before: str | Messages, text: str) -> list[int]:
         """Return the tokens of a prompt, plain or a conversation, with an answer to it, without the EOS behind that.
 
         Both are tokenized as one text, as TRL does: tokens may join the two, and a template may write the prompt
@@ -119,7 +122,7 @@ class Tokenizer:
             ids.pop()
         return ids
 
-    def encode_reply(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]:
+    def encode_reply(self, before: str | Messages, text: str) -> list[int]:
         """Return the tokens of an answer: those of `encode_exchange` from where they differ from the prompt's alone."""
         prompt = self.encode_prompt(before) if isinstance(before, str) else self.render_chat(before)
         ids = self.encode_exchange(before, text)
@@ -130,9 +133,7 @@ class Tokenizer:
         hidden = self._hide([text])
         return self._encode(self._hidden(text, hidden), hidden)
 
-    def _exchange_text(
-        self, messages: Sequence[Mapping[str, Any]], text: str, hidden: Mapping[str, str]
-    ) -> tuple[str, str]:
+    def _exchange_text(self, messages: Messages, text: str, hidden: Mapping[str, str]) -> tuple[str, str]:
         """Return a conversation and its answer as the chat template writes them, and what it writes behind."""
         prompt = self._chat_text(messages, True, hidden)
         marked = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False, hidden)
@@ -143,9 +144,7 @@ class Tokenizer:
         whole = self._chat_text([*messages, {"role": "assistant", "content": text}], False, hidden)
         return whole, ending if start and whole.endswith(ending) else ""
 
-    def _chat_text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, hidden: Mapping[str, str]
-    ) -> str:
+    def _chat_text(self, messages: Messages, add_generation_prompt: bool, hidden: Mapping[str, str]) -> str:
         if not self._tokenizer.chat_template:
             way_out = "use /v1/completions, or put a chat_template.jinja into its directory"
             raise NoChatTemplate(f'model "{self._name}" has no chat template: {way_out}')
@@ -186,20 +185,17 @@ class Tokenizer:
         Returns it, the marks by name, and the special tokens' ids by those of the marks. How the shared tokenizer reads
         special tokens must not change.
         """
-        plain, secret, border = copy.deepcopy(self._tokenizer), secrets.token_hex(8), "\N{OBJECT REPLACEMENT CHARACTER}"
-        flags = ("lstrip", "rstrip", "single_word", "normalized")
-        marks = {
-            token_id: AddedToken(
-                f"{border}{secret}-{token_id}{border}", **{flag: getattr(token, flag) for flag in flags}
-            )
-            for token_id, token in self._special_tokens.items()
-        }
-        plain.add_tokens(list(marks.values()))
+        plain, secret, marks = copy.deepcopy(self._tokenizer), secrets.token_hex(8), list[AddedToken]()
+        for token_id, token in self._special_tokens.items():
+            flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
+            marks.append(AddedToken(f"{_BORDER}{secret}-{token_id}{_BORDER}", **flags))
+        plain.add_tokens(marks)
         if not plain.is_fast:
             others = [name for name in plain.get_added_vocab() if not self._special_name.fullmatch(name)]
             plain.tokens_trie = type(plain.tokens_trie)(others)
-        ids = {plain.convert_tokens_to_ids(str(mark)): token_id for token_id, mark in marks.items()}
-        return plain, {str(self._special_tokens[token_id]): str(mark) for token_id, mark in marks.items()}, ids
+        names = [str(mark) for mark in marks]
+        ids = dict(zip(plain.convert_tokens_to_ids(names), self._special_tokens, strict=True))
+        return plain, dict(zip(map(str, self._special_tokens.values()), names, strict=True)), ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; special tokens have none."""
