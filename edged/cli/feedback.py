@@ -229,7 +229,7 @@ def export(client: Client, format_: str, texts: bool, output: Path | None, **onl
     left_out: Counter[str] = Counter()
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     written = explain_os_errors(f"{output or 'stdout'} cannot be written")
-    with written, nullcontext(sys.stdout) if output is None else output.open("w") as file:
+    with written, nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as file:
         count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     for reason, times in left_out.items():
         click.echo(f"{times} pairs left out: {reason}", err=True)

@@ -556,7 +556,7 @@ class JobRunner:
         try:
             with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}results-", dir=self.store.path.parent) as folder:
                 draft, last = Path(folder) / "metrics", 0
-                with draft.open("w", newline="") as file:
+                with draft.open("w", encoding="utf-8", newline="") as file:
                     table = csv.DictWriter(file, _METRICS, extrasaction="ignore")
                     table.writeheader()
                     read = partial(jobs.metrics_after, job_id=job.id, most=_ROWS_AT_ONCE)
