@@ -6,7 +6,7 @@ import copy
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cache
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,8 @@ class Tokenizer:
         # What is too long is refused with a reason; the library's own warning would only be in the log.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
+        # At once: a large vocabulary takes seconds to copy, for which no request is to wait.
+        self._plain = self._plain_copy()
 
     @classmethod
     def load(cls, directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -178,12 +180,11 @@ class Tokenizer:
         ids = plain.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=plain.is_fast)
         return [special.get(token, token) for token in ids]
 
-    @cached_property
-    def _plain(self) -> tuple[Any, dict[str, str], dict[int, int]]:
-        """A copy of the tokenizer to which names of special tokens are text, for it knows them by secret marks.
+    def _plain_copy(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """Return a copy of the tokenizer to which names of special tokens are text, for it knows them by secret marks.
 
-        Returns it, the marks by name, and the special tokens' ids by those of the marks. How the shared tokenizer reads
-        special tokens must not change.
+        The marks by name, and the special tokens' ids by those of the marks, come with it. How the shared tokenizer
+        reads special tokens must not change.
         """
         plain, secret, marks = copy.deepcopy(self._tokenizer), secrets.token_hex(8), list[AddedToken]()
         for token_id, token in self._special_tokens.items():

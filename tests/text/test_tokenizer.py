@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -290,6 +291,15 @@ def test_a_model_without_a_chat_template_says_so_and_still_completes(tmp_path: P
     with pytest.raises(NoChatTemplate, match=r"no chat template: use /v1/completions"):
         codec.render_chat([{"role": "user", "content": "hi"}])
     assert codec.decode(codec.encode_prompt("hi")) == "hi"
+
+
+def test_a_name_of_a_special_token_copies_no_tokenizer_once_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path)
+    codec = Tokenizer.load(tmp_path)
+    monkeypatch.setattr(copy, "deepcopy", lambda value: pytest.fail("requests wait for a copy"))
+    assert SPECIALS[2] in codec.decode(codec.render_chat([{"role": "user", "content": SPECIALS[2]}]))
 
 
 def test_a_template_that_refuses_the_messages_is_quoted() -> None:
