@@ -222,15 +222,19 @@ class Tokenizer:
     def ids_of_text(self, ids: Sequence[int], text: str) -> list[int]:
         """Return tokens of an answer whose text was cut at a stop string: the generated ids if they decode to `text`.
 
-        `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
+        `ids` are the generated tokens. The longest prefix of them that decodes to `text` or to its beginning wins; what
+        the stop string left of the next token is encoded.
         """
+        fresh = self.encode_answer(text)
         for end in range(len(ids), 0, -1):
             shown = self.decode(ids[:end])
-            if shown == text:
-                return list(ids[:end])
-            if len(shown) < len(text):
+            if text.startswith(shown):
+                for rest in range(min(len(fresh), _WINDOW_TOKENS) + 1):
+                    whole = [*ids[:end], *fresh[len(fresh) - rest :]]
+                    if self.decode(whole) == text:
+                        return whole
                 break
-        return self.encode_answer(text)
+        return fresh
 
 
 class Detokenizer:

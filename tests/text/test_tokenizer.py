@@ -275,6 +275,14 @@ def test_ids_of_a_text_that_ends_inside_a_token_are_encoded_anew() -> None:
     assert codec.decode(codec.ids_of_text(ids, "ab a")) == "ab a"
 
 
+def test_the_tokens_before_one_that_a_stop_string_cuts_are_the_generated_ones() -> None:
+    codec = CODECS["fallback"]
+    start, word, cut = 263, 264, 262
+    assert [codec.token_text(token) for token in (start, word, cut)] == ["ab", " ab", " a"]
+    assert codec.ids_of_text([start, word], "ab a") == [start, cut]
+    assert codec.ids_of_text([word, word], "ab a") == [word, cut]
+
+
 def test_every_end_token_of_the_model_ends_an_answer(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
