@@ -63,8 +63,7 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder.items()
         self._special_tokens = {token_id: AddedToken(str(name), special=True) for token_id, name in named.items()}
         self._special_tokens |= {token_id: token for token_id, token in added if token.special or token_id in named}
-        names = sorted(map(str, self._special_tokens.values()), key=len, reverse=True)
-        self._special_name = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._special_name = re.compile(_any_of(map(str, self._special_tokens.values())) or "(?!)")
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if _joins_bytes(tokenizer) else None
         self.token_bytes = cache(self._bytes_of)
         """The bytes that one token stands for, with its leading space; a special token's name."""
@@ -235,6 +234,16 @@ class Tokenizer:
                         return whole
                 break
         return fresh
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """Return a pattern of the longest of some names, which reads each character of a text a few times at most."""
+    tails: dict[str, list[str]] = {}
+    for name in names:
+        tails.setdefault(name[:1], []).append(name)
+    starts = {commonprefix(same): same for first, same in tails.items() if first}
+    branches = [re.escape(start) + _any_of(name[len(start) :] for name in same) for start, same in starts.items()]
+    return f"(?:{'|'.join(branches)}){'?' if '' in tails else ''}" if branches else ""
 
 
 class Detokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -237,6 +238,27 @@ def test_what_somebody_wrote_is_text_and_no_mark_between_turns(template: str) ->
         assert [t for t in reply if t in special] == [t for t in codec.encode_reply(innocent, "yes") if t in special]
     # And the tokenizer is as it was, whoever uses it.
     assert tokenizer.encode(marks, add_special_tokens=False) == tokenizer.all_special_ids
+
+
+NESTED = ["<|r", "<|r1|>", "<|r1|>x", "<|r12|>", "<s", "|>"]
+
+
+@given(st.lists(st.sampled_from([*NESTED, "<", "|", "r", "1", "2", ">", "s", "x"]), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_names_of_special_tokens_within_each_other_are_text(pieces: list[str]) -> None:
+    codec = nested_codec()
+    content = "".join(pieces)
+    messages = [{"role": "user", "content": content}]
+    special = {token for token in codec.render_chat(messages) if codec.token_text(token) in NESTED}
+    assert special == {token for token in codec.render_chat(CHAT) if codec.token_text(token) in NESTED}
+    assert content in codec.decode(codec.render_chat(messages))
+
+
+@functools.cache
+def nested_codec() -> Tokenizer:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": NESTED})
+    return Tokenizer(tokenizer, "nested")
 
 
 def test_a_special_token_in_a_message_that_a_template_leaves_out_does_no_harm() -> None:
