@@ -64,9 +64,9 @@ def _wait_s(environ: Mapping[str, str]) -> float:
     if file is None:
         return 0.0
     try:
-        known = file.read_text() if file.exists() else ""
+        known = file.read_text("utf-8") if file.exists() else ""
         refused = 1 + (int(known) if known.isascii() and known.isdigit() else 0)
-        file.write_text(str(refused))
+        file.write_text(str(refused), "utf-8")
     except OSError:
         return 0.0
     return min(_FIRST_WAIT_S * 2.0 ** min(refused - 2, 30), _LONGEST_WAIT_S) if refused > 1 else 0.0

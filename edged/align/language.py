@@ -44,6 +44,6 @@ def neutral_pairs(tokenizer: PairTokenizer) -> list[TokenPair]:
     """The neutral text as pairs of no user, to be scored beside held-out pairs; their ids are negative."""
     pairs = []
     for number, (start, one, other) in enumerate(_NEUTRAL, 1):
-        answers = [tuple(tokenizer.encode_answer(text)) for text in (one, other)]
+        answers = [tuple(tokenizer.encode_reply(start, text)) for text in (one, other)]
         pairs.append(TokenPair(-number, "", tuple(tokenizer.encode_prompt(start)), answers[0], answers[1]))
     return pairs

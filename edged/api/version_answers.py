@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from sqlite_utils import Database
 
@@ -16,7 +17,7 @@ from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
 from edged.store.adapters import unanswered_versions, update_version
-from edged.store.feedback import PairRow, first_pair
+from edged.store.feedback import PairRow, Side, first_pair
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
@@ -118,7 +119,10 @@ class VersionAnswers:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         ids: list[int] = []
         try:
-            prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, first, _PROMPT_TOKENS))[0].prompt
+            # An answer that was not generated may change how the prompt ends.
+            chosen, rejected = (side if side.token_ids else Side("") for side in (first.chosen, first.rejected))
+            asked = replace(first, chosen=chosen, rejected=rejected)
+            prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, asked, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
             self._event_router.expect(request_id, queue)
             batch = ServiceClass.BATCH

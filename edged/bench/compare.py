@@ -165,8 +165,8 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
     """Run a workload's command in a process of its own; return the JSON that it prints. Raises RunFailed."""
     python = [sys.executable, "-P", "-m", "edged.cli"] if command[0] == "edged" else [sys.executable]
     limit_s = _SLOWEST * seconds + _START_S
-    with tempfile.TemporaryFile("w+") as output:
-        child = subprocess.Popen([*python, *command[1:]], stdout=output, stderr=subprocess.PIPE, text=True)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as output:
+        child = subprocess.Popen([*python, *command[1:]], stdout=output, stderr=subprocess.PIPE, encoding="utf-8")
         timer = threading.Timer(limit_s, child.kill)
         timer.start()
         last, said = "", ""
@@ -209,7 +209,7 @@ def _capacity(workload: Workload, progress: Progress) -> float:
 
 def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
     """Return the folder's manifest, or a new one. Raises CompareError when it belongs to another workload."""
-    config = Path(workload.config).read_text() if workload.config else ""
+    config = Path(workload.config).read_text("utf-8") if workload.config else ""
     wanted = {**asdict(workload), "config_text": config}
     path = folder / MANIFEST
     present: dict[str, dict[str, Any]] = {
@@ -263,7 +263,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON file's object. Raises CompareError."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise CompareError(f'"{path}" cannot be read: {error}') from None
     if not isinstance(value, dict):
@@ -274,5 +274,5 @@ def read_object(path: Path) -> dict[str, Any]:
 def _write(path: Path, value: dict[str, Any]) -> None:
     """Write atomically, so that an interrupted comparison leaves no half report."""
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    partial.write_text(json.dumps(value, indent=1) + "\n", "utf-8")
     partial.replace(path)

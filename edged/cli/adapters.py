@@ -156,14 +156,14 @@ def export(client: Client, name: str, output: Path) -> Any:
                 (Path(whole) / file).rename(output / file)
     version = int(headers["X-Edged-Version"])
     with explain_os_errors(f"{output} cannot be written"):
-        (output / "README.md").write_text(_card(output, version, client.get(_path(name))))
+        (output / "README.md").write_text(_card(output, version, client.get(_path(name))), "utf-8")
     data = {"adapter": name, "version": version, "path": str(output)}
     return data, f"{name} version {version} is in {output}"
 
 
 def _card(folder: Path, version: int, adapter: dict[str, Any]) -> str:
     """Return a model card of an exported version: its base, its pairs, its tests."""
-    config = json.loads((folder / _FILES[0]).read_text())
+    config = json.loads((folder / _FILES[0]).read_text("utf-8"))
     base, kind = config.get("base_model_name_or_path"), "A DoRA" if config.get("use_dora") else "A LoRA"
     kind = "An IA3" if config.get("peft_type") == "IA3" else kind
     test: dict[str, Any] = next((item for item in adapter["versions"] if item["version"] == version), {})

@@ -38,7 +38,8 @@ OUTCOMES = {
 class ImportedLines:
     """The outcome of an import, line by line: `bad` has {"line", "error"}, `feedback_ids` those of the accepted pairs.
 
-    `stopped` is the reason why it ended before the end of the file, at `line`; else "".
+    `stopped` is the reason why it ended before the end of the file, at `line`; else "". `taken` counts lines by what
+    was read of them in other fields than the format's.
     """
 
     feedback_ids: list[str] = field(default_factory=list)
@@ -46,6 +47,7 @@ class ImportedLines:
     bad: list[dict[str, Any]] = field(default_factory=list)
     line: int = 0
     stopped: str = ""
+    taken: Counter[str] = field(default_factory=Counter)
 
     @property
     def done(self) -> int:
@@ -63,7 +65,7 @@ def feedback() -> None:
 @click.option("--user", "-u", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user.")
 @click.option(
     "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged",
-    help="hh: HH-RLHF dialogues; trl: TRL preference rows; edged: what `edged export` writes.",
+    help="hh: HH-RLHF dialogues; trl: TRL preference rows, and those of other sets; edged: what `edged export` writes.",
 )  # fmt: skip
 @click.option(
     "--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.", show_default=False
@@ -88,7 +90,8 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
     with explain_os_errors(f"{file} cannot be read"):
         total = max(0, count_lines(file) - skip)
         expected = total if limit is None else min(limit, total)
-        rows = islice(read_pairs(file, format_), skip, None if limit is None else skip + limit)
+        taken = Counter[str]()
+        rows = islice(read_pairs(file, format_, taken), skip, None if limit is None else skip + limit)
         with progress_bar("importing", quiet=as_json) as show:
 
             def advance(done: int, waits_for: str = "") -> None:
@@ -96,6 +99,7 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
                 show(done, expected, f"importing: {done} of {expected}{why}")
 
             result = send(client, user, rows, advance)
+            result.taken = taken
     if not as_json:
         _report(result, user)
     waits = result.feedback_ids and not (how["no_wait"] or result.stopped)
@@ -105,7 +109,7 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
         data: dict[str, Any] = {"user": user or None, "pairs": pairs, "waiting_already": result.waiting_already}
         data |= {"bad_lines": result.bad, "outcomes": states, "waits_for": why}
         stopped = {"stopped": {"error": result.stopped, "line": result.line, "skip": go_on}} if result.stopped else {}
-        print_json({**data, **stopped})
+        print_json({**data, **({"taken": result.taken} if result.taken else {}), **stopped})
     elif result.stopped:
         where = f"stopped after {pairs} pairs, at line {result.line}; go on with --skip {go_on}"
         click.echo(f"edged: {result.stopped}\n{where}", err=True)
@@ -225,7 +229,7 @@ def export(client: Client, format_: str, texts: bool, output: Path | None, **onl
     left_out: Counter[str] = Counter()
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     written = explain_os_errors(f"{output or 'stdout'} cannot be written")
-    with written, nullcontext(sys.stdout) if output is None else output.open("w") as file:
+    with written, nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as file:
         count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     for reason, times in left_out.items():
         click.echo(f"{times} pairs left out: {reason}", err=True)
@@ -240,7 +244,8 @@ def _converted(
     rows: Iterator[dict[str, Any]], format_: str, texts: bool, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the pairs in the given format; those that it cannot express are counted by reason in `left_out`."""
-    from edged.align.feedback.pair_formats import FormatError, to_hh, to_trl
+    from edged.align.feedback.pair_formats import to_hh, to_trl
+    from edged.align.feedback.row_shapes import FormatError
 
     convert: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"jsonl": dict, "trl": to_trl, "hh": to_hh}
     for pair in rows:
@@ -268,6 +273,8 @@ def _report(result: ImportedLines, user: str | None) -> None:
     if result.bad:
         parts.append(f"{len(result.bad)} bad lines not learned")
     click.echo(", ".join(parts))
+    for told, count in result.taken.most_common():
+        click.echo(f"in {count} lines {told}")
 
 
 _pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))

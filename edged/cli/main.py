@@ -91,11 +91,14 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Run the command line; a terminal that cannot show a character gets a replacement instead of an exception."""
-    for stream in (sys.stdout, sys.stderr):
+    """Run the command line; a terminal that cannot show a character gets a replacement instead of an exception.
+
+    Files and pipes are UTF-8 whatever the locale.
+    """
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(errors="replace")
+            reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
     try:
         cli(prog_name="edged")
     except SystemExit as ended:

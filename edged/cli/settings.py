@@ -139,7 +139,7 @@ def init(output: Path, force: bool) -> None:
         return click.echo(text, nl=False)
     with explain_os_errors(f"{output} cannot be written"):
         try:
-            file = output.open("w" if force else "x")
+            file = output.open("w" if force else "x", encoding="utf-8")
         except FileExistsError:
             raise DaemonError(f"{output} exists: choose another --output, or --force") from None
         with file:

@@ -402,7 +402,7 @@ def load_settings(
     if path is not None:
         source = str(path)
         try:
-            values = tomllib.loads(Path(path).read_text())
+            values = tomllib.loads(Path(path).read_text("utf-8"))
         except FileNotFoundError:
             raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

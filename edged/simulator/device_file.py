@@ -120,7 +120,7 @@ def _find(name: str, what: str, folder: str, suffixes: tuple[str, ...]) -> Path:
 def read_device(path: Path) -> DeviceFile:
     """Read a device's file. Raises DeviceError that names the file, the field and what is wrong with it."""
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DeviceError(f'device file "{path}" cannot be read: {error}') from None
     try:

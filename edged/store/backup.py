@@ -62,7 +62,7 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
             _link_files(data_dir / FILES_FOLDER, folder)
         if (data_dir / PROFILES_FOLDER).is_dir():
             shutil.copytree(data_dir / PROFILES_FOLDER, folder / PROFILES_FOLDER)
-        (folder / CONFIG_FILE).write_text(config)
+        (folder / CONFIG_FILE).write_text(config, "utf-8")
         yield folder
     except (OSError, sqlite3.Error) as error:
         raise BackupError(f'data folder "{data_dir}" cannot be copied: {error}') from error
@@ -132,7 +132,7 @@ def _link(source: str, target: str) -> None:
 def is_whole(version: Path) -> bool:
     """Whether an adapter version's files are those that its manifest names."""
     try:
-        sums = json.loads((version / VERSION_MANIFEST).read_text())["sha256"]
+        sums = json.loads((version / VERSION_MANIFEST).read_text("utf-8"))["sha256"]
         return all(sha256_of(version / name) == value for name, value in sums.items())
     except (OSError, ValueError, KeyError, AttributeError):
         return False

@@ -53,7 +53,7 @@ def base_name(data_dir: Path, fingerprint: str) -> str:
     """The name of a base model in the manifest of an adapter that was learned on it; "" where there is none."""
     for manifest in (data_dir / ADAPTERS_FOLDER).glob(f"{fingerprint}/*/v*/{VERSION_MANIFEST}"):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads(manifest.read_text())["base_model"])
+            return str(json.loads(manifest.read_text("utf-8"))["base_model"])
     return ""
 
 

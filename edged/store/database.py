@@ -344,7 +344,7 @@ class Store:
             f'feedback when it is started again, until "{self._mark}" is removed: see dmesg for what the disk has'
         )
         with contextlib.suppress(OSError):
-            self._mark.write_text(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n")
+            self._mark.write_text(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {reason}\n", "utf-8")
             sync(self._mark)
             sync(self._mark.parent)
 

@@ -31,7 +31,7 @@ class UnknownMigration(RuntimeError):
 
 def m009_schema(db: Database) -> None:
     """The tables of the first release, in `schema.sql`."""
-    for statement in (files("edged.store") / "schema.sql").read_text().split(";\n"):
+    for statement in (files("edged.store") / "schema.sql").read_text("utf-8").split(";\n"):
         db.execute(statement)
 
 

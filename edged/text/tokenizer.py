@@ -6,12 +6,12 @@ import copy
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, cached_property
-from itertools import chain
+from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from edged.runtime import logs
@@ -20,8 +20,13 @@ from edged.text.remote_code import Untrusted, check_code, read_json
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _HELD_CHARS = 3
 """A character has at most four bytes, so an unfinished one shows as at most three replacement characters."""
-_STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACTER}"
+_BORDER = "\N{OBJECT REPLACEMENT CHARACTER}"
+_STAND_IN = f"{_BORDER}answer{_BORDER}"
 """Marks where a chat template writes an answer."""
+_PRIVATE = range(0x100000, 0x10FFFE)
+"""Characters that no text has by right: each stands for a special token's name in a text."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: the `role` and `content` of each message."""
 _WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
 _CONTEXT_TOKENS = 8
@@ -54,15 +59,19 @@ class Tokenizer:
         self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
         """All tokens that end an answer in serving."""
         self.vocab_size: int = len(tokenizer)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._special = re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
+        named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_tokens = {token_id: AddedToken(str(name), special=True) for token_id, name in named.items()}
+        self._special_tokens |= {token_id: token for token_id, token in added if token.special or token_id in named}
+        self._special_name = re.compile(_any_of(map(str, self._special_tokens.values())) or "(?!)")
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if _joins_bytes(tokenizer) else None
         self.token_bytes = cache(self._bytes_of)
         """The bytes that one token stands for, with its leading space; a special token's name."""
         # What is too long is refused with a reason; the library's own warning would only be in the log.
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
         tokenizer.encode("", add_special_tokens=False)  # clears a saved truncation once, while nobody else reads
+        # At once: a large vocabulary takes seconds to copy, for which no request is to wait.
+        self._plain = self._plain_copy()
 
     @classmethod
     def load(cls, directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -82,65 +91,111 @@ class Tokenizer:
             raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
         return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation up to where the assistant's answer starts.
 
         Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
         """
-        if not any(self._special.search(message["content"]) for message in messages):
-            return self._encode(self._chat_text(messages, True))
-        # The content of a message is text, also where it reads like the marks between turns: it is encoded apart.
-        mark = f"\N{OBJECT REPLACEMENT CHARACTER}{secrets.token_hex(8)}\N{OBJECT REPLACEMENT CHARACTER}"
-        marked = [{**message, "content": f"{mark}{index}{mark}"} for index, message in enumerate(messages)]
-        pieces = re.split(f"{mark}(\\d+){mark}", self._chat_text(marked, True))
-        if sorted(map(int, pieces[1::2])) != list(range(len(messages))):
-            raise TokenizerError("the model's chat template does not write all messages: none may name special tokens")
-        contents = [messages[int(index)]["content"] for index in pieces[1::2]]
-        written = [self.encode_answer(content) for content in contents]
-        template = map(self._encode, pieces[::2])
-        return [*next(template), *chain.from_iterable(chain(*pair) for pair in zip(written, template, strict=True))]
-
-    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]:
-        """Return the tokens of an answer as the chat template writes it after `render_chat`'s, up to its last word.
-
-        That is how TRL tokenizes conversational pairs, and what the model would have said: templates put a space or a
-        mark between prompt and answer. Raises like `render_chat`.
-        """
-        prompt = self._chat_text(messages, True)
-        whole = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False)
-        lead = whole[len(prompt) :].partition(_STAND_IN)[0] if whole.startswith(prompt) and _STAND_IN in whole else ""
-        lead = lead.rstrip() if text[:1].isspace() else lead
-        apart = self._special.search(text)
-        return self._encode(lead) + self.encode_answer(text) if apart else self._encode(lead + text)
-
-    def _chat_text(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        if not self._tokenizer.chat_template:
-            way_out = "use /v1/completions, or put a chat_template.jinja into its directory"
-            raise NoChatTemplate(f'model "{self._name}" has no chat template: {way_out}')
-        try:
-            plain, template = [dict(message) for message in messages], self._tokenizer.apply_chat_template
-            return str(template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
-        except Exception as error:  # a template is a program: it raises what it likes
-            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
+        hidden = self._hide(message["content"] for message in messages)
+        return self._encode(self._chat_text(messages, True, hidden), hidden)
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
         return list(self._tokenizer.encode(text))
 
+    def encode_exchange(self, before: str | Messages, text: str) -> list[int]:
+        """Return the tokens of a prompt, plain or a conversation, with an answer to it, without the EOS behind that.
+
+        Both are tokenized as one text, as TRL does: tokens may join the two, and a template may write the prompt
+        differently. They end before the first special token behind the answer. Raises like `render_chat`.
+        """
+        hidden = self._hide([*([before] if isinstance(before, str) else (turn["content"] for turn in before)), text])
+        if isinstance(before, str):
+            ending = self._tokenizer.eos_token or ""
+            whole = f"{before}{self._hidden(text, hidden)}{ending}"
+        else:
+            whole, ending = self._exchange_text(before, text, hidden)
+        ends = sum(token in self._special_tokens for token in self._encode(ending, {}))
+        ids = self._encode(whole if ends else whole.removesuffix(ending), hidden, isinstance(before, str))
+        if ends:
+            ids = ids[: [index for index, token in enumerate(ids) if token in self._special_tokens][-ends]]
+        while ids and ids[-1] in self.eos_ids:
+            ids.pop()
+        return ids
+
+    def encode_reply(self, before: str | Messages, text: str) -> list[int]:
+        """Return the tokens of an answer: those of `encode_exchange` from where they differ from the prompt's alone."""
+        prompt = self.encode_prompt(before) if isinstance(before, str) else self.render_chat(before)
+        ids = self.encode_exchange(before, text)
+        return ids[len(commonprefix([prompt, ids])) :]
+
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text that continues others; names of special tokens in it are text."""
-        if not self._special.search(text):
-            return self._encode(text)
-        return list(self._plain.encode(text, add_special_tokens=False, split_special_tokens=True))
+        hidden = self._hide([text])
+        return self._encode(self._hidden(text, hidden), hidden)
 
-    def _encode(self, text: str) -> list[int]:
-        """Return the tokens of a text in which special tokens are named."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _exchange_text(self, messages: Messages, text: str, hidden: Mapping[str, str]) -> tuple[str, str]:
+        """Return a conversation and its answer as the chat template writes them, and what it writes behind."""
+        prompt = self._chat_text(messages, True, hidden)
+        marked = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False, hidden)
+        start, _, ending = marked.rpartition(_STAND_IN)
+        space = start.removeprefix(prompt) if start.startswith(prompt) else ""
+        if space and space == text[: len(text) - len(text.lstrip())]:
+            text = text.lstrip()  # an answer that was shown with the template's space
+        whole = self._chat_text([*messages, {"role": "assistant", "content": text}], False, hidden)
+        return whole, ending if start and whole.endswith(ending) else ""
 
-    @cached_property
-    def _plain(self) -> Any:
-        """A copy of the tokenizer for plain text: how the shared one reads special tokens must not change."""
-        return copy.deepcopy(self._tokenizer)
+    def _chat_text(self, messages: Messages, add_generation_prompt: bool, hidden: Mapping[str, str]) -> str:
+        if not self._tokenizer.chat_template:
+            way_out = "use /v1/completions, or put a chat_template.jinja into its directory"
+            raise NoChatTemplate(f'model "{self._name}" has no chat template: {way_out}')
+        try:
+            plain = [{**message, "content": self._hidden(message["content"], hidden)} for message in messages]
+            template = self._tokenizer.apply_chat_template
+            return str(template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _hide(self, texts: Iterable[str]) -> dict[str, str]:
+        """Return a character, which none of the texts has, for each special token that they name.
+
+        The content of a message is text, also where it reads like the marks between turns.
+        """
+        text = "\n".join(texts)
+        free = (char for char in map(chr, _PRIVATE) if char not in text)
+        return dict(zip(dict.fromkeys(self._special_name.findall(text)), free, strict=False))
+
+    def _hidden(self, text: str, hidden: Mapping[str, str]) -> str:
+        return self._special_name.sub(lambda name: hidden[name[0]], text) if hidden else text
+
+    def _encode(self, text: str, hidden: Mapping[str, str], add_special_tokens: bool = False) -> list[int]:
+        """Return the tokens of a text in which special tokens are named; names that are hidden in it are text."""
+        if not hidden:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        plain, marks, special = self._plain
+        text = self._special_name.sub(lambda name: marks[name[0]], text)
+        for name, char in hidden.items():
+            text = text.replace(char, name)
+        ids = plain.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=plain.is_fast)
+        return [special.get(token, token) for token in ids]
+
+    def _plain_copy(self) -> tuple[Any, dict[str, str], dict[int, int]]:
+        """Return a copy of the tokenizer to which names of special tokens are text, for it knows them by secret marks.
+
+        The marks by name, and the special tokens' ids by those of the marks, come with it. How the shared tokenizer
+        reads special tokens must not change.
+        """
+        plain, secret, marks = copy.deepcopy(self._tokenizer), secrets.token_hex(8), list[AddedToken]()
+        for token_id, token in self._special_tokens.items():
+            flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
+            marks.append(AddedToken(f"{_BORDER}{secret}-{token_id}{_BORDER}", **flags))
+        plain.add_tokens(marks)
+        if not plain.is_fast:
+            others = [name for name in plain.get_added_vocab() if not self._special_name.fullmatch(name)]
+            plain.tokens_trie = type(plain.tokens_trie)(others)
+        names = [str(mark) for mark in marks]
+        ids = dict(zip(plain.convert_tokens_to_ids(names), self._special_tokens, strict=True))
+        return plain, dict(zip(map(str, self._special_tokens.values()), names, strict=True)), ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; special tokens have none."""
@@ -154,7 +209,7 @@ class Tokenizer:
         token = self._tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id in self._special_ids:
+        if token_id in self._special_tokens:
             return str(token).encode()
         if self._byte_of is not None:
             known = [self._byte_of.get(char) for char in token]
@@ -166,15 +221,29 @@ class Tokenizer:
     def ids_of_text(self, ids: Sequence[int], text: str) -> list[int]:
         """Return tokens of an answer whose text was cut at a stop string: the generated ids if they decode to `text`.
 
-        `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
+        `ids` are the generated tokens. The longest prefix of them that decodes to `text` or to its beginning wins; what
+        the stop string left of the next token is encoded.
         """
+        fresh = self.encode_answer(text)
         for end in range(len(ids), 0, -1):
             shown = self.decode(ids[:end])
-            if shown == text:
-                return list(ids[:end])
-            if len(shown) < len(text):
+            if text.startswith(shown):
+                for rest in range(min(len(fresh), _WINDOW_TOKENS) + 1):
+                    whole = [*ids[:end], *fresh[len(fresh) - rest :]]
+                    if self.decode(whole) == text:
+                        return whole
                 break
-        return self.encode_answer(text)
+        return fresh
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """Return a pattern of the longest of some names, which reads each character of a text a few times at most."""
+    tails: dict[str, list[str]] = {}
+    for name in names:
+        tails.setdefault(name[:1], []).append(name)
+    starts = {commonprefix(same): same for first, same in tails.items() if first}
+    branches = [re.escape(start) + _any_of(name[len(start) :] for name in same) for start, same in starts.items()]
+    return f"(?:{'|'.join(branches)}){'?' if '' in tails else ''}" if branches else ""
 
 
 class Detokenizer:

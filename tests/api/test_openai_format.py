@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from edged.api.generation import TokenLogprob
@@ -27,6 +28,9 @@ class Counting:
     def all_special_ids(self) -> list[int]:
         self.special_lists += 1
         return list(self._tokenizer.all_special_ids)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._tokenizer, memo)
 
     def convert_ids_to_tokens(self, token_id: int) -> str:
         self.lookups += 1

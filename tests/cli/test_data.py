@@ -194,3 +194,21 @@ def test_a_folder_in_use_is_not_changed_behind_the_daemons_back(daemon: Daemon, 
     assert result.returncode == 1
     assert "in use by another edged" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""The environment of a program that writes text as ASCII."""
+
+
+def test_files_and_pipes_are_utf8_whatever_the_locale(daemon: Daemon, tmp_path: Path) -> None:
+    pair = {"prompt": "Grüße, ", "chosen": "wie schön ☀", "rejected": "naja 😐"}
+    source, target = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(pair, ensure_ascii=False) + "\n", encoding="utf-8")
+    taken = daemon.run("feedback", "import", str(source), "--user", "uta", "--json", **ASCII)
+    assert json.loads(taken.stdout)["pairs"] == 1
+    daemon.run("export", "--user", "uta", "--format", "trl", "--texts", "-o", str(target), **ASCII)
+    piped = daemon.run("export", "--user", "uta", "--format", "trl", "--texts", **ASCII)
+    assert rows(target.read_text("utf-8")) == rows(piped.stdout) == [pair]
+    question = ("ask", "--json", "--max-tokens", "1", "-")
+    used = [json.loads(daemon.run(*question, input="Grüße", **locale).stdout)["usage"] for locale in (ASCII, {})]
+    assert used[0]["prompt_tokens"] == used[1]["prompt_tokens"]

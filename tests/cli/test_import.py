@@ -192,3 +192,24 @@ def test_ctrl_c_ends_the_wait_for_learning_and_not_the_chat(slow: LiveDaemon) ->
     os.write(terminal, b"\x03/new\n/quit\n")
     read_until(terminal, "a new conversation")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_was_read_of_other_sets_is_told(daemon: Daemon, tmp_path: Path) -> None:
+    rows = [{"system": "Be short.", "question": f"Is it {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(2)]
+    path = write(tmp_path / "pairs", *rows)
+    arguments = ("feedback", "import", str(path), "--format", "trl")
+    shown = daemon.run(*arguments, "--user", "orca").stdout
+    assert 'in 2 lines the prompt is "system" and "question"\n' in shown
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Is it 0?"}]
+    assert exported(daemon, "orca")[0]["messages"] == asked
+    as_json = json.loads(daemon.run(*arguments, "--user", "orca2", "--json").stdout)
+    assert as_json["taken"] == {'the prompt is "system" and "question"': 2}
+
+
+def test_a_file_that_holds_no_json_lines_is_refused_in_one_sentence(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.json"
+    path.write_text(json.dumps([PAIR, PAIR], indent=1))
+    told = 'it is a JSON array (it begins with "["), not JSON lines: `jq -c ".[]" FILE` makes them'
+    for skip in ([], ["--skip", "1"]):
+        refused = daemon.run("feedback", "import", str(path), "--user", "ann", *skip, code=1)
+        assert refused.stderr == f"edged: {path} cannot be read: {told}\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -201,11 +203,12 @@ def test_a_reply_is_tokenized_as_trl_does() -> None:
     assert codec.encode_reply(CHAT, "Hello there") == oracle.encode(texts["chosen"], add_special_tokens=False)
 
 
-def test_a_reply_whose_prompt_the_template_rewrites_is_plain_text() -> None:
+def test_a_reply_begins_where_a_template_rewrites_the_prompt() -> None:
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = "ask{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     codec = Tokenizer(tokenizer, "odd")
-    assert codec.encode_reply(CHAT, "yes") == codec.encode_answer("yes")
+    assert codec.decode(codec.render_chat(CHAT)) == "ask1hi"
+    assert codec.decode(codec.encode_reply(CHAT, "yes")) == "2hi2yes"
 
 
 TEMPLATES = {
@@ -237,14 +240,41 @@ def test_what_somebody_wrote_is_text_and_no_mark_between_turns(template: str) ->
     assert tokenizer.encode(marks, add_special_tokens=False) == tokenizer.all_special_ids
 
 
-def test_a_template_that_leaves_out_messages_takes_no_special_tokens_in_them() -> None:
+NESTED = ["<|r", "<|r1|>", "<|r1|>x", "<|r12|>", "<s", "|>"]
+
+
+@given(st.lists(st.sampled_from([*NESTED, "<", "|", "r", "1", "2", ">", "s", "x"]), max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_names_of_special_tokens_within_each_other_are_text(pieces: list[str]) -> None:
+    codec = nested_codec()
+    content = "".join(pieces)
+    messages = [{"role": "user", "content": content}]
+    special = {token for token in codec.render_chat(messages) if codec.token_text(token) in NESTED}
+    assert special == {token for token in codec.render_chat(CHAT) if codec.token_text(token) in NESTED}
+    assert content in codec.decode(codec.render_chat(messages))
+
+
+@functools.cache
+def nested_codec() -> Tokenizer:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": NESTED})
+    return Tokenizer(tokenizer, "nested")
+
+
+def test_a_special_token_in_a_message_that_a_template_leaves_out_does_no_harm() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
-    codec = Tokenizer(tokenizer, "short")
     messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": SPECIALS[0]}]
-    with pytest.raises(TokenizerError, match="does not write all messages"):
-        codec.render_chat(messages)
-    assert codec.render_chat([messages[0], messages[0]]) == codec.encode_answer("hi")
+    codec = Tokenizer(tokenizer, "short")
+    assert codec.render_chat(messages) == codec.encode_answer("hi")
+
+
+def test_the_characters_that_stand_for_names_of_special_tokens_are_text_too() -> None:
+    codec = Tokenizer(byte_tokenizer(), "private")
+    text = "".join(map(chr, range(0x100000, 0x100008))) + SPECIALS[2]
+    messages = [{"role": "user", "content": text}]
+    assert text in codec.decode(codec.render_chat(messages))
+    assert codec.decode(codec.encode_exchange(text, text)).endswith(text)
 
 
 def test_bytes_of_tokens_join_to_the_text() -> None:
@@ -267,6 +297,14 @@ def test_ids_of_a_text_that_ends_inside_a_token_are_encoded_anew() -> None:
     assert codec.decode(codec.ids_of_text(ids, "ab a")) == "ab a"
 
 
+def test_the_tokens_before_one_that_a_stop_string_cuts_are_the_generated_ones() -> None:
+    codec = CODECS["fallback"]
+    start, word, cut = 263, 264, 262
+    assert [codec.token_text(token) for token in (start, word, cut)] == ["ab", " ab", " a"]
+    assert codec.ids_of_text([start, word], "ab a") == [start, cut]
+    assert codec.ids_of_text([word, word], "ab a") == [word, cut]
+
+
 def test_every_end_token_of_the_model_ends_an_answer(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
@@ -283,6 +321,15 @@ def test_a_model_without_a_chat_template_says_so_and_still_completes(tmp_path: P
     with pytest.raises(NoChatTemplate, match=r"no chat template: use /v1/completions"):
         codec.render_chat([{"role": "user", "content": "hi"}])
     assert codec.decode(codec.encode_prompt("hi")) == "hi"
+
+
+def test_a_name_of_a_special_token_copies_no_tokenizer_once_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(tmp_path)
+    codec = Tokenizer.load(tmp_path)
+    monkeypatch.setattr(copy, "deepcopy", lambda value: pytest.fail("requests wait for a copy"))
+    assert SPECIALS[2] in codec.decode(codec.render_chat([{"role": "user", "content": SPECIALS[2]}]))
 
 
 def test_a_template_that_refuses_the_messages_is_quoted() -> None:

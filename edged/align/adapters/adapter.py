@@ -297,7 +297,7 @@ class AdapterFiles:
         return final, self._retire(snapshot.adapter)
 
     def _write(self, draft: Path, snapshot: Snapshot) -> None:
-        (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1))
+        (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1), "utf-8")
         save_file(snapshot.weights, draft / WEIGHTS, metadata={"format": "pt"})
         save_file(snapshot.optimizer, draft / "optimizer.safetensors")
         sums = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
@@ -309,7 +309,7 @@ class AdapterFiles:
             "sha256": sums,
             "form": dict(snapshot.form.config) if snapshot.form.imported else None,
         }
-        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
         for path in draft.iterdir():
             sync(path)
         sync(draft)
@@ -346,7 +346,7 @@ class AdapterFiles:
         if self.hidden(adapter):
             raise AdapterError(f"{folder}: the adapter was forgotten")
         try:
-            manifest = json.loads((folder / _MANIFEST).read_text())
+            manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
             sums = manifest["sha256"]
             damaged = [name for name, value in sums.items() if sha256_of(folder / name) != value]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -370,7 +370,7 @@ class AdapterFiles:
             except ImportRefused as error:
                 raise AdapterError(f"{folder}: imported under other settings: {error}") from None
         form = self.spec.form
-        alpha = json.loads((folder / CONFIG).read_text())["lora_alpha"]
+        alpha = json.loads((folder / CONFIG).read_text("utf-8"))["lora_alpha"]
         if found != form.shapes or alpha != self.spec.alpha:
             way_out = "restore those settings to serve it; with these its pairs are learned anew"
             what = "another align.rank, align.alpha or align.target_modules"
@@ -389,7 +389,7 @@ class AdapterFiles:
         """Read a version that was checked before."""
         folder = self.path(adapter, version)
         weights, optimizer = (load_file(folder / name) for name in (WEIGHTS, "optimizer.safetensors"))
-        form = self._form(folder, json.loads((folder / _MANIFEST).read_text()))
+        form = self._form(folder, json.loads((folder / _MANIFEST).read_text("utf-8")))
         return Snapshot(adapter, version, weights, optimizer, form)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:

@@ -136,7 +136,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Fine-tuning files: JSON lines of chats, completions or preferences, in the shapes of OpenAI and TRL.
+"""Fine-tuning files: JSON lines of chats, completions or preferences, in the shapes of `row_shapes`.
 
 An example is one pair or, for a chat, one for each assistant turn that is scored. A pair is a dict as in
 `edged.align.feedback.pair_formats`; without `rejected` its answer alone is learned, and one without `chosen` is bad.
@@ -8,31 +8,25 @@ import json
 import struct
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from edged.align.feedback.pair_formats import (
-    FormatError,
-    Pair,
-    answer_of,
-    checked_pair,
-    messages_of,
-    parse_object,
-    parse_trl,
-    text_of,
-)
+from edged.align.feedback.pair_formats import file_problem, parse_object
+from edged.align.feedback.row_shapes import Example, FormatError, Pair, parse_row
 
 _LONGEST = 1 << 20
 """Bytes of the longest line."""
-_MAX_MESSAGES = 1024
-"""Messages of a line."""
 _MAX_TOLD, _MAX_CHARS = 20, 200
 """Bad lines that are told, and characters of each."""
 _WORK_S = 0.01
 """Seconds after which a check lets others have the interpreter for as long."""
 _ENTRY = struct.Struct("=qq")
 """An example's offset and line in the index."""
+
+
+_METHODS = {"preferences": "dpo", "answers": "supervised", "ratings": "kto"}
+"""The method that learns files of a kind; of preferences others do, too."""
 
 
 class BadFile(ValueError):
@@ -50,6 +44,8 @@ class ExampleFile:
         self._path, self._count = path, 0
         self._shape = (0, "")
         """The first example's line, and the field that names the shape of all."""
+        self.taken = Counter[str]()
+        """Number of examples by what was read of them in other fields than usual."""
         self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         try:
             self._check(method, stopped)
@@ -58,6 +54,9 @@ class ExampleFile:
             raise
 
     def _check(self, method: str, stopped: Callable[[], bool]) -> None:
+        with self._path.open("rb") as file:
+            if problem := file_problem(file):
+                raise BadFile(problem)
         problems: list[str] = []
         bad, began_s = 0, time.monotonic()
         for number, offset, line in _lines_of(self._path):
@@ -83,17 +82,20 @@ class ExampleFile:
             raise BadFile("; ".join(problems))
 
     def _check_shape(self, number: int, line: bytes, method: str) -> None:
-        shape, _ = parse_example(line)
-        first, wanted = self._shape
+        example = parse_example(line)
+        shape, (first, wanted) = example.shape, self._shape
         if (method, shape) == ("kto", "completion"):
             raise FormatError('it has no "label": true or false')
         if wanted and shape != wanted:
             raise FormatError(f'it is of another format ("{shape}") than line {first} ("{wanted}"): use one per file')
-        kind, learned_by = _KINDS[shape]
+        learned_by = _METHODS[example.kind]
         if (method if method in ("supervised", "kto") else "dpo") != learned_by:
-            raise FormatError(f'"{shape}" is of a file of {kind}, which {learned_by} learns: use that method')
+            told = f'"{shape}" is of a file of {example.kind}, which {learned_by} learns: use that method'
+            raise FormatError(told)
         if not wanted:
             self._shape = number, shape
+        if example.taken:
+            self.taken[example.taken] += 1
 
     def __len__(self) -> int:
         return self._count
@@ -105,7 +107,7 @@ class ExampleFile:
                 self._index.seek(number * _ENTRY.size)
                 offset, line = _ENTRY.unpack(self._index.read(_ENTRY.size))
                 file.seek(offset)
-                yield line, parse_example(file.readline(_LONGEST))[1]
+                yield line, parse_example(file.readline(_LONGEST)).pairs
 
     def close(self) -> None:
         """Give the index's room back."""
@@ -125,8 +127,8 @@ def _lines_of(path: Path) -> Iterator[tuple[int, int, bytes]]:
                 yield number, offset, line
 
 
-def parse_example(line: bytes) -> tuple[str, list[Pair]]:
-    """Parse a line: (the field that names its shape, its pairs). Raises FormatError."""
+def parse_example(line: bytes) -> Example:
+    """Return what a line teaches. Raises FormatError."""
     if len(line) == _LONGEST and not line.endswith(b"\n"):
         raise FormatError(f"it is longer than {_LONGEST} bytes: split it")
     row = parse_object(line)
@@ -134,105 +136,4 @@ def parse_example(line: bytes) -> tuple[str, list[Pair]]:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise FormatError("it contains half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
-    shape = next((name for name in _PARSERS if name in row), "")
-    if not shape:
-        fields = ", ".join(f'"{name}"' for name in _PARSERS)
-        raise FormatError(f"it has none of the fields {fields}")
-    for name in ("tools", "functions", "parallel_tool_calls"):
-        if row.get(name):
-            raise FormatError(f'"{name}" is not supported: this model reads and writes text only')
-    return shape, _PARSERS[shape](row)
-
-
-def _parse_openai(row: Pair) -> list[Pair]:
-    """Parse OpenAI's preference: `input.messages`, `preferred_output` and `non_preferred_output`."""
-    asked = row["input"]
-    if not isinstance(asked, dict) or asked.get("tools"):
-        raise FormatError('"input" must be an object with "messages" and without tools')
-    messages = _turns(asked.get("messages"), "input.messages")
-    sides = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
-    answers = {side: answer_of(_turns(row.get(name), name), name) for side, name in sides.items()}
-    return [checked_pair({"messages": messages, **answers})]
-
-
-def _parse_chat(row: Pair) -> list[Pair]:
-    """Parse OpenAI's chat: every assistant turn is scored, unless its `weight` is 0."""
-    messages = _turns(row["messages"], "messages")
-    pairs, turns = [], 0
-    for index, message in enumerate(row["messages"]):
-        weight = message.get("weight", 1)
-        if weight not in (0, 1) or isinstance(weight, bool):
-            raise FormatError(f'"weight" of message {index + 1} is {weight!r}: it may be 0 or 1')
-        if message["role"] == "assistant":
-            turns += 1
-            if weight and not message["content"].strip():
-                raise FormatError(f"the assistant's turn in message {index + 1} is empty")
-            if weight and not index:
-                raise FormatError("the conversation before the first answer is empty")
-            if weight:
-                pairs.append({"messages": messages[:index], "chosen": message["content"]})
-    if not pairs:
-        raise FormatError("no assistant turn is scored: all have weight 0" if turns else "there is no assistant turn")
-    return pairs
-
-
-def _turns(value: Any, name: str) -> list[dict[str, str]]:
-    """Return the roles and texts of a conversation. Raises FormatError."""
-    messages = messages_of(value, name)
-    if not 0 < len(messages) <= _MAX_MESSAGES:
-        raise FormatError(f'"{name}" has {len(messages)} messages: it may have 1 to {_MAX_MESSAGES}')
-    for message in messages:
-        if message["role"] not in ("system", "developer", "user", "assistant") or message.get("tool_calls"):
-            raise FormatError(f'"{name}" has a message of role "{message["role"][:40]}" or with a tool call')
-    roles = ("system" if message["role"] == "developer" else message["role"] for message in messages)
-    return [{"role": role, "content": each["content"]} for role, each in zip(roles, messages, strict=True)]
-
-
-def _parse_completion(row: Pair) -> list[Pair]:
-    """Parse TRL's prompt and completion, as texts or as messages."""
-    if isinstance(row["completion"], list):
-        answer = answer_of(_turns(row["completion"], "completion"), "completion")
-        return [_answered({"messages": _turns(row.get("prompt"), "prompt"), "chosen": answer})]
-    prompt = text_of(row, "prompt")
-    if not prompt:
-        raise FormatError("the prompt is empty")
-    return [_answered({"prompt": prompt, "chosen": text_of(row, "completion")})]
-
-
-def _parse_rating(row: Pair) -> list[Pair]:
-    """Parse TRL's prompt, completion and label: a good answer where that is true, a bad one where it is false."""
-    if not isinstance(row["label"], bool):
-        raise FormatError(f'"label" is {repr(row["label"])[:40]}: it may be true or false')
-    if "completion" not in row:
-        raise FormatError('it has a "label" and no "completion"')
-    (pair,) = _parse_completion(row)
-    return [pair if row["label"] else {**pair, "chosen": "", "rejected": pair["chosen"]}]
-
-
-def _answered(pair: Pair) -> Pair:
-    if not pair["chosen"].strip():
-        raise FormatError("the completion is empty")
-    return pair
-
-
-def _parse_preference(row: Pair) -> list[Pair]:
-    """Parse TRL's preference, as texts or as messages."""
-    sides = ("prompt", "chosen", "rejected")
-    messages = {name: _turns(row[name], name) for name in sides if isinstance(row.get(name), list)}
-    return [checked_pair(parse_trl(row | messages))]
-
-
-_PARSERS: dict[str, Callable[[Pair], list[Pair]]] = {
-    "input": _parse_openai,
-    "chosen": _parse_preference,
-    "messages": _parse_chat,
-    "label": _parse_rating,
-    "completion": _parse_completion,
-}
-"""Parsers by the field that names a line's shape."""
-_KINDS = {
-    **dict.fromkeys(("input", "chosen"), ("preferences", "dpo")),
-    **dict.fromkeys(("messages", "completion"), ("answers", "supervised")),
-    "label": ("ratings", "kto"),
-}
-"""What files of a shape hold, and the method that learns it; of preferences others do, too."""
+    return parse_row(row)

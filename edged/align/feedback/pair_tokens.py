@@ -1,6 +1,7 @@
 """The tokenizing of stored pairs: the prompt's tokens, the answer's, then an EOS where it is not cut, as in serving."""
 
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Protocol, cast
 
 from edged.align.feedback.pair import PairState, TokenPair
@@ -27,7 +28,8 @@ class PairTokenizer(Protocol):
     def vocab_size(self) -> int: ...
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
-    def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
+    def encode_exchange(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
+    def encode_reply(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
     def encode_answer(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -37,16 +39,23 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
 
     A single rating has the tokens of its answer alone.
     Where edged generated an answer, the generated tokens and their prompt's are used, unless they no longer decode to
-    the stored text, as after a change of the model. `max_tokens` bounds prompt + chosen + rejected, EOS included: the
-    prompt loses its start, down to a quarter of `max_tokens`; then the longer answer, or both, lose their ends.
+    the stored text, as after a change of the model. Other answers are tokenized with their prompt as one text, and
+    begin where its tokens differ from the prompt's own. Where that is before the prompt's end, as tokens join the two
+    or the chat template writes the prompt differently, both answers begin there, as in TRL 1.16.
+    `max_tokens` bounds prompt + chosen + rejected, EOS included: the prompt loses its start, down to a quarter of
+    `max_tokens`; then the longer answer, or both, lose their ends.
     Raises UnusablePrompt, and what `tokenizer.render_chat` raises when the chat template refuses the messages.
     """
-    stored = [_stored_ids(tokenizer, side, max_tokens) for side in (row.chosen, row.rejected)]
-    chosen, rejected = (
-        ids if ids is not None else _fresh(tokenizer, row, side.text) if side.text else []
-        for ids, side in zip(stored, (row.chosen, row.rejected), strict=True)
-    )
+    sides = (row.chosen, row.rejected)
+    stored = [_stored_ids(tokenizer, side, max_tokens) for side in sides]
     prompt = _prompt(tokenizer, row, any(ids is not None for ids in stored))
+    fresh = [side.text for side, ids in zip(sides, stored, strict=True) if ids is None and side.text]
+    joint, answers = _fresh(tokenizer, row, prompt, fresh) if fresh else (0, {})
+    prompt, joined = prompt[: len(prompt) - joint], prompt[len(prompt) - joint :]
+    chosen, rejected = (
+        [*joined, *ids] if ids is not None else answers.get(side.text, [])
+        for ids, side in zip(stored, sides, strict=True)
+    )
     notes = []
     if not prompt:
         prompt = [tokenizer.eos_id]
@@ -59,7 +68,7 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     # An answer that was cut has no end to learn.
     chosen, rejected = (
         [*ids, tokenizer.eos_id] if side.text and keep == len(ids) else ids[:keep]
-        for ids, keep, side in zip((chosen, rejected), kept, (row.chosen, row.rejected), strict=True)
+        for ids, keep, side in zip((chosen, rejected), kept, sides, strict=True)
     )
     if (cut := len(prompt) + len(chosen) + len(rejected) - max_tokens) > 0:
         cut = min(cut, len(prompt) - 1)
@@ -104,9 +113,23 @@ def _stored_ids(tokenizer: PairTokenizer, side: Side, max_tokens: int) -> list[i
     return ids if same else None
 
 
-def _fresh(tokenizer: PairTokenizer, row: PairRow, text: str) -> list[int]:
-    """Tokenize an answer as the model would have generated it: in a chat, as the template continues the prompt."""
-    return tokenizer.encode_answer(text) if row.messages is None else tokenizer.encode_reply(row.messages, text)
+def _fresh(
+    tokenizer: PairTokenizer, row: PairRow, prompt: Sequence[int], texts: Sequence[str]
+) -> tuple[int, dict[str, list[int]]]:
+    """Tokenize answers as the model would have generated them: in a chat, as the template continues the prompt.
+
+    Returns how many of the prompt's last tokens the answers begin with, or what replaces these, and the tokens by text.
+    """
+    before = row.messages if row.messages is not None else row.prompt
+    before = tokenizer.decode(prompt) if before is None else before
+    own = tokenizer.encode_prompt(before) if isinstance(before, str) else tokenizer.render_chat(before)
+    exchanges = {text: tokenizer.encode_exchange(before, text) for text in texts}
+    start = len(commonprefix([own, *exchanges.values()]))
+    joint = len(own) - start
+    if joint and list(prompt[-joint:]) != own[start:]:
+        # The prompt came as tokens that its text has not.
+        return 0, {text: tokenizer.encode_answer(text) for text in texts}
+    return joint, {text: ids[start:] for text, ids in exchanges.items()}
 
 
 def _prompt(tokenizer: PairTokenizer, row: PairRow, same_tokens: bool) -> list[int]:

@@ -21,8 +21,8 @@ from edged.align.adapters.adapter import AdapterError, UnknownAdapter
 from edged.align.feedback.examples import BadFile, ExampleFile
 from edged.align.feedback.pair import JobStepped, PairState, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
-from edged.align.feedback.pair_formats import Pair
 from edged.align.feedback.pair_tokens import tokenize_pair
+from edged.align.feedback.row_shapes import Pair
 from edged.align.jobs import MAX_STEPS, JobPace, JobPlan, auto, job_settings
 from edged.api.access import id_of, matches_user
 from edged.engine.engine import Engine
@@ -299,10 +299,13 @@ class JobRunner:
         if job.status == "validating_files":
             self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
         try:
-            return ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
+            examples = ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None
+        for told, count in examples.taken.items() if job.status == "validating_files" else ():
+            self._tell(job.id, f"{name.replace('_', ' ').capitalize()}, {count} examples: {told}")
+        return examples
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -553,7 +556,7 @@ class JobRunner:
         try:
             with tempfile.TemporaryDirectory(prefix=f"{SCRATCH}results-", dir=self.store.path.parent) as folder:
                 draft, last = Path(folder) / "metrics", 0
-                with draft.open("w", newline="") as file:
+                with draft.open("w", encoding="utf-8", newline="") as file:
                     table = csv.DictWriter(file, _METRICS, extrasaction="ignore")
                     table.writeheader()
                     read = partial(jobs.metrics_after, job_id=job.id, most=_ROWS_AT_ONCE)

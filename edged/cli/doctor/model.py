@@ -89,7 +89,7 @@ def _kind(config: dict[str, Any]) -> str:
 
 def _json(path: Path) -> dict[str, Any] | None:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -223,7 +223,7 @@ def language(it: Examination) -> Finding | None:
 def _damage(folder: Path, sums: bool) -> str:
     """Return what is wrong with an adapter version's files, or ""; `sums` verifies checksums, too."""
     try:
-        expected: dict[str, str] = json.loads((folder / "edged.json").read_text())["sha256"]
+        expected: dict[str, str] = json.loads((folder / "edged.json").read_text("utf-8"))["sha256"]
         for name, checksum in expected.items():
             if name.endswith(".safetensors"):
                 tensors_of(folder / name)

@@ -56,13 +56,13 @@ def base_fingerprint(weights: str, files: str, data_dir: Path) -> str:
 
 
 def _config(model_dir: Path) -> bytes:
-    config = json.loads((model_dir / "config.json").read_text())
+    config = json.loads((model_dir / "config.json").read_text("utf-8"))
     return json.dumps({key: config[key] for key in sorted(config.keys() - _SILENT)}, sort_keys=True).encode()
 
 
 def _read(data_dir: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads((data_dir / _KNOWN).read_text()))
+        return dict(json.loads((data_dir / _KNOWN).read_text("utf-8")))
     return {}
 
 
@@ -71,5 +71,5 @@ def _write(data_dir: Path, known: dict[str, Any]) -> None:
     # Where it cannot be written the files are read again at the next start.
     with contextlib.suppress(OSError):
         data_dir.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(known))
+        draft.write_text(json.dumps(known), "utf-8")
         os.replace(draft, data_dir / _KNOWN)

@@ -145,7 +145,7 @@ class Profile(_Data):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            with draft.open("w") as file:
+            with draft.open("w", encoding="utf-8") as file:
                 file.write(self.model_dump_json(indent=1) + "\n")
                 file.flush()
                 os.fsync(file.fileno())

@@ -110,7 +110,7 @@ def test_what_is_learned_of_a_cut_pair_is_what_would_be_learned_of_the_whole(des
 
 def test_of_a_cut_answer_the_generated_tokens_are_learned_and_not_fresh_ones(desk):
     class Elsewhere(Tokenizer):
-        def encode_reply(self, messages, text):
+        def encode_exchange(self, before, text):
             raise AssertionError("the generated tokens were not recognized")
 
     row = served(desk, prompt_ids=(7, 8, 9))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.feedback.pair_formats import FormatError, count_lines, export_pair, read_pairs, to_hh, to_trl
+from edged.align.feedback.pair_formats import count_lines, export_pair, read_pairs, to_hh, to_trl
+from edged.align.feedback.row_shapes import FormatError
 from edged.align.feedback.signals import record_pair
 from edged.store import Store
 from edged.store.feedback import get_pairs, pair_ids_of
@@ -119,8 +120,8 @@ def test_the_implicit_prompt_is_the_one_that_trl_extracts(read):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": SKY, "chosen": "a", "rejected": "b"}, "all as strings or all as lists"),
-        ({"prompt": "p", "chosen": "a"}, "all as strings or all as lists"),
+        ({"prompt": SKY, "chosen": "a", "rejected": said("b")}, "both as texts or both as lists"),
+        ({"prompt": "p", "chosen": "a"}, "both as texts or both as lists"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty"),
         ({"chosen": "alike", "rejected": "different"}, "prompt is empty"),
         ({"chosen": "one two", "rejected": "one"}, 'answer of "rejected" is empty'),
@@ -228,7 +229,7 @@ def test_a_chat_that_is_exported_for_trl_or_hh_is_read_back_as_it_was(read):
 
 def test_content_in_parts_is_exported_as_its_text(read):
     parts = [{"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]}]
-    assert to_trl({**CHAT, "messages": parts})["prompt"] == [{"role": "user", "content": "What now?"}]
+    assert to_trl({**CHAT, "messages": parts})["prompt"] == [{"role": "user", "content": "What \nnow?"}]
 
 
 @pytest.mark.parametrize(

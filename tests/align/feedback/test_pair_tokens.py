@@ -64,8 +64,8 @@ class MergingCodec(Tokenizer):
 
     YES = 7
 
-    def encode_answer(self, text):
-        return [self.YES] if text == "yes" else super().encode_answer(text)
+    def encode_exchange(self, before, text):
+        return [*self.encode_prompt(before), self.YES] if text == "yes" else super().encode_exchange(before, text)
 
 
 def test_generated_tokens_are_kept_where_a_fresh_encoding_differs():

@@ -253,6 +253,24 @@ def test_a_bad_file_fails_its_job_with_the_lines(client: openai.OpenAI, content:
     assert client.fine_tuning.jobs.list_events(job.id).data[0].level == "error"
 
 
+def test_a_job_tells_what_it_read_of_other_sets(client: openai.OpenAI) -> None:
+    rows = [{"system": "s", "question": f"word {number}", "chosen": "yes", "rejected": "no"} for number in range(3)]
+    made = client.fine_tuning.jobs.create(
+        model="tiny", training_file=upload(client, lines(rows)), method={"type": "dpo"}, suffix="orca"
+    )
+    job = ended(client, made.id)
+    assert job.status == "succeeded", job.error
+    told = [event.message for event in client.fine_tuning.jobs.list_events(made.id).data]
+    assert 'Training file, 3 examples: the prompt is "system" and "question"' in told
+
+
+def test_a_file_that_holds_no_json_lines_fails_its_job_by_one_sentence(client: openai.OpenAI) -> None:
+    content = json.dumps([{"prompt": "a", "completion": "b"}] * 30, indent=1).encode()
+    job = ended(client, client.fine_tuning.jobs.create(model="tiny", training_file=upload(client, content)).id)
+    told = 'it is a JSON array (it begins with "["), not JSON lines: `jq -c ".[]" FILE` makes them'
+    assert job.error.message == told
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model": "other"}, "does not exist"),
     ({"model": "tiny:nobody"}, "has learned nothing"),
