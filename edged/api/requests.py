@@ -23,6 +23,7 @@ from edged.align.feedback.signals import SIGNALS
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.loop_shares import SHARE
+from edged.runtime import bounded_json
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
 from edged.settings.load import USER_NAME, ReadingSettings
@@ -53,15 +54,6 @@ def _refuse(message: str) -> NoReturn:
     raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
 
 
-def _clean(text: str) -> str:
-    """Refuse text that UTF-8 cannot encode: JSON can escape half a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        _refuse("contains half a surrogate pair (\\ud800 to \\udfff), which is no character")
-    return text
-
-
 def _check_user(user: str) -> str:
     if not USER_NAME.fullmatch(user):
         way_out = 'use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
@@ -81,7 +73,6 @@ def _at_most(most: int, what: str) -> Callable[[Any], Any]:
 
 
 UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), AfterValidator(_check_user)]
-_CLEAN = AfterValidator(_clean)
 
 
 class Body(BaseModel):
@@ -129,12 +120,7 @@ class Message(Body):
         """Return the message for chat templates and the store: `developer` becomes `system`, parts are joined."""
         parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": _clean("\n".join(parts))}
-
-    @model_validator(mode="after")
-    def _encodable(self) -> Message:
-        self.plain()
-        return self
+        return {"role": role, "content": "\n".join(parts)}
 
 
 Messages = Annotated[
@@ -161,7 +147,7 @@ def _one_prompt(prompt: Any) -> Any:
         prompt = prompt[0]
     if len(prompt) == 0:
         _refuse("is empty")
-    return _clean(prompt) if isinstance(prompt, str) else prompt
+    return prompt
 
 
 Stops = Annotated[
@@ -351,11 +337,11 @@ class CompletionRequest(_Generation):
 class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
 
-    completion_id: Annotated[str, Field(min_length=1, max_length=200), _CLEAN]
-    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), _CLEAN]
+    completion_id: Annotated[str, Field(min_length=1, max_length=200)]
+    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
     user: UserName | None = None
     choice: int | None = None
-    text: Annotated[str, _CLEAN] | None = None
+    text: str | None = None
     seconds: float | None = None
 
 
@@ -363,10 +349,10 @@ class PairRequest(_Own):
     """`POST /v1/feedback` with an explicit pair."""
 
     user: UserName
-    chosen: Annotated[str, _CLEAN]
-    rejected: Annotated[str, _CLEAN]
+    chosen: str
+    rejected: str
     messages: Messages | None = None
-    prompt: Annotated[str, Field(min_length=1), _CLEAN] | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
     prompt_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -453,12 +439,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Parse a body that is a JSON object. Raises ApiError."""
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
+        raise ValueError(f"not JSON: {name}")
 
     try:
-        body = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {str(error)[:200]}", code="malformed_json") from None
+        body = bounded_json.loads(data.decode("utf-8-sig"), parse_constant=refuse)
+    except ValueError as error:
+        raise bad_request(f"the body cannot be read: {str(error)[:200]}", code="malformed_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object", code="malformed_json")
     return body
@@ -485,11 +471,10 @@ def _fields(location: tuple[int | str, ...]) -> list[int | str]:
 
 
 def _short(value: Any) -> str:
-    """Encode a value as JSON, cut to 60 characters."""
-    try:
-        text = json.dumps(value)
-    except ValueError:
-        text = "a number that is too long"
+    """Encode a value as JSON, cut to 60 characters; a long list or object is told by its size."""
+    if isinstance(value, list | dict) and len(value) > 8:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -4,7 +4,6 @@ An example is one pair or, for a chat, one for each assistant turn that is score
 `edged.align.feedback.pair_formats`; without `rejected` its answer alone is learned, and one without `chosen` is bad.
 """
 
-import json
 import struct
 import tempfile
 import time
@@ -130,10 +129,6 @@ def parse_example(line: bytes) -> tuple[str, list[Pair]]:
     if len(line) == _LONGEST and not line.endswith(b"\n"):
         raise FormatError(f"it is longer than {_LONGEST} bytes: split it")
     row = parse_object(line)
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise FormatError("it contains half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     shape = next((name for name in _PARSERS if name in row), "")
     if not shape:
         fields = ", ".join(f'"{name}"' for name in _PARSERS)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
+
+from edged.runtime import bounded_json
 
 if TYPE_CHECKING:
     from edged.store.feedback import PairRow
@@ -141,11 +142,11 @@ def _parsed(line: bytes, parse: Callable[[Pair], Pair]) -> Pair | str:
 def parse_object(line: bytes) -> Pair:
     """Parse a line that is a JSON object. Raises FormatError."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = bounded_json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise FormatError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {error}") from None
+    except ValueError as error:
+        raise FormatError(str(error)) from None
     if not isinstance(row, dict):
         raise FormatError(f"not a JSON object: {type(row).__name__}")
     return row
