@@ -73,6 +73,18 @@ def _at_most(most: int, what: str) -> Callable[[Any], Any]:
 
 
 UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), AfterValidator(_check_user)]
+OptionalUser = Annotated[UserName | None, BeforeValidator(lambda user: None if user == "" else user)]
+AnswerTokens = Annotated[
+    Annotated[int, Field(ge=1)] | None, BeforeValidator(lambda most: _MOST_TOKENS if most == -1 else most)
+]
+"""The most tokens of an answer; -1 is LM Studio's and llama.cpp's word for as many as the context holds."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    BeforeValidator(_at_most(16, "fields")),
+]
+RUN_NAME = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_LABELS = {"application": USER_NAME, "run": RUN_NAME}
+"""What names in `metadata` must be to say which run of which application a call belongs to."""
 
 
 class Body(BaseModel):
@@ -217,12 +229,12 @@ class _Generation(Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None
-    user: UserName | None = None
+    user: OptionalUser = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: AnswerTokens = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -236,7 +248,7 @@ class _Generation(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=_MOST_STOPS)] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
 
@@ -247,6 +259,18 @@ class _Generation(Body):
             if isinstance(body, dict) and body.get(name) not in _NEUTRAL:
                 _refuse(f'"{name}" is not supported: leave it out')
         return body
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The application and run that `metadata` names; free text, which other programs write there, names none."""
+        given = self.metadata or {}
+        return {name: given[name] for name, usable in _LABELS.items() if usable.fullmatch(given.get(name, ""))}
+
+    @property
+    def ignored(self) -> str:
+        """The first names of fields that have no effect, for a header."""
+        unused = [f"metadata.{name}" for name in _LABELS.keys() & (self.metadata or {}).keys() - self.labels.keys()]
+        return ", ".join(filter(None, [super().ignored, *sorted(unused)]))
 
     @property
     def choices(self) -> int:
@@ -278,7 +302,7 @@ class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: AnswerTokens = None
     logprobs: bool | None = None
     qoe: QoeRequest | None = QoeRequest()
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -339,7 +363,7 @@ class SignalRequest(_Own):
 
     completion_id: Annotated[str, Field(min_length=1, max_length=200)]
     signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
-    user: UserName | None = None
+    user: OptionalUser = None
     choice: int | None = None
     text: str | None = None
     seconds: float | None = None
