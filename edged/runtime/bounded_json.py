@@ -11,7 +11,7 @@ _MOST_NODES = 1 << 15
 """Objects, lists and keys of a text: 10,000 messages of one text each, and a few hundred tools, have fewer."""
 _MOST_ENTRIES = 1 << 18
 """Further values: a prompt may be a list of tokens."""
-_LONGEST_NUMBER = 400
+_LONGEST_NUMBER = 1024
 """Characters of a number; the largest double has 309 digits."""
 _WHOLE = 2.0**53
 """Doubles below have their own integer."""
