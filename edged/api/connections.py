@@ -39,8 +39,8 @@ _SHORT_CHUNK, _SLICE = 64, 4096
 """Bytes of a chunk that is too short to come in thousands, and of what is parsed before the next look for such."""
 _MOST_FRAMING, _CONTENT = 4096, 8
 """Bytes of a body's chunk marks: so many, and one for every so many of its content."""
-_DISCARD_S, _MOST_DISCARDED = 10.0, 64 << 20
-"""Time for which the rest of a refused body is dropped before the connection is closed, and bytes of it."""
+_DISCARD_S, _DISCARD_PAUSE_S = 10.0, 0.01
+"""Time for which the rest of a refused body is dropped, and time between two pieces of it."""
 
 
 class Connection(web.RequestHandler):
@@ -50,7 +50,7 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        *("_account", "_body", "_discarded", "_discards", "_framing", "_header_timer", "_limits", "_lost", "_shares"),
+        *("_account", "_body", "_discards", "_framing", "_header_timer", "_limits", "_lost", "_shares"),
         *("_stall_timer", "_work"),
     )
 
@@ -76,7 +76,7 @@ class Connection(web.RequestHandler):
         """The body that arrives."""
         self._framing = 0
         """Bytes that arrived for it, without its own."""
-        self._discards, self._discarded, self._lost = False, 0, asyncio.Event()
+        self._discards, self._lost = False, asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with self._counted():
@@ -94,14 +94,19 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         with self._counted():
+            if self._discards:
+                # Not as fast as it comes: nobody needs it.
+                self._pause_transport_reading()
+                self._loop.call_later(_DISCARD_PAUSE_S, self._resume_transport_reading)
+                return
             # Short chunks cost the parser a hundred times as much as their bytes: they are looked for after each slice.
             size = len(data) if data.count(b"\r\n") * _SHORT_CHUNK < len(data) else _SLICE
             for first in range(0, len(data) or 1, size or 1):
-                if self._discards:
-                    return self._discard(len(data))
                 part = data[first : first + size]
                 super().data_received(part)
                 self._bound_framing(len(part))
+                if self._discards:
+                    return
 
     def _bound_framing(self, received: int) -> None:
         """Have a body refused that is mostly marks of chunks; `received` bytes of it came, or of what is before it."""
@@ -125,12 +130,6 @@ class Connection(web.RequestHandler):
         if not request.content.is_eof():
             await self._discard_rest()
         return answered
-
-    def _discard(self, received: int) -> None:
-        """Drop so many bytes, up to a bound."""
-        self._discarded += received
-        if self._discarded > _MOST_DISCARDED and self.transport is not None:
-            self.transport.abort()
 
     async def _discard_rest(self) -> None:
         """Drop what is left of a refused body: its client may read the answer only when it has sent all, or not."""

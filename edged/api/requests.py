@@ -80,7 +80,7 @@ AnswerTokens = Annotated[
 """The most tokens of an answer; -1 is LM Studio's and llama.cpp's word for as many as the context holds."""
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
-    BeforeValidator(_at_most(16, "fields")),
+    *(Field(max_length=16), BeforeValidator(_at_most(16, "fields"))),
 ]
 RUN_NAME = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _LABELS = {"application": USER_NAME, "run": RUN_NAME}
