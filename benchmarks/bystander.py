@@ -14,9 +14,11 @@ above the quiet one. Root alone can be two accounts.
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401 - an account that is not root may not be able to read it
 import json
 import multiprocessing
 import os
+import secrets
 import socket
 import sqlite3
 import subprocess
@@ -67,7 +69,9 @@ class Site(TemporaryDaemon):
     def __init__(self, checkout: Path, settings: dict[str, str]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="edged-bystander-"))
         folder.chmod(0o755)
-        self.settings = settings
+        self.settings, self._port = settings, free_port()
+        # For the abuser, who knows the socket alone.
+        (folder / "port").write_text(str(self._port))
         self._environment = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1", **settings}
         super().__init__(folder=folder)
 
@@ -79,6 +83,8 @@ class Site(TemporaryDaemon):
             "STORE__DATA_DIR": str(self.data),
             "MODEL__THREADS": "1",
             "MODEL__HUGE_PAGES": "false",
+            "API__LISTEN": f"127.0.0.1:{self._port}",
+            "API__TOKEN": secrets.token_hex(16),
         }
         named = {f"EDGED_{name}": value for name, value in own.items()}
         return self._spawn(["-m", "edged.cli", "serve"], {**named, **self._environment})
@@ -94,11 +100,22 @@ class Site(TemporaryDaemon):
                     return
 
 
+def free_port() -> int:
+    """Return a TCP port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
 # -- abuses ------------------------------------------------------------------------------------------------------------
 
 INVALID = b'{"prompt":[' + b"-1," * 349_000 + b"-1]}"
 """A body of nearly 1 MiB, every element of which is wrong."""
 _ASK = "/v1/completions"
+_BOUNDARY, _FORM = b"XbX", "multipart/form-data; boundary=XbX"
+_LINE = b'{"prompt":"a","completion":"b"}\n'
+DEMO_TOKENS = 1536
+"""The demo model's vocabulary."""
 
 
 def sampling(client: Client, memory: dict[str, Any], turn: int) -> object:
@@ -128,6 +145,54 @@ def web_page(client: Client, memory: dict[str, Any], turn: int) -> None:
         status = int(raw.recv(65536).split()[1])
         if status >= 400:
             raise Refused(status, {})
+
+
+def bad_tokens(client: Client, memory: dict[str, Any], turn: int) -> object:
+    """Name the last token of the vocabulary, and such as are not in it, wherever a request may name one."""
+    last, beyond = DEMO_TOKENS - 1, (DEMO_TOKENS, 2**31 - 1)[turn % 2]
+    fields: list[dict[str, Any]] = [
+        {"logit_bias": {str(last): 100}, "min_tokens": 4, "stop_token_ids": [last]},
+        *({"logit_bias": {str(beyond): 100}}, {"stop_token_ids": [beyond], "min_tokens": 2}, {"prompt": [beyond]}),
+    ]
+    return client.post(_ASK, {"prompt": "hi", "max_tokens": 4, "n": 4, **fields[turn % len(fields)]})
+
+
+def structure(client: Client, memory: dict[str, Any], turn: int) -> object:
+    """Send bodies of little but structure: too much of it, and just as much as may be."""
+    lists, keys = b"[]," * 349_000 + b"[]", b",".join(b'"%x":0' % number for number in range(32_000))
+    return client.call("POST", _ASK, (b'{"x":[%s]}' % lists, b'{"x":{%s}}' % keys)[turn % 2])
+
+
+def preamble(client: Client, memory: dict[str, Any], turn: int) -> object:
+    """Send a form with a million empty lines before its first boundary."""
+    return client.call("POST", "/v1/files", b"\n" * 2**20 + b"--%s--\r\n" % _BOUNDARY, _FORM)
+
+
+def chunks(client: Client, memory: dict[str, Any], turn: int) -> None:
+    """Send a body in chunks of one byte over TCP, without a token, until the daemon takes no more."""
+    port = int(client.address.sockets[0].with_name("port").read_text())
+    path = (b"/healthz", b"/v1/models", _ASK.encode(), b"/nothing")[turn % 4]
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as raw:
+        raw.sendall(b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" % path)
+        for _ in range(200):
+            raw.sendall(b"1\r\na\r\n" * 40_000)
+
+
+def half_upload(client: Client, memory: dict[str, Any], turn: int) -> None:
+    """Begin to upload a large file, and stop half way."""
+    with _connect(client) as raw:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: %s\r\nContent-Length: %d\r\n\r\n"
+        raw.sendall(head % (_FORM.encode(), 64 << 20) + _form(_LINE * 2**19))
+        time.sleep(1.0)
+
+
+def large_job(client: Client, memory: dict[str, Any], turn: int) -> None:
+    """Have a large file checked for a job, and cancel it when it has begun."""
+    if "file" not in memory:
+        memory["file"] = client.call("POST", "/v1/files", _form(_LINE * 2**19, ended=True), _FORM)["id"]
+    job = client.post("/v1/fine_tuning/jobs", {"model": "demo", "training_file": memory["file"]})["id"]
+    time.sleep(2.0)
+    client.post(f"/v1/fine_tuning/jobs/{job}/cancel", {})
 
 
 def logprobs(client: Client, memory: dict[str, Any], turn: int) -> object:
@@ -220,6 +285,14 @@ def _teach(client: Client, prompt: str, chosen: str) -> object:
     return client.post("/v1/feedback", {"user": NAME, "prompt": prompt, "chosen": chosen, "rejected": "bad"})
 
 
+def _form(content: bytes, ended: bool = False) -> bytes:
+    """Return a form with a file, or its beginning."""
+    named = b'--%s\r\nContent-Disposition: form-data; name="%s"'
+    purpose = named % (_BOUNDARY, b"purpose") + b"\r\n\r\nfine-tune\r\n"
+    file = named % (_BOUNDARY, b"file") + b'; filename="a.jsonl"\r\n\r\n' + content
+    return purpose + file + b"\r\n--%s--\r\n" % _BOUNDARY * ended
+
+
 def _connect(client: Client) -> socket.socket:
     raw = socket.socket(socket.AF_UNIX)
     raw.settimeout(30.0)
@@ -307,6 +380,12 @@ def abuses_of(options: Namespace) -> dict[str, Abuse]:
         "connections": Abuse(connections, 1),
         "sampling": Abuse(sampling, 4),
         "web page": Abuse(web_page, 4),
+        "bad tokens": Abuse(bad_tokens, 4),
+        "structure": Abuse(structure, 4),
+        "preamble": Abuse(preamble, 2),
+        "chunks": Abuse(chunks, 4),
+        "half uploads": Abuse(half_upload, 4),
+        "large jobs": Abuse(large_job, 1),
         "special tokens": Abuse(special_tokens, 4),
         "empty messages": Abuse(empty_messages, 4),
         "leave": Abuse(leave, 8),

@@ -35,7 +35,8 @@ from edged.store.jobs.jobs import checkpoint_of, open_job_of
 _SERIES_PAIRS = 500
 MAX_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
-_MAX_MEMBERS = 256
+_MAX_MEMBERS, _MAX_EXTENDED = 256, 2048
+"""Members of an archive, and bytes of an extended header, which holds a long name or times."""
 REASONS = ("imported", "rebuilt")
 """Reasons that an imported version may record; `edged align rebuild` sends the second."""
 
@@ -206,12 +207,22 @@ async def _receive(request: web.Request, target: Path, most: int) -> None:
             await asyncio.to_thread(file.write, piece)
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose extended header, which tarfile searches in quadratic time, is bounded before it is read."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if not self.isreg() and self.size > _MAX_EXTENDED:
+            raise ImportRefused(f"a header in the archive has {self.size} bytes: at most {_MAX_EXTENDED}")
+        member: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return member
+
+
 def _unpack(archive: Path, folder: Path, most: int) -> None:
     """Extract the two files of an adapter from an archive, and nothing else. Raises ImportRefused."""
     folder.mkdir()
     try:
         # "r:" and not "r": nothing is decompressed, so the contents cannot exceed the upload.
-        with tarfile.open(archive, "r:") as tar:
+        with tarfile.open(archive, "r:", tarinfo=_Member) as tar:
             for number, member in enumerate(tar, 1):
                 if number > _MAX_MEMBERS:
                     raise ImportRefused(f"the archive has more than {_MAX_MEMBERS} members: an adapter has two files")

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from edged.api import events, metrics
 from edged.api.access import CALLER, Access, is_loopback
-from edged.api.errors import ApiError, Handler
+from edged.api.errors import ApiError, Handler, bad_request
 from edged.api.openapi import Route
 from edged.api.request_log import PROBES, add_request_id, request_lines
 from edged.api.routes import ROUTES
@@ -23,6 +23,9 @@ from edged.store.jobs.jobs import NO_ADAPTERS
 
 # A request keeps its caller under a plain string key, about which aiohttp warns.
 warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
+
+_NO_BODY = 64
+"""Bytes of a body that are read and dropped where none is taken."""
 
 
 def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
@@ -47,6 +50,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         if problem and not (row and row.always):
             raise problem
         if not (row and row.streamed):
+            if not (row and row.body):
+                _refuse_body(request)
             await _body_in_time(request, settings.limits.body_s)
         return await handler(request)
 
@@ -58,6 +63,14 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
     for route in ROUTES:
         route.add_to(app.router)
     return app
+
+
+def _refuse_body(request: web.Request) -> None:
+    """Raise ApiError (400) for a body where none is taken, before it is read; some clients send `{}` for none."""
+    size = request.content_length
+    if request.body_exists and (size is None or size > _NO_BODY):
+        told = f"{request.method} {request.path[:200]} takes no body, and this one has "
+        raise bad_request(told + ("chunks" if size is None else f"{size} bytes"), code="body_not_taken")
 
 
 async def _body_in_time(request: web.Request, body_s: float) -> None:

@@ -51,7 +51,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     services, caller = services_of(request), caller_of(request)
-    limits, (model, adapter) = services.limits, split_model(services, body.model)
+    limits, (model, adapter) = services.limits, split_model(services, caller, body.model)
     caller.demand_user(body.user, adapter)
     named = body.user or adapter
     # Each job would give its owner further limits.

@@ -14,8 +14,10 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, web
 from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_parser import RawRequestMessage
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from edged.api.access import unix_peer
 from edged.api.errors import ApiError
@@ -33,6 +35,12 @@ _MAX_WAITING = 1024
 """Requests and connections of one account that may wait for their turn: beyond it new connections are refused."""
 
 _TELL_AGAIN_S = 60.0
+_SHORT_CHUNK, _SLICE = 64, 4096
+"""Bytes of a chunk that is too short to come in thousands, and of what is parsed before the next look for such."""
+_MAX_FRAMING, _CONTENT = 4096, 8
+"""Bytes of a body's chunk marks: so many, and one for every so many of its content."""
+_DISCARD_S, _DISCARD_PAUSE_S = 10.0, 0.01
+"""Time for which the rest of a refused body is dropped, and time between two pieces of it."""
 
 
 class Connection(web.RequestHandler):
@@ -41,7 +49,10 @@ class Connection(web.RequestHandler):
     Unread bytes are buffered up to the transport's high-water mark (64 KiB); beyond it the handler waits.
     """
 
-    __slots__ = ("_account", "_header_timer", "_limits", "_shares", "_stall_timer", "_work")
+    __slots__ = (
+        *("_account", "_body", "_discards", "_framing", "_header_timer", "_limits", "_lost", "_shares"),
+        *("_stall_timer", "_work"),
+    )
 
     def __init__(
         self,
@@ -52,11 +63,20 @@ class Connection(web.RequestHandler):
         account: Hashable,
     ):
         options: dict[str, Any] = {"keepalive_timeout": limits.idle_s, "access_log": None}
+        # What is left of a body is dropped here, and none is unpacked.
+        options |= {"lingering_time": 0.0, "auto_decompress": False}
         super().__init__(manager, loop=loop, **options)
+        made = manager.request_factory
+        self._request_factory = lambda message, *parts: made(_as_text(message), *parts)
         self._limits, self._shares, self._account = limits, shares, account
         self._header_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._work: LoopWork[Any] | None = None
+        self._body: StreamReader = EMPTY_PAYLOAD
+        """The body that arrives."""
+        self._framing = 0
+        """Bytes that arrived for it, without its own."""
+        self._discards, self._lost = False, asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with self._counted():
@@ -67,19 +87,58 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         with self._counted():
             super().connection_lost(exc)
+            self._lost.set()
             self._header_came()
             if self._stall_timer is not None:
                 self._stall_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         with self._counted():
-            super().data_received(data)
+            if self._discards:
+                # Not as fast as it comes: nobody needs it.
+                self._pause_transport_reading()
+                self._loop.call_later(_DISCARD_PAUSE_S, self._resume_transport_reading)
+                return
+            # Short chunks cost the parser a hundred times as much as their bytes: they are looked for after each slice.
+            size = len(data) if data.count(b"\r\n") * _SHORT_CHUNK < len(data) else _SLICE
+            for first in range(0, len(data) or 1, size or 1):
+                part = data[first : first + size]
+                super().data_received(part)
+                self._bound_framing(len(part))
+                if self._discards:
+                    return
 
-    async def _handle_request(self, *arguments: Any) -> tuple[web.StreamResponse, bool]:
+    def _bound_framing(self, received: int) -> None:
+        """Have a body refused that is mostly marks of chunks; `received` bytes of it came, or of what is before it."""
+        body = self._messages[-1][1] if self._messages else self._body
+        if body is self._body:
+            self._framing += received
+        else:
+            self._body, self._framing = body, body.total_bytes
+        framing = self._framing - body.total_bytes
+        # While the reader is behind, some of what came is not parsed yet.
+        if not (body.is_eof() or self._reading_paused) and framing > _MAX_FRAMING + body.total_bytes // _CONTENT:
+            self._discards = True
+            message = f"the body came in chunks of a few bytes: send at least {_SHORT_CHUNK} in each"
+            body.set_exception(ApiError(400, message, code="short_chunks"))
+
+    async def _handle_request(self, request: web.BaseRequest, *more: Any) -> tuple[web.StreamResponse, bool]:
         """Handle a request, from its first look at the header to the last byte, when it is its account's turn."""
         self._header_came()
-        self._work = LoopWork(partial(super()._handle_request, *arguments))
-        return await self._shares.of(self._account).run(self._work)
+        self._work = LoopWork(partial(super()._handle_request, request, *more))
+        answered = await self._shares.of(self._account).run(self._work)
+        if not request.content.is_eof():
+            await self._discard_rest()
+        return answered
+
+    async def _discard_rest(self) -> None:
+        """Drop what is left of a refused body: its client may read the answer only when it has sent all, or not."""
+        self._discards = True
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._resume_transport_reading()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._lost.wait(), _DISCARD_S)
 
     def has_begun(self) -> None:
         """Count no more of the present request for its account."""
@@ -129,6 +188,24 @@ class Connection(web.RequestHandler):
         if self.transport is not None:
             log.info("a client was dropped: %s", reason)
             self.transport.abort()
+
+
+def _as_text(message: RawRequestMessage) -> RawRequestMessage:
+    """Return a request's head with text in each header; aiohttp writes bytes that are not UTF-8 as half surrogates."""
+    headers = message.headers
+    if all(value.isascii() for value in headers.values()):
+        return message
+    read = CIMultiDictProxy(CIMultiDict((name, _header_text(value)) for name, value in headers.items()))
+    return message._replace(headers=read)
+
+
+def _header_text(value: str) -> str:
+    """Read a header's value as UTF-8, or else as Latin-1, which HTTP once was in."""
+    data = value.encode("utf-8", "surrogateescape")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.decode("latin-1")
 
 
 def has_begun(request: web.Request) -> None:

@@ -72,9 +72,6 @@ class ApiError(Exception):
             response.headers["Allow"] = self.allowed
         if self.status in (429, 503):
             response.headers["Retry-After"] = str(math.ceil(self.retry_after_s))
-        if self.status == 408:
-            # The rest of the body may still arrive, and must not be read as the next request.
-            response.force_close()
         return response
 
 

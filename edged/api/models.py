@@ -1,20 +1,24 @@
 """`GET /v1/models` and `GET /v1/models/{id}`; model names are parsed and token ids checked here.
 
-`BASE` is the served model, `BASE:NAME` the same with that user's adapter.
+`BASE` is the served model, `BASE:NAME` the same with that user's adapter. `BASE:latest` is the served model, too, as in
+Ollama, where the caller has no adapter of that name.
 """
 
 from collections.abc import Iterable
 
 from aiohttp import web
 
-from edged.api.access import caller_of
+from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
 
+_TAG = "latest"
+"""The tag of Ollama's names that have none."""
 
-def split_model(services: Services, model: str | None) -> tuple[str, str | None]:
+
+def split_model(services: Services, caller: Caller, model: str | None) -> tuple[str, str | None]:
     """Return (the model's name as the answer states it, the adapter that it names). None is the base model.
 
     An adapter that has no version yet may be named: the base model answers. Raises ApiError.
@@ -25,6 +29,8 @@ def split_model(services: Services, model: str | None) -> tuple[str, str | None]
     adapter = model.removeprefix(f"{base}:")
     if adapter == model or not USER_NAME.fullmatch(adapter):
         raise _unknown(services, model)
+    if adapter == _TAG and not (caller.speaks_for(_TAG) and services.engine.version(_TAG)):
+        return base, None
     return model, adapter
 
 
@@ -52,10 +58,10 @@ async def list_models(request: web.Request) -> ModelList:
 
 async def get_model(request: web.Request) -> Model:
     """One model."""
-    services = services_of(request)
+    services, caller = services_of(request), caller_of(request)
     name = request.match_info["id"]
-    _, adapter = split_model(services, name)
-    caller_of(request).demand_user(adapter)
+    _, adapter = split_model(services, caller, name)
+    caller.demand_user(adapter)
     if adapter is not None and services.engine.version(adapter) is None:
         raise _unknown(services, name)
     return _model(services, adapter)

@@ -64,6 +64,9 @@ async def request_lines(request: web.Request, handler: Handler) -> web.StreamRes
         except Exception as failure:
             error = http_error(request, failure) if isinstance(failure, web.HTTPException) else as_api_error(failure)
             response = error.response()
+        if not request.content.is_eof():
+            # The rest of the body may still arrive, and must not be read as the next request.
+            response.force_close()
         _write_line(request, response.status, time.monotonic() - started, error)
         return response
     except asyncio.CancelledError:

@@ -23,6 +23,7 @@ from edged.align.feedback.signals import SIGNALS
 from edged.api.access import caller_of
 from edged.api.errors import ApiError, bad_request
 from edged.api.loop_shares import SHARE
+from edged.runtime import bounded_json
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
 from edged.settings.load import USER_NAME, ReadingSettings
@@ -53,15 +54,6 @@ def _refuse(message: str) -> NoReturn:
     raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
 
 
-def _clean(text: str) -> str:
-    """Refuse text that UTF-8 cannot encode: JSON can escape half a surrogate pair, which is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        _refuse("contains half a surrogate pair (\\ud800 to \\udfff), which is no character")
-    return text
-
-
 def _check_user(user: str) -> str:
     if not USER_NAME.fullmatch(user):
         way_out = 'use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
@@ -81,7 +73,18 @@ def _at_most(most: int, what: str) -> Callable[[Any], Any]:
 
 
 UserName = Annotated[str, Field(json_schema_extra={"pattern": USER_PATTERN}), AfterValidator(_check_user)]
-_CLEAN = AfterValidator(_clean)
+OptionalUser = Annotated[UserName | None, BeforeValidator(lambda user: None if user == "" else user)]
+AnswerTokens = Annotated[
+    Annotated[int, Field(ge=1)] | None, BeforeValidator(lambda most: _MAX_TOKENS if most == -1 else most)
+]
+"""The most tokens of an answer; -1 is LM Studio's and llama.cpp's word for as many as the context holds."""
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    *(Field(max_length=16), BeforeValidator(_at_most(16, "fields"))),
+]
+RUN_NAME = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_LABELS = {"application": USER_NAME, "run": RUN_NAME}
+"""What names in `metadata` must be to say which run of which application a call belongs to."""
 
 
 class Body(BaseModel):
@@ -129,12 +132,7 @@ class Message(Body):
         """Return the message for chat templates and the store: `developer` becomes `system`, parts are joined."""
         parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": _clean("\n".join(parts))}
-
-    @model_validator(mode="after")
-    def _encodable(self) -> Message:
-        self.plain()
-        return self
+        return {"role": role, "content": "\n".join(parts)}
 
 
 Messages = Annotated[
@@ -161,7 +159,7 @@ def _one_prompt(prompt: Any) -> Any:
         prompt = prompt[0]
     if len(prompt) == 0:
         _refuse("is empty")
-    return _clean(prompt) if isinstance(prompt, str) else prompt
+    return prompt
 
 
 Stops = Annotated[
@@ -231,12 +229,12 @@ class _Generation(Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None
-    user: UserName | None = None
+    user: OptionalUser = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: AnswerTokens = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -250,7 +248,7 @@ class _Generation(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=_MAX_STOPS)] | None = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
 
@@ -261,6 +259,18 @@ class _Generation(Body):
             if isinstance(body, dict) and body.get(name) not in _NEUTRAL:
                 _refuse(f'"{name}" is not supported: leave it out')
         return body
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The application and run that `metadata` names; free text, which other programs write there, names none."""
+        given = self.metadata or {}
+        return {name: given[name] for name, usable in _LABELS.items() if usable.fullmatch(given.get(name, ""))}
+
+    @property
+    def ignored(self) -> str:
+        """The first names of fields that have no effect, for a header."""
+        unused = [f"metadata.{name}" for name in _LABELS.keys() & (self.metadata or {}).keys() - self.labels.keys()]
+        return ", ".join(filter(None, [super().ignored, *sorted(unused)]))
 
     @property
     def choices(self) -> int:
@@ -292,7 +302,7 @@ class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: AnswerTokens = None
     logprobs: bool | None = None
     qoe: QoeRequest | None = QoeRequest()
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -351,11 +361,11 @@ class CompletionRequest(_Generation):
 class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
 
-    completion_id: Annotated[str, Field(min_length=1, max_length=200), _CLEAN]
-    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]}), _CLEAN]
-    user: UserName | None = None
+    completion_id: Annotated[str, Field(min_length=1, max_length=200)]
+    signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
+    user: OptionalUser = None
     choice: int | None = None
-    text: Annotated[str, _CLEAN] | None = None
+    text: str | None = None
     seconds: float | None = None
 
 
@@ -363,10 +373,10 @@ class PairRequest(_Own):
     """`POST /v1/feedback` with an explicit pair."""
 
     user: UserName
-    chosen: Annotated[str, _CLEAN]
-    rejected: Annotated[str, _CLEAN]
+    chosen: str
+    rejected: str
     messages: Messages | None = None
-    prompt: Annotated[str, Field(min_length=1), _CLEAN] | None = None
+    prompt: Annotated[str, Field(min_length=1)] | None = None
     prompt_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
 
@@ -453,12 +463,12 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Parse a body that is a JSON object. Raises ApiError."""
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not JSON")
+        raise ValueError(f"not JSON: {name}")
 
     try:
-        body = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {str(error)[:200]}", code="malformed_json") from None
+        body = bounded_json.loads(data.decode("utf-8-sig"), parse_constant=refuse)
+    except ValueError as error:
+        raise bad_request(f"the body cannot be read: {str(error)[:200]}", code="malformed_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body is not a JSON object", code="malformed_json")
     return body
@@ -485,11 +495,10 @@ def _fields(location: tuple[int | str, ...]) -> list[int | str]:
 
 
 def _short(value: Any) -> str:
-    """Encode a value as JSON, cut to 60 characters."""
-    try:
-        text = json.dumps(value)
-    except ValueError:
-        text = "a number that is too long"
+    """Encode a value as JSON, cut to 60 characters; a long list or object is told by its size."""
+    if isinstance(value, list | dict) and len(value) > 8:
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    text = json.dumps(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from multidict import CIMultiDictProxy
 
 from edged.api.errors import bad_request
-from edged.api.requests import ChatRequest, CompletionRequest
+from edged.api.requests import RUN_NAME, ChatRequest, CompletionRequest
 from edged.demand.predictor import DemandPredictor, features_of
 from edged.observe.observer import Histogram
 from edged.scheduler.fairness.virtual_time import call_cost
@@ -30,7 +30,6 @@ from edged.store.application_runs import add_run, forget_runs, latest_runs, salt
 
 log = logging.getLogger("edged.api")
 APPLICATION_HEADER, RUN_HEADER = "X-Edged-Application", "X-Edged-Run"
-_RUN = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """`traceparent` of W3C Trace Context."""
 _MAX_OPEN = 1024
@@ -65,19 +64,18 @@ def names_of(
 
     Raises ApiError (400) for names that cannot be used, and for two that differ.
     """
-    metadata = body.metadata or {}
-    application = _named(headers, APPLICATION_HEADER, metadata, "application")
+    application = _named(headers, APPLICATION_HEADER, body.labels, "application")
     if application and not USER_NAME.fullmatch(application):
         raise _unusable(application, "a type of application", "1 to 64 of letters, digits and . _ @ -")
-    run = _named(headers, RUN_HEADER, metadata, "run")
-    if run and not _RUN.fullmatch(run):
+    run = _named(headers, RUN_HEADER, body.labels, "run")
+    if run and not RUN_NAME.fullmatch(run):
         raise _unusable(run, "a run", "1 to 128 of letters, digits and . _ : @ / + = -")
     return RunNames(application or _type_of(body), run or _session(headers, body, settings))
 
 
-def _named(headers: CIMultiDictProxy[str], header: str, metadata: Mapping[str, str], key: str) -> str:
+def _named(headers: CIMultiDictProxy[str], header: str, labels: Mapping[str, str], key: str) -> str:
     return _one(
-        {**{value: header for value in headers.getall(header, ())}, **_said(metadata.get(key), f"metadata.{key}")}
+        {**{value: header for value in headers.getall(header, ())}, **_said(labels.get(key), f"metadata.{key}")}
     )
 
 
@@ -104,7 +102,7 @@ def _session(headers: CIMultiDictProxy[str], body: ChatRequest | CompletionReque
     if not run and (trace := _TRACE.fullmatch(headers.get("traceparent", ""))):
         run = trace[1]
     # Other programs' names are as they please.
-    return run if _RUN.fullmatch(run) or not run else hashlib.sha256(run.encode()).hexdigest()[:32]
+    return run if RUN_NAME.fullmatch(run) or not run else hashlib.sha256(run.encode()).hexdigest()[:32]
 
 
 def _type_of(body: ChatRequest | CompletionRequest) -> str:

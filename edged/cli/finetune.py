@@ -1,5 +1,6 @@
 """The commands `edged finetune` and `edged files`: fine-tuning jobs over files of examples."""
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ class _Form:
     path: Path
 
     def __iter__(self) -> Iterator[bytes]:
-        name = self.path.name.replace('"', "'")
+        name = os.fsencode(self.path.name).decode("utf-8", "replace").replace('"', "'")
         head = 'Content-Disposition: form-data; name="purpose"\r\n\r\nfine-tune'
         file = f'Content-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
         yield f"--{_BOUNDARY}\r\n{head}\r\n--{_BOUNDARY}\r\n{file}".encode()

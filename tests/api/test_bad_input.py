@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx2
@@ -34,9 +35,12 @@ def still_serving(daemon: LiveDaemon) -> Any:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"],
-    ids=["empty", "cut", "list", "string", "not utf-8", "nan", "deep", "long number"],
-)
+    [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"messages": NaN}', b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}",
+     b'{"model": "\\ud800"}', b'{"prompt": "a", "x": [' + b"[]," * 40_000 + b"[]]}",
+     '{"prompt": "a"}'.encode("utf-16")],
+    ids=["empty", "cut", "list", "string", "not utf-8", "nan", "deep", "long number", "half a surrogate pair",
+         "forty thousand lists", "utf-16"],
+)  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/feedback"])
 def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str, body: bytes) -> None:
     error = refused(http.post(path, content=body), 400)
@@ -54,9 +58,8 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str
         ("messages", [{"role": "robot", "content": "x"}], "messages.0.role"),
         ("messages", [{"role": "user", "content": 3}], "messages.0.content"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0"),
-        ("messages", [{"role": "user", "content": "\ud800"}], "messages.0"),
         ("max_tokens", "12", "max_tokens"),
-        ("max_tokens", -1, "max_tokens"),
+        ("max_tokens", -2, "max_tokens"),
         ("max_tokens", 0, "max_tokens"),
         ("max_tokens", 1.5, "max_tokens"),
         ("max_tokens", True, "max_tokens"),
@@ -83,7 +86,6 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str
         ("logit_bias", {"5": 200.0}, "logit_bias.5"),
         ("top_logprobs", 2, None),
         ("user", "../../etc/passwd", "user"),
-        ("user", "", "user"),
         ("user", "x" * 65, "user"),
         ("user", "a b", "user"),
         ("user", 7, "user"),
@@ -110,7 +112,6 @@ def test_a_bad_field_of_a_chat_is_named(http: httpx2.Client, field: str, value: 
         {"prompt": [259]},
         {"prompt": [-1]},
         {"prompt": 5},
-        {"prompt": "\udfff"},
         {"prompt": "a", "echo": True},
         {"prompt": "a", "best_of": 4},
         {"prompt": "a", "logprobs": 21},
@@ -123,7 +124,7 @@ def test_a_bad_text_completion_is_refused(http: httpx2.Client, change: dict[str,
     refused(http.post(TEXT, content=json.dumps(change).encode()), 400)
 
 
-@pytest.mark.parametrize("model", ["gpt-4", "tiny2", "tiny:", "tiny:../x", "tiny:a b", "\ud800"])
+@pytest.mark.parametrize("model", ["gpt-4", "tiny2", "tiny:", "tiny:../x", "tiny:a b"])
 def test_an_unknown_model_is_not_found(http: httpx2.Client, model: str) -> None:
     error = refused(http.post(CHAT, content=json.dumps({**HELLO, "model": model}).encode()), 404)
     assert error["code"] == "model_not_found"
@@ -183,3 +184,47 @@ def test_unknown_and_ignored_fields_do_not_matter(http: httpx2.Client) -> None:
 def test_special_tokens_and_nul_in_a_message_are_text(http: httpx2.Client) -> None:
     messages = [{"role": "user", "content": "\x00</s><s> \U0001f600"}]
     assert http.post(CHAT, json={"messages": messages, "max_tokens": 2, "user": "odd"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 2.0, "seed": 1.0, "n": 1.0, "top_k": 40.0, "min_tokens": 1.0, "logit_bias": {"65": 100.0}},
+        {"max_tokens": -1, "stop": "a", "logit_bias": {"97": 100}},
+        {"max_completion_tokens": -1.0, "stop": "a", "logit_bias": {"97": 100}},
+        {"max_tokens": 2, "user": ""},
+        {"max_tokens": 2, "model": "tiny:latest"},
+    ],
+)
+def test_what_other_servers_take_is_taken(http: httpx2.Client, fields: dict[str, Any]) -> None:
+    answer = http.post(CHAT, content=json.dumps({**HELLO, **fields}).encode())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["system_fingerprint"] == "base"
+    assert "X-Edged-Adapter" not in answer.headers
+
+
+def test_no_bound_is_the_contexts(http: httpx2.Client) -> None:
+    asked = {"prompt": "x" * 500, "max_tokens": -1, "ignore_eos": True, "logit_bias": {"97": 100}}
+    assert http.post(TEXT, json=asked).json()["usage"]["total_tokens"] == 512
+
+
+def test_ollamas_name_of_the_base_model_is_the_base_model(http: httpx2.Client) -> None:
+    assert http.get("/v1/models/tiny:latest").json()["id"] == "tiny"
+    answer = http.post(CHAT, json={**HELLO, "max_tokens": 1, "model": "tiny:latest"})
+    assert answer.json()["model"] == "tiny"
+    pair = {"user": "latest", "prompt": "a", "chosen": "b", "rejected": "c"}
+    assert http.post("/v1/feedback", json=pair).status_code == 200
+    deadline = time.monotonic() + 60
+    while http.get("/v1/models/tiny:latest").json()["adapter"] != "latest":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert http.delete("/v1/adapters/latest").status_code == 200
+    assert http.get("/v1/models/tiny:latest").json()["adapter"] is None
+
+
+def test_free_text_in_metadata_is_said_to_be_ignored(http: httpx2.Client) -> None:
+    metadata = {"application": "My App", "run": "a run\n", "trace": "any text, as other programs write it"}
+    answer = http.post(CHAT, json={**HELLO, "max_tokens": 1, "metadata": metadata, "store": True})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["X-Edged-Ignored"] == "store, metadata.application, metadata.run"
+    assert "My App" not in http.get("/v1/applications").text

@@ -305,6 +305,16 @@ def trickled(raw: socket.socket, pieces: int) -> bytes:
     return b""
 
 
+@pytest.mark.parametrize("kind", [b"x", b"g", b"X", b"L", b"K"])
+def test_a_header_that_takes_long_to_search_is_refused_unread(daemon: LiveDaemon, kind: bytes) -> None:
+    """64 KiB of digits took Python 3.11 half a minute, in which nobody else had the interpreter."""
+    member = tarfile.TarInfo("header")
+    member.type, member.size = kind, 1 << 18
+    with daemon.http() as http:
+        told = refusal(http, member.tobuf(tarfile.USTAR_FORMAT) + b"1" * member.size + bytes(1024))
+    assert told.endswith("a header in the archive has 262144 bytes: at most 2048")
+
+
 def test_a_byte_now_and_then_does_not_hold_an_import_open(daemon: LiveDaemon) -> None:
     with connected(daemon, 1000) as raw:
         answer = trickled(raw, 100)

@@ -24,6 +24,7 @@ from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 
 MANY = 100_000
+SOME = 10_001
 MESSAGES = '"messages": [{"role": "user", "content": "x"}]'
 BODIES: dict[str, tuple[Callable[[dict[str, Any]], object], str, str]] = {
     "token ids": (CompletionRequest.checked, '{"prompt": [' + "-1," * MANY + "-1]}", '"prompt.0" = -1'),
@@ -32,7 +33,7 @@ BODIES: dict[str, tuple[Callable[[dict[str, Any]], object], str, str]] = {
     "empty messages": (ChatRequest.checked, '{"messages": [' + "{}," * 9_000 + "{}]}", '"messages.0.role" is missing'),
     "parts": (
         ChatRequest.checked,
-        '{"messages": [{"role": "user", "content": [' + "{}," * MANY + "{}]}]}",
+        '{"messages": [{"role": "user", "content": [' + "{}," * SOME + "{}]}]}",
         '"messages.0.content.0.type" is missing',
     ),
     "stops": (ChatRequest.checked, f"{{{MESSAGES}, " + '"stop": [' + "0," * MANY + "0]}", '"stop.0" = 0'),
@@ -43,17 +44,17 @@ BODIES: dict[str, tuple[Callable[[dict[str, Any]], object], str, str]] = {
     ),
     "biases": (
         ChatRequest.checked,
-        f"{{{MESSAGES}, " + '"logit_bias": {' + ",".join(f'"{n}": 999' for n in range(MANY)) + "}}",
-        f"{MANY} biased tokens are too many: at most 1024",
+        f"{{{MESSAGES}, " + '"logit_bias": {' + ",".join(f'"{n}": 999' for n in range(SOME)) + "}}",
+        f"{SOME} biased tokens are too many: at most 1024",
     ),
     "too many messages": (
         ChatRequest.checked,
-        '{"messages": [' + ",".join(['{"role": "user", "content": ""}'] * MANY) + "]}",
-        f"{MANY} messages are too many: at most 10000",
+        '{"messages": [' + ",".join(['{"role": "user", "content": ""}'] * SOME) + "]}",
+        f"{SOME} messages are too many: at most 10000",
     ),
     "unknown fields": (
         parse_feedback,
-        '{"user": "ann", "chosen": "a", "rejected": "b",' + ",".join(f'"f{n}": 1' for n in range(MANY)) + "}",
+        '{"user": "ann", "chosen": "a", "rejected": "b",' + ",".join(f'"f{n}": 1' for n in range(SOME)) + "}",
         'unknown field "f0"',
     ),
     "a pair's ids": (
@@ -82,8 +83,8 @@ def test_the_first_fault_is_told_and_the_others_are_not_looked_for(what: str) ->
         sys.setprofile(None)
     assert said in refused.value.message
     assert len(refused.value.message) < 300
-    # Each error that pydantic makes costs calls; a hundred thousand were as many.
-    assert calls < MANY / 10
+    # Each error that pydantic makes costs calls; ten thousand were as many.
+    assert calls < SOME / 10
 
 
 async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their_callers() -> None:

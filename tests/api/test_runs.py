@@ -81,7 +81,6 @@ def test_the_type_is_what_is_said_or_the_agents_system_message() -> None:
         ([("X-Edged-Run", "a b")], {}, "cannot name a run"),
         ([("X-Edged-Run", "a" * 129)], {}, "cannot name a run"),
         ([("X-Edged-Application", "a/b")], {}, "cannot name a type"),
-        ([], {"metadata": {"application": "a" * 65}}, "cannot name a type"),
         ([], {"metadata": ["a"]}, "metadata"),
         ([], {"metadata": {"run": 3}}, "metadata"),
         ([], {"metadata": {str(number): "a" for number in range(17)}}, "metadata"),

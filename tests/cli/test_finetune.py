@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from tests.api.jobs.test_jobs import preferences
@@ -66,3 +67,15 @@ def test_a_file_is_added_listed_and_deleted(daemon: Daemon, tmp_path: Path) -> N
     assert "does not exist" in daemon.run("files", "show", added["id"], code=1).stderr
     missing = daemon.run("files", "add", str(tmp_path / "none.jsonl"), code=1).stderr
     assert missing == f"edged: {tmp_path}/none.jsonl cannot be read: No such file or directory\n"
+
+
+def test_a_file_whose_name_is_not_utf_8_is_added_and_learned(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"x\xff.jsonl")
+    path.write_bytes(preferences(2))
+    added = json.loads(daemon.run("files", "add", str(path), "--json").stdout)
+    assert added["filename"] == "x\N{REPLACEMENT CHARACTER}.jsonl"
+    arguments = ("--method", "dpo", "--epochs", "1", "--suffix", "named", "--watch")
+    assert daemon.run("finetune", "create", str(path), *arguments).stdout.endswith("tiny:named answers\n")
+    gone = tmp_path / os.fsdecode(b"\xff\xfe.jsonl")
+    assert "cannot be read" in daemon.run("files", "add", str(gone), code=1).stderr
+    assert "cannot be read" in daemon.run("finetune", "create", str(gone), code=1).stderr

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, measured, peft_name, served
+from edged.runtime import bounded_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
@@ -136,10 +137,10 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
-        config = json.loads(path.read_text("utf-8"))
+        config = bounded_json.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ImportRefused(f"{path.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ImportRefused(f"{path.name} is not a JSON object")

@@ -4,7 +4,6 @@ An example is one pair or, for a chat, one for each assistant turn that is score
 `edged.align.feedback.pair_formats`; without `rejected` its answer alone is learned, and one without `chosen` is bad.
 """
 
-import json
 import struct
 import tempfile
 import time
@@ -132,8 +131,4 @@ def parse_example(line: bytes) -> Example:
     if len(line) == _LONGEST and not line.endswith(b"\n"):
         raise FormatError(f"it is longer than {_LONGEST} bytes: split it")
     row = parse_object(line)
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise FormatError("it contains half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     return parse_row(row)

@@ -11,7 +11,6 @@ import codecs
 import contextlib
 import errno
 import gzip
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from edged.align.feedback.row_shapes import (
     parse_row,
     text_of,
 )
+from edged.runtime import bounded_json
 
 if TYPE_CHECKING:
     from edged.store.feedback import PairRow
@@ -166,11 +166,11 @@ def _parsed(line: bytes, parse: Callable[[Pair], tuple[Pair, str]], taken: Count
 def parse_object(line: bytes) -> Pair:
     """Parse a line that is a JSON object. Raises FormatError."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = bounded_json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise FormatError(f"not UTF-8: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {error}") from None
+    except ValueError as error:
+        raise FormatError(str(error)) from None
     if not isinstance(row, dict):
         raise FormatError(f"not a JSON object: {type(row).__name__}")
     return row

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from edged.align.jobs import LOSSES
 from edged.api.errors import bad_request
-from edged.api.requests import Body
+from edged.api.requests import Body, Metadata
 from edged.api.responses import Answer
 
 _Auto = Literal["auto"]
@@ -50,12 +50,7 @@ class JobRequest(Body):
     method: JobMethod | None = None
     hyperparameters: Hyperparameters | None = None
     integrations: list[Any] | None = None
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
 
     def learned_by(self) -> tuple[str, dict[str, Any]]:
         """Return the method and its hyperparameters, without those that it has none of. Raises ApiError."""

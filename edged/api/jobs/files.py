@@ -8,12 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from aiohttp import BodyPartReader, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
+from edged.api.jobs.forms import FormReader
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
 from edged.store.data_dir import FILES_FOLDER, SCRATCH
@@ -66,7 +66,7 @@ async def _store_upload(request: web.Request, services: Services, caller: Caller
     try:
         async with upload_in_time(services.settings.limits.body_s, size):
             fields, name, digest = await _receive(request, draft, most)
-    except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
+    except (ValueError, web.RequestPayloadError) as error:
         raise bad_request(f"the form cannot be read: {str(error)[:200]}", code="malformed_form") from None
     if fields.get("purpose") != "fine-tune":
         raise bad_request(f'purpose = "{fields.get("purpose", "")[:40]}": edged takes "fine-tune"', "purpose")
@@ -121,31 +121,30 @@ async def _receive(request: web.Request, draft: Path, most: int) -> tuple[dict[s
     """
     fields: dict[str, str] = {}
     name = digest = ""
-    reader = await request.multipart()
+    form = FormReader(request.content, request.headers.get("Content-Type", ""))
     for _ in range(_MAX_FIELDS):
-        part = await reader.next()
+        part = await form.next()
         if part is None:
             return fields, name, digest
-        if not isinstance(part, BodyPartReader):
-            raise ValueError("a part is a form of its own")
-        if part.name == "file" and not digest:
-            name = (part.filename or "file")[:200].encode("utf-8", "replace").decode()
-            digest = await _write(part, draft, most)
+        field, filename = part
+        if field == "file" and not digest:
+            name = (filename or "file")[:200].encode("utf-8", "replace").decode()
+            digest = await _write(form, draft, most)
         else:
             value = bytearray()
-            while piece := await part.read_chunk(_MAX_FIELD):
+            while piece := await form.read():
                 value += piece
                 if len(value) > _MAX_FIELD:
-                    raise bad_request(f'field "{(part.name or "")[:40]}" is longer than {_MAX_FIELD} bytes')
-            fields[part.name or ""] = value.decode("utf-8", "replace")
+                    raise bad_request(f'field "{field[:40]}" is longer than {_MAX_FIELD} bytes')
+            fields[field] = value.decode("utf-8", "replace")
     raise ValueError(f"it has more than {_MAX_FIELDS} fields")
 
 
-async def _write(part: BodyPartReader, draft: Path, most: int) -> str:
+async def _write(form: FormReader, draft: Path, most: int) -> str:
     """Write a part to a file; returns its SHA-256. Raises ApiError (413) for more than `most` bytes, and (507)."""
     sha, size, looked = hashlib.sha256(), 0, 0
     with draft.open("wb") as file:
-        while piece := await part.read_chunk(_PIECE):
+        while piece := await form.read():
             size += len(piece)
             if size > most:
                 bounds = "jobs.max_file_mb, jobs.files_mb, limits.stored_mb and the room on the disk"

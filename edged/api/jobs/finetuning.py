@@ -40,7 +40,7 @@ async def create(request: web.Request) -> Job:
     method, hyperparameters = body.learned_by()
     if body.integrations:
         raise bad_request("integrations are not supported: leave them out", "integrations")
-    model, parent = split_model(services, body.model)
+    model, parent = split_model(services, caller, body.model)
     caller.demand_user(parent)
     if parent is not None and not services.engine.version(parent):
         raise ApiError(404, f'model "{model}" has learned nothing: name "{services.model}"', "model", "model_not_found")
