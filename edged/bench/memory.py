@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
 
-from edged.engine.model.loading import ModelRefused, pick_dtype
+from edged.engine.model.loading import ModelRefused, pick_dtype, read_config
 from edged.engine.model.memory_model import BaseShape, kept_bytes, kept_kinds, needs
 from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
@@ -36,8 +35,8 @@ class ModelSizes:
     @classmethod
     def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
         """Read a model's sizes from a directory or a config.json. Raises ModelRefused."""
+        config = read_config(str(path), trust_remote_code=False)
         try:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             shape = BaseShape.of_config(config, settings.align.target_modules)
         except ModelRefused:
             raise
