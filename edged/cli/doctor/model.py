@@ -147,6 +147,15 @@ def tokenizer(it: Examination) -> Finding | None:
     return doubtful(f"{found[0]}, without a chat template", way_out)
 
 
+def tokens(it: Examination) -> Finding | None:
+    """Check that the tokenizer, its chat template and its end tokens fit the model."""
+    if refused := it.tokens.get("refused"):
+        return broken(refused, _AGAIN)
+    if problems := it.tokens.get("problems"):
+        return doubtful("; ".join(problems), f"tokenizer and model belong together: {_AGAIN}")
+    return None
+
+
 def profile(it: Examination) -> Finding:
     """Check that there is a cost profile for this model on this device."""
     from edged.scheduler.cost.profile import FOLDER, Profile, ProfileError
