@@ -12,6 +12,7 @@ from edged.api.errors import ApiError, bad_request
 from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
+from edged.text.tokenizer import TokenizerError
 
 
 def split_model(services: Services, model: str | None) -> tuple[str, str | None]:
@@ -30,8 +31,10 @@ def split_model(services: Services, model: str | None) -> tuple[str, str | None]
 
 def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
     """Raise ApiError unless all are token ids of the model; `param` names their field."""
-    if (largest := max(ids, default=0)) >= services.vocab_size:
-        raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
+    try:
+        services.tokenizer.check(ids)
+    except TokenizerError as error:
+        raise bad_request(str(error), param) from None
 
 
 def _unknown(services: Services, model: str) -> ApiError:

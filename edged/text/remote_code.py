@@ -54,7 +54,7 @@ def _maps(config: dict[str, Any], *names: str) -> bool:
 def read_json(path: Path) -> dict[str, Any]:
     """Return a JSON object, empty where the file has none: its reader raises the error."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from edged.runtime import logs
@@ -24,6 +24,8 @@ _STAND_IN = "\N{OBJECT REPLACEMENT CHARACTER}answer\N{OBJECT REPLACEMENT CHARACT
 """Marks where a chat template writes an answer."""
 _WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
+_MOST_NAMED = 5
+"""Tokens without a row that a message names."""
 _CONTEXT_TOKENS = 8
 """Number of tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
 
@@ -37,23 +39,38 @@ class NoChatTemplate(TokenizerError):
 
 
 class Tokenizer:
-    """The tokenizer and chat template that `save_pretrained` wrote beside a model.
+    """The tokenizer and chat template that `save_pretrained` wrote beside a model, held against the model's size.
 
-    Safe to use from several threads: nothing in the tokenizer changes after `load`.
+    All ids that reach the model come from here or pass `check`. Safe to use from several threads: nothing in the
+    tokenizer changes after `load`.
     """
 
-    def __init__(self, tokenizer: Any, name: str, generation_eos: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, name: str, generation_eos: Sequence[int] = (), vocab_size: int | None = None
+    ) -> None:
+        """`vocab_size` is the model's number of tokens, by default the tokenizer's; it may be larger (padded).
+
+        Raises TokenizerError.
+        """
         self._tokenizer, self._name = tokenizer, name
-        eos = {int(token) for token in generation_eos}
+        ids = {int(token_id): token for token, token_id in tokenizer.get_vocab().items()}
+        self._size = max(ids, default=-1) + 1
+        self.vocab_size: int = self._size if vocab_size is None else vocab_size
+        """Number of rows of the model's embedding, and of scores of its head."""
+        self.rowless = {token_id: ids[token_id] for token_id in sorted(ids) if token_id >= self.vocab_size}
+        """Tokens that have no row in the embedding, by id: texts that contain one are refused."""
         own = tokenizer.eos_token_id
-        if own is None and not eos:
+        ends = [*([] if own is None else [int(own)]), *generation_eos]
+        known = [token for token in ends if 0 <= token < self.vocab_size]
+        self._unknown_ends = sorted(set(ends).difference(known))
+        if not known:
             way_out = "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
-            raise TokenizerError(f'model "{name}" has no end-of-sequence token: {way_out}')
-        self.eos_id: int = min(eos) if own is None else int(own)
-        """The token that ends an answer in training (the tokenizer's, as TRL appends it)."""
-        self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
+            seen = f" among its {self.vocab_size} tokens ({self._unknown_ends} are not)" if ends else ""
+            raise TokenizerError(f'model "{name}" has no end-of-sequence token{seen}: {way_out}')
+        self.eos_id: int = known[0]
+        """The token that ends an answer in training: the tokenizer's, as TRL appends it, else the first configured."""
+        self.eos_ids: frozenset[int] = frozenset(known)
         """All tokens that end an answer in serving."""
-        self.vocab_size: int = len(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
@@ -80,7 +97,38 @@ class Tokenizer:
             raise TokenizerError(f'model "{directory}" has {why}: {_WRITE_ONE}') from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
             raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
-        return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
+        vocab_size = _vocab_size(directory, trust_remote_code)
+        return cls(tokenizer, str(directory), _generation_eos(Path(directory)), vocab_size)
+
+    def check(self, ids: Iterable[int]) -> None:
+        """Raise TokenizerError, which names the largest of the `ids`, unless all are tokens of the model."""
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            named = f' ("{self.rowless[largest]}")' if largest in self.rowless else ""
+            raise TokenizerError(f"token id {largest}{named} is not one of this model's {self.vocab_size}")
+
+    def problems(self) -> list[str]:
+        """Return what in the tokenizer's files does not fit the model, for people to mend: the start is not refused."""
+        found, trial = [], [{"role": "user", "content": "a"}]
+        if self.rowless:
+            named = ", ".join(f'{token_id} "{token}"' for token_id, token in [*self.rowless.items()][:_MOST_NAMED])
+            more = f" and {len(self.rowless) - _MOST_NAMED} more" if len(self.rowless) > _MOST_NAMED else ""
+            rows = f"have no row in the model's embedding of {self.vocab_size}: texts with one are refused"
+            found.append(f"tokens of its tokenizer {rows}: {named}{more}")
+        if self._unknown_ends:
+            ids = ", ".join(map(str, self._unknown_ends))
+            found.append(f"end tokens that are not among the model's {self.vocab_size} end no answer: {ids}")
+        for what, encode in {
+            "plain prompts are refused": lambda: self.encode_prompt("a"),
+            "chats are refused": lambda: self.render_chat(trial),
+            "answers in chats are not learned": lambda: self.encode_reply(trial, "a"),
+        }.items():
+            try:
+                encode()
+            except NoChatTemplate:
+                break
+            except TokenizerError as error:
+                found.append(f"{what}: {error}")
+        return found
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the tokens of a conversation up to where the assistant's answer starts.
@@ -125,17 +173,23 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
-        return list(self._tokenizer.encode(text))
+        return self._checked(self._tokenizer.encode(text))
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text that continues others; names of special tokens in it are text."""
         if not self._special.search(text):
             return self._encode(text)
-        return list(self._plain.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return self._checked(self._plain.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a text in which special tokens are named."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._checked(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        made = list(ids)
+        if self.rowless:
+            self.check(made)
+        return made
 
     @cached_property
     def _plain(self) -> Any:
@@ -143,15 +197,16 @@ class Tokenizer:
         return copy.deepcopy(self._tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens have none."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text of tokens; special tokens have none, nor have those that pad the model's vocabulary."""
+        known = [token for token in ids if token < self._size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone, special tokens by name; bytes that are no text show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._size else None
         if token is None:
             return b""
         if token_id in self._special_ids:
@@ -166,15 +221,20 @@ class Tokenizer:
     def ids_of_text(self, ids: Sequence[int], text: str) -> list[int]:
         """Return tokens of an answer whose text was cut at a stop string: the generated ids if they decode to `text`.
 
-        `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded.
+        `ids` are the generated tokens; the longest prefix of them that decodes to `text` wins, else it is encoded. A
+        text that the model cannot take gets the longest prefix of the ids within it.
         """
+        end = 0
         for end in range(len(ids), 0, -1):
             shown = self.decode(ids[:end])
             if shown == text:
                 return list(ids[:end])
             if len(shown) < len(text):
                 break
-        return self.encode_answer(text)
+        try:
+            return self.encode_answer(text)
+        except TokenizerError:
+            return list(ids[:end])
 
 
 class Detokenizer:
@@ -293,8 +353,17 @@ def _generation_eos(directory: Path) -> list[int]:
     """Return `eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
     for name in ("generation_config.json", "config.json"):
         if (value := read_json(directory / name).get("eos_token_id")) is not None:
-            return [int(token) for token in (value if isinstance(value, list) else [value])]
+            return [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
     return []
+
+
+def _vocab_size(directory: str | Path, trust_remote_code: bool) -> int | None:
+    """Return the model's number of tokens by its config.json; None if that cannot be read, which refuses the model."""
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        return int(config.get_text_config().vocab_size)
+    except Exception:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
+        return None
 
 
 def _joins_bytes(tokenizer: Any) -> bool:

@@ -42,12 +42,20 @@ class BadFile(ValueError):
 class ExampleFile:
     """The examples of a checked file, read by number; the index of its lines is a file, too, of no name."""
 
-    def __init__(self, path: Path, folder: Path, method: str, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        method: str,
+        stopped: Callable[[], bool] = lambda: False,
+        demand: Callable[[Pair], None] = lambda _pair: None,
+    ) -> None:
         """Check every line; `method` says which kind of examples is wanted. The index is in `folder`.
 
-        Raises BadFile, and OSError. The check ends early where it is `stopped`.
+        `demand` raises ValueError for a pair that the model cannot take. Raises BadFile, and OSError. The check ends
+        early where it is `stopped`.
         """
-        self._path, self._count = path, 0
+        self._path, self._demand, self._count = path, demand, 0
         self._shape = (0, "")
         """The first example's line, and the field that names the shape of all."""
         self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -65,7 +73,7 @@ class ExampleFile:
                 return
             try:
                 self._check_shape(number, line, method)
-            except FormatError as error:
+            except ValueError as error:  # FormatError, or of `demand`
                 bad += 1
                 if bad <= _MOST_TOLD:
                     problems.append(f"line {number}: {str(error)[:_MOST_CHARS]}")
@@ -83,7 +91,7 @@ class ExampleFile:
             raise BadFile("; ".join(problems))
 
     def _check_shape(self, number: int, line: bytes, method: str) -> None:
-        shape, _ = parse_example(line)
+        shape, pairs = parse_example(line)
         first, wanted = self._shape
         if (method, shape) == ("kto", "completion"):
             raise FormatError('it has no "label": true or false')
@@ -92,6 +100,8 @@ class ExampleFile:
         kind, learned_by = _KINDS[shape]
         if (method if method in ("supervised", "kto") else "dpo") != learned_by:
             raise FormatError(f'"{shape}" is of a file of {kind}, which {learned_by} learns: use that method')
+        for pair in pairs:
+            self._demand(pair)
         if not wanted:
             self._shape = number, shape
 

@@ -25,11 +25,26 @@ class PairTokenizer(Protocol):
     def eos_ids(self) -> frozenset[int]: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def rowless(self) -> Mapping[int, str]: ...
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_reply(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
     def encode_answer(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def demand_rows(tokenizer: PairTokenizer, pair: Mapping[str, Any]) -> None:
+    """Check that the model has a row for each token of a pair (`messages` or `prompt`, `chosen`, `rejected`).
+
+    Texts are tokenized only where the tokenizer has tokens that lack one. Raises what the tokenizer raises.
+    """
+    if tokenizer.rowless:
+        if pair.get("messages"):
+            tokenizer.render_chat(pair["messages"])
+        tokenizer.encode_prompt(pair.get("prompt") or "")
+        for side in ("chosen", "rejected"):
+            tokenizer.encode_answer(pair.get(side) or "")
 
 
 def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:

@@ -22,7 +22,7 @@ from edged.align.feedback.examples import BadFile, ExampleFile
 from edged.align.feedback.pair import JobStepped, PairState, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_formats import Pair
-from edged.align.feedback.pair_tokens import tokenize_pair
+from edged.align.feedback.pair_tokens import demand_rows, tokenize_pair
 from edged.align.jobs import MOST_STEPS, JobPace, JobPlan, auto, job_settings
 from edged.api.access import id_of, matches_user
 from edged.engine.engine import Engine
@@ -299,7 +299,9 @@ class JobRunner:
         if job.status == "validating_files":
             self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
         try:
-            return ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
+            demand = partial(demand_rows, self.tokenizer)
+            path = folder / FILES_FOLDER / file_id
+            return ExampleFile(path, folder, job.method, lambda: self._must_stop(job.id), demand)
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None

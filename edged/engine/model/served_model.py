@@ -114,13 +114,13 @@ class ServedModel:
         return ""
 
     def end_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer, by the model's own configurations."""
+        """Return the tokens that end an answer, by the model's own configurations, but for those it has not."""
         found: set[int] = set()
         for config in (self.config, getattr(self.model, "generation_config", None)):
             value = getattr(config, "eos_token_id", None)
             if value is not None:
                 found.update([value] if isinstance(value, int) else value)
-        return frozenset(found)
+        return frozenset(token for token in found if 0 <= token < self.shape.vocab_size)
 
     def new_kv(self, pages: int, page_size: int) -> KvStore:
         """Allocate K/V storage for this model."""
