@@ -217,6 +217,22 @@ def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
     assert [model.code(it), model.weights(it), model.tokenizer(it)] == [None, None, None]
 
 
+def test_files_that_are_not_whole_are_found(tiny: Path) -> None:
+    for name, data, told in (
+        ("model.safetensors", (tiny / "model.safetensors").read_bytes()[:-1], "broke off"),
+        *(
+            (name, b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer")
+            for name in ("chat_template.jinja", "config.json", "model.safetensors")
+        ),
+    ):
+        before = (tiny / name).read_bytes()
+        (tiny / name).write_bytes(data)
+        found = only(model.place(looked_at(tiny)) or model.weights(looked_at(tiny)))
+        assert (found.state, f"{name} {told}" in found.seen) == ("fail", True)
+        (tiny / name).write_bytes(before)
+    assert model.place(looked_at(tiny)) is None
+
+
 def test_tokens_that_do_not_fit_the_model_are_found(tmp_path: Path) -> None:
     tiny = save_tiny(tmp_path / "tiny")
     tokenizer = byte_tokenizer()
