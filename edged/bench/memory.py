@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from edged.engine.model.loading import ModelRefused, pick_dtype, read_config
+from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.model.loading import ModelRefused, pick_dtype, read_config, refusal_of
 from edged.engine.model.memory_model import BaseShape, kept_bytes, kept_kinds, needs
 from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
@@ -41,7 +42,7 @@ class ModelSizes:
         except ModelRefused:
             raise
         except Exception as error:
-            raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
+            raise refusal_of(error, str(path), IMPLEMENTATION) from error
         dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
         stored, kind = method_of(config), settings.model.quantize
         method = str(stored.get("quant_method")) if stored else kind

@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from edged.engine.model import quantization
 from edged.runtime import logs
@@ -28,7 +22,7 @@ from edged.text.remote_code import Untrusted, check_code, check_weights
 
 log = logging.getLogger("edged.engine")
 _SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "head_dim", "intermediate_size"),
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "head_dim"),
     *("num_attention_heads", "num_key_value_heads"),
 )
 """Numbers of a configuration, where it has them, that are from 1 on."""
@@ -38,13 +32,13 @@ class ModelRefused(ValueError):
     """The model cannot be served; the message says why and what to do."""
 
 
-def read_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+def read_config(path: str, trust_remote_code: bool) -> Any:
     """Read the configuration of a causal language model from a directory, or a config.json.
 
     Raises ModelRefused for one that cannot be read, of another kind of model, or with sizes that no model has.
     """
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
         reason = " ".join(str(error).split())
         raise ModelRefused(f'model "{path}" has no configuration that can be read: {reason}') from error
@@ -54,8 +48,10 @@ def read_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
             "transformers, as text decoders in a wrapper with towers are not: give one that is saved alone"
         )
     text, problem = config.get_text_config(), ""
-    sizes = {name: size for name in _SIZES if isinstance(size := getattr(text, name, None), int)}
-    heads, kv_heads, pad = (getattr(text, name, None) for name in (*_SIZES[-2:], "pad_token_id"))
+    # Not its attributes: some that differ by layer raise when they are read.
+    said = text.to_dict()
+    sizes = {name: said[name] for name in _SIZES if isinstance(said.get(name), int)}
+    heads, kv_heads, pad = (said.get(name) for name in (*_SIZES[-2:], "pad_token_id"))
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size < 1]:
         problem = f"{wrong[0]}: a number from 1 on is needed"
     elif isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
@@ -112,16 +108,21 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     except ModelRefused:
         raise
     except Exception as error:
-        reason = logs.first_line(error)
-        if isinstance(error, KeyError) and error.args == (implementation,):
-            reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
-        raise ModelRefused(f'model "{directory}" cannot be loaded: {reason}') from error
+        raise refusal_of(error, directory, implementation) from error
     _check_tensors(model, loaded, directory, settings.quantize)
     quantization.settle(model, model.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drop_cached(path.glob("*.safetensors"))
     return model.eval().requires_grad_(False)
+
+
+def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused:
+    """Return the refusal of a model that transformers cannot make with the attention `implementation`."""
+    reason = logs.first_line(error)
+    if isinstance(error, KeyError) and error.args == (implementation,):
+        reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
+    return ModelRefused(f'model "{path}" cannot be loaded: {reason}')
 
 
 def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: str, quantize: str) -> None:

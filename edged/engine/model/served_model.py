@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
-from edged.engine.model.probe import Probed, find_decoder, max_positions, probe
+from edged.engine.model.probe import Probed, find_decoder, fix_frequencies, max_positions, probe
 from edged.engine.model.quantization import (
     give_gradients,
     is_linear,
@@ -62,7 +60,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.config = model.config.get_text_config()
-        _fix_frequencies(model)
+        fix_frequencies(model)
         self.layers, self.norm = find_decoder(model)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -192,19 +190,6 @@ class ServedModel:
             experts=expert_sizes(self.model, self.config),
             layer_weights=weight_count(self.layers),
         )
-
-
-def _fix_frequencies(model: nn.Module) -> None:
-    """Fix rotary embeddings to their first frequencies, which never change within `max_positions`.
-
-    Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
-    """
-    for module in model.modules():
-        found = getattr(module, "rope_type", "")
-        kinds = found.values() if isinstance(found, dict) else [found]
-        if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
-            plain = inspect.unwrap(type(module).forward)
-            module.forward = torch.no_grad()(partial(plain, module))
 
 
 def fingerprint(model: nn.Module) -> str:

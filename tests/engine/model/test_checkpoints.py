@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.support.architectures import ARCHITECTURES, Architecture
 from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.served_model import ServedModel
@@ -120,3 +121,36 @@ def test_numbers_that_no_model_has_are_refused_alike_at_start_and_before(
         said.append(str(refused.value))
     assert told in said[0]
     assert said[0] == said[1]
+
+
+KINDS = [
+    *("llama", "phi", "bloom", "gpt_oss", "deepseek_v2", "glm4_moe_lite", "qwen3_next", "qwen3_vl", "opt"),
+    *("qwen3_moe", "mixtral", "gemma4_text (31B)", "gemma4 (as released)", "gpt_neo", "falcon_mamba"),
+    *("phi3 (longrope)", "mistral3 (with towers)"),
+]
+
+
+@pytest.mark.parametrize("architecture", [each for each in ARCHITECTURES if each.name in KINDS], ids=lambda it: it.name)
+def test_before_a_start_a_model_is_refused_as_by_the_start_or_has_the_same_sizes(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    architecture.save(tmp_path)
+    found: list[Any] = []
+    for read in (load, lambda folder: ModelSizes.read(folder, Settings(), False)):
+        try:
+            shape = read(tmp_path).shape
+            sizes = ("layers", "heads", "kv_heads", "head_dim", "vocab_size", "max_positions", "parameters", "experts")
+            found.append({name: getattr(shape, name) for name in sizes})
+        except ModelRefused as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "architecture", [it for it in ARCHITECTURES if it.name in ("gpt2", "jetmoe")], ids=lambda it: it.name
+)
+def test_a_model_whose_forward_reads_numbers_is_not_refused_for_want_of_memory(
+    tmp_path: Path, architecture: Architecture
+) -> None:
+    architecture.save(tmp_path)
+    assert ModelSizes.read(tmp_path, Settings(), False).shape.parameters == load(tmp_path).shape.parameters
