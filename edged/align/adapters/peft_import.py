@@ -3,7 +3,6 @@
 Pickles are never opened: a file that is not safetensors is refused by its name, before any of it is read as data.
 """
 
-import contextlib
 import json
 import math
 import re
@@ -138,20 +137,17 @@ def most_bytes(spec: LoraSpec) -> int:
     return 4 * values + _HEADER_BYTES
 
 
-def _demand_whole(path: Path) -> None:
-    with contextlib.suppress(OSError):  # its reader says so
+def _config(path: Path) -> dict[str, Any]:
+    try:
         if problem := why_not_whole(path):
             raise ImportRefused(problem)
-
-
-def _config(path: Path) -> dict[str, Any]:
-    _demand_whole(path)
-    try:
         if path.stat().st_size > _MOST_CONFIG_BYTES:
             raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
+    except ImportRefused:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ImportRefused(f"{path.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -196,8 +192,9 @@ def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[
 
 
 def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
-    _demand_whole(path)
     try:
+        if problem := why_not_whole(path):
+            raise ImportRefused(problem)
         size = path.stat().st_size
         if size > most_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {most_bytes(spec)} can fit this model")
