@@ -63,6 +63,8 @@ def assemble(
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
     live = Live(settings)
     tokenizer = Tokenizer.load(model_dir, settings.model.trust_remote_code)
+    for problem in tokenizer.problems():
+        log.warning('model "%s": %s', name, problem)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
     log_events, outcomes = LogEvents(), LatestOutcomes()
 
@@ -101,7 +103,6 @@ def assemble(
     services = Services(
         live=live,
         model=name,
-        vocab_size=facts["vocab_size"],
         engine=engine,
         store=store,
         tokenizer=tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ import pytest
 
 from edged.daemon import run_daemon
 from edged.models import ModelMissing, find_model
+from edged.models.whole_files import why_not_whole
 from edged.settings.load import ModelSettings, Settings
 from edged.store.data_dir import data_folder
 from tests.api.live import LiveDaemon, running, started
@@ -388,3 +390,32 @@ def test_the_token_is_in_no_log_line_and_in_no_status(daemon: LiveDaemon) -> Non
         settings = http.get("/v1/settings").json()
         assert (settings["api"]["token"], settings["store"]["data_dir"]) == ("", str(daemon.data))
     assert "secret" not in daemon.log
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "chat_template.jinja"],
+)
+def test_a_file_of_the_model_that_is_a_pointer_of_git_lfs_is_told(model: Path, tmp_path: Path, name: str) -> None:
+    cloned = Path(shutil.copytree(model, tmp_path / "cloned"))
+    (cloned / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98304\n")
+    with pytest.raises(ModelMissing, match=f'cloned": {name} is a Git LFS pointer, not the file: run `git lfs pull`'):
+        find_model(ModelSettings(path=str(cloned)))
+
+
+def test_a_download_that_broke_off_is_told(model: Path, tmp_path: Path) -> None:
+    cloned = Path(shutil.copytree(model, tmp_path / "cloned"))
+    data = (cloned / "model.safetensors").read_bytes()
+    for left in (len(data) - 1, len(data) // 2, 100):
+        (cloned / "model.safetensors").write_bytes(data[:left])
+        with pytest.raises(ModelMissing, match=f"model.safetensors broke off: {left:,} of .* bytes are there: downl"):
+            find_model(ModelSettings(path=str(cloned)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x10" + bytes(7) + b"not json at all!", b"\x02" + bytes(7) + b"{}", b"\xff" * 20, b"\x04" + bytes(7) + b"null"],
+)
+def test_what_is_no_safetensors_file_is_left_to_its_reader(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert why_not_whole(tmp_path / "model.safetensors") == ""

@@ -1,5 +1,6 @@
 """The language of an adapter's answers: their repetition, and neutral text that no preference is about."""
 
+import contextlib
 from collections.abc import Sequence
 
 from edged.align.feedback.pair import TokenPair
@@ -41,9 +42,13 @@ def repetition(token_ids: Sequence[int]) -> float:
 
 
 def neutral_pairs(tokenizer: PairTokenizer) -> list[TokenPair]:
-    """The neutral text as pairs of no user, to be scored beside held-out pairs; their ids are negative."""
+    """The neutral text as pairs of no user, to be scored beside held-out pairs; their ids are negative.
+
+    Without what the model cannot read.
+    """
     pairs = []
     for number, (start, one, other) in enumerate(_NEUTRAL, 1):
-        answers = [tuple(tokenizer.encode_reply(start, text)) for text in (one, other)]
-        pairs.append(TokenPair(-number, "", tuple(tokenizer.encode_prompt(start)), answers[0], answers[1]))
+        with contextlib.suppress(ValueError):  # the tokenizer's
+            answers = [tuple(tokenizer.encode_reply(start, text)) for text in (one, other)]
+            pairs.append(TokenPair(-number, "", tuple(tokenizer.encode_prompt(start)), answers[0], answers[1]))
     return pairs

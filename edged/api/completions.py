@@ -216,7 +216,7 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
         min_tokens=min(body.min_tokens or 0, max_tokens),
         top_k=max(0, body.top_k or 0),
         logit_bias=biases,
-        logprobs=None if alternatives is None else min(alternatives, services.vocab_size),
+        logprobs=None if alternatives is None else min(alternatives, services.tokenizer.vocab_size),
         stop_token_ids=stop_ids if body.ignore_eos else tuple({*stop_ids, *services.tokenizer.eos_ids}),
         **body.model_dump(include=_SAMPLED, exclude_none=True),
     )

@@ -9,6 +9,7 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.feedback.pair_formats import export_pair
+from edged.align.feedback.pair_tokens import demand_rows
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces
@@ -39,8 +40,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
         raise ApiError(503, services.store.suspect, code="store_suspect")
     user = body.user or caller.tenant
     services.limits.feedback(user)
-    if isinstance(body, PairRequest):
-        check_tokens(services, body.prompt_ids or (), "prompt_ids")
+    told: dict[str, Any] = {"chosen": body.text} if isinstance(body, SignalRequest) else body.model_dump()
+    check_tokens(services, told.get("prompt_ids") or (), "prompt_ids")
+    await asyncio.to_thread(demand_rows, services.tokenizer, told)
     # Shielded from the client's disconnect: feedback that was sent is stored.
     try:
         result = await asyncio.shield(_store(body, caller, services))

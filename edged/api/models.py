@@ -13,6 +13,7 @@ from edged.api.errors import ApiError, bad_request
 from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
 from edged.settings.load import USER_NAME
+from edged.text.tokenizer import TokenizerError
 
 _TAG = "latest"
 """The tag of Ollama's names that have none."""
@@ -36,8 +37,10 @@ def split_model(services: Services, caller: Caller, model: str | None) -> tuple[
 
 def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
     """Raise ApiError unless all are token ids of the model; `param` names their field."""
-    if (largest := max(ids, default=0)) >= services.vocab_size:
-        raise bad_request(f"token id {largest} is not one of this model's {services.vocab_size}", param)
+    try:
+        services.tokenizer.check(ids)
+    except TokenizerError as error:
+        raise bad_request(str(error), param) from None
 
 
 def _unknown(services: Services, model: str) -> ApiError:

@@ -41,7 +41,6 @@ class Services:
     live: Live[Settings]
     """The settings in force, for parts that read them when they decide."""
     model: str
-    vocab_size: int
     engine: Engine
     store: Store
     tokenizer: Tokenizer

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig
 
-from edged.engine.model.loading import ModelRefused, pick_dtype
+from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.model.loading import ModelRefused, pick_dtype, read_config, refusal_of
 from edged.engine.model.memory_model import BaseShape, kept_bytes, kept_kinds, needs
 from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
 from edged.settings.load import Settings
@@ -36,13 +36,13 @@ class ModelSizes:
     @classmethod
     def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
         """Read a model's sizes from a directory or a config.json. Raises ModelRefused."""
+        config = read_config(str(path), trust_remote_code=False)
         try:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             shape = BaseShape.of_config(config, settings.align.target_modules)
         except ModelRefused:
             raise
         except Exception as error:
-            raise ModelRefused(f'model "{path}" has no configuration that can be read: {error}') from error
+            raise refusal_of(error, str(path), IMPLEMENTATION) from error
         dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
         stored, kind = method_of(config), settings.model.quantize
         method = str(stored.get("quant_method")) if stored else kind

@@ -6,6 +6,7 @@ Must not import torch.
 from importlib.resources import files
 from pathlib import Path
 
+from edged.models.whole_files import READ, demand_whole
 from edged.runtime import logs
 from edged.settings.load import ModelSettings
 
@@ -50,14 +51,20 @@ def source_of(settings: ModelSettings, folder: Path) -> str:
 
 
 def find_model(settings: ModelSettings) -> tuple[Path, str]:
-    """Return (directory, name in the API) of the model. A hub name is downloaded. Raises ModelMissing."""
+    """Return (directory, name in the API) of the model. A hub name is downloaded.
+
+    Raises ModelMissing, also for a file that is not whole.
+    """
     if (folder := local_model(settings)) is not None:
+        try:
+            demand_whole(folder)
+        except (OSError, ValueError) as error:
+            raise ModelMissing(f'model "{folder}": {error}') from None
         return folder, name_of(settings)
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        patterns += ["*.py"] if settings.trust_remote_code else []
+        patterns = [*READ, *(["*.py"] if settings.trust_remote_code else [])]
         return Path(snapshot_download(settings.path, allow_patterns=patterns)), name_of(settings)
     except Exception as error:  # network, names and permissions, each with its own exception
         why = f"could not be downloaded ({logs.first_line(error)})"

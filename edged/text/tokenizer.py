@@ -11,7 +11,7 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from transformers import AddedToken, AutoTokenizer
+from transformers import AddedToken, AutoConfig, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from edged.runtime import logs
@@ -29,6 +29,8 @@ Messages = Sequence[Mapping[str, Any]]
 """A conversation: the `role` and `content` of each message."""
 _WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
+_MAX_NAMED = 5
+"""Tokens without a row that a message names."""
 _CONTEXT_TOKENS = 8
 """Number of tokens before the new ones that are decoded again: they decide leading spaces and how bytes join."""
 
@@ -42,23 +44,38 @@ class NoChatTemplate(TokenizerError):
 
 
 class Tokenizer:
-    """The tokenizer and chat template that `save_pretrained` wrote beside a model.
+    """The tokenizer and chat template that `save_pretrained` wrote beside a model, held against the model's size.
 
-    Safe to use from several threads: nothing in the tokenizer changes after `load`.
+    All ids that reach the model come from here or pass `check`. Safe to use from several threads: nothing in the
+    tokenizer changes after `load`.
     """
 
-    def __init__(self, tokenizer: Any, name: str, generation_eos: Iterable[int] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, name: str, generation_eos: Sequence[int] = (), vocab_size: int | None = None
+    ) -> None:
+        """`vocab_size` is the model's number of tokens, by default the tokenizer's; it may be larger (padded).
+
+        Raises TokenizerError.
+        """
         self._tokenizer, self._name = tokenizer, name
-        eos = {int(token) for token in generation_eos}
+        ids = {int(token_id): token for token, token_id in tokenizer.get_vocab().items()}
+        self._size = max(ids, default=-1) + 1
+        self.vocab_size: int = self._size if vocab_size is None else vocab_size
+        """Number of rows of the model's embedding, and of scores of its head."""
+        self.rowless = {token_id: ids[token_id] for token_id in sorted(ids) if token_id >= self.vocab_size}
+        """Tokens that have no row in the embedding, by id: texts that contain one are refused."""
         own = tokenizer.eos_token_id
-        if own is None and not eos:
+        ends = [*([] if own is None else [int(own)]), *generation_eos]
+        known = [token for token in ends if 0 <= token < self.vocab_size]
+        self._unknown_ends = sorted(set(ends).difference(known))
+        if not known:
             way_out = "set eos_token in its tokenizer_config.json or eos_token_id in its generation_config.json"
-            raise TokenizerError(f'model "{name}" has no end-of-sequence token: {way_out}')
-        self.eos_id: int = min(eos) if own is None else int(own)
-        """The token that ends an answer in training (the tokenizer's, as TRL appends it)."""
-        self.eos_ids: frozenset[int] = frozenset(eos | {self.eos_id})
+            seen = f" among its {self.vocab_size} tokens ({self._unknown_ends} are not)" if ends else ""
+            raise TokenizerError(f'model "{name}" has no end-of-sequence token{seen}: {way_out}')
+        self.eos_id: int = known[0]
+        """The token that ends an answer in training: the tokenizer's, as TRL appends it, else the first configured."""
+        self.eos_ids: frozenset[int] = frozenset(known)
         """All tokens that end an answer in serving."""
-        self.vocab_size: int = len(tokenizer)
         named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         added = tokenizer.added_tokens_decoder.items()
         self._special_tokens = {token_id: AddedToken(str(name), special=True) for token_id, name in named.items()}
@@ -89,7 +106,38 @@ class Tokenizer:
             raise TokenizerError(f'model "{directory}" has {why}: {_WRITE_ONE}') from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
             raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
-        return cls(tokenizer, str(directory), _generation_eos(Path(directory)))
+        vocab_size = _vocab_size(directory, trust_remote_code)
+        return cls(tokenizer, str(directory), _generation_eos(Path(directory)), vocab_size)
+
+    def check(self, ids: Iterable[int]) -> None:
+        """Raise TokenizerError, which names the largest of the `ids`, unless all are tokens of the model."""
+        if (largest := max(ids, default=0)) >= self.vocab_size:
+            named = f' ("{self.rowless[largest]}")' if largest in self.rowless else ""
+            raise TokenizerError(f"token id {largest}{named} is not one of this model's {self.vocab_size}")
+
+    def problems(self) -> list[str]:
+        """Return what in the tokenizer's files does not fit the model, for people to mend: the start is not refused."""
+        found, trial = [], [{"role": "user", "content": "a"}]
+        if self.rowless:
+            named = ", ".join(f'{token_id} "{token}"' for token_id, token in [*self.rowless.items()][:_MAX_NAMED])
+            more = f" and {len(self.rowless) - _MAX_NAMED} more" if len(self.rowless) > _MAX_NAMED else ""
+            rows = f"have no row in the model's embedding of {self.vocab_size}: texts with one are refused"
+            found.append(f"tokens of its tokenizer {rows}: {named}{more}")
+        if self._unknown_ends:
+            ids = ", ".join(map(str, self._unknown_ends))
+            found.append(f"end tokens that are not among the model's {self.vocab_size} end no answer: {ids}")
+        for what, encode in {
+            "plain prompts are refused": lambda: self.encode_prompt("a"),
+            "chats are refused": lambda: self.render_chat(trial),
+            "answers in chats are not learned": lambda: self.encode_reply(trial, "a"),
+        }.items():
+            try:
+                encode()
+            except NoChatTemplate:
+                break
+            except TokenizerError as error:
+                found.append(f"{what}: {error}")
+        return found
 
     def render_chat(self, messages: Messages) -> list[int]:
         """Return the tokens of a conversation up to where the assistant's answer starts.
@@ -101,7 +149,7 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
-        return list(self._tokenizer.encode(text))
+        return self._checked(self._tokenizer.encode(text))
 
     def encode_exchange(self, before: str | Messages, text: str) -> list[int]:
         """Return the tokens of a prompt, plain or a conversation, with an answer to it, without the EOS behind that.
@@ -171,13 +219,19 @@ class Tokenizer:
     def _encode(self, text: str, hidden: Mapping[str, str], add_special_tokens: bool = False) -> list[int]:
         """Return the tokens of a text in which special tokens are named; names that are hidden in it are text."""
         if not hidden:
-            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return self._checked(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
         plain, marks, special = self._plain
         text = self._special_name.sub(lambda name: marks[name[0]], text)
         for name, char in hidden.items():
             text = text.replace(char, name)
         ids = plain.encode(text, add_special_tokens=add_special_tokens, split_special_tokens=plain.is_fast)
-        return [special.get(token, token) for token in ids]
+        return self._checked(special.get(token, token) for token in ids)
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        made = list(ids)
+        if self.rowless:
+            self.check(made)
+        return made
 
     def _plain_copy(self) -> tuple[Any, dict[str, str], dict[int, int]]:
         """Return a copy of the tokenizer to which names of special tokens are text, for it knows them by secret marks.
@@ -198,15 +252,16 @@ class Tokenizer:
         return plain, dict(zip(map(str, self._special_tokens.values()), names, strict=True)), ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; special tokens have none."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Return the text of tokens; special tokens have none, nor have those that pad the model's vocabulary."""
+        known = [token for token in ids if token < self._size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone, special tokens by name; bytes that are no text show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id < self._size else None
         if token is None:
             return b""
         if token_id in self._special_tokens:
@@ -223,8 +278,12 @@ class Tokenizer:
 
         `ids` are the generated tokens. The longest prefix of them that decodes to `text` or to its beginning wins; what
         the stop string left of the next token is encoded.
+        Of a text that the model cannot take, it is the longest prefix of the ids within it.
         """
-        fresh = self.encode_answer(text)
+        try:
+            fresh = self.encode_answer(text)
+        except TokenizerError:
+            fresh = []
         for end in range(len(ids), 0, -1):
             shown = self.decode(ids[:end])
             if text.startswith(shown):
@@ -233,7 +292,9 @@ class Tokenizer:
                     if self.decode(whole) == text:
                         return whole
                 break
-        return fresh
+        else:
+            end = 0
+        return fresh or list(ids[:end])
 
 
 def _any_of(names: Iterable[str]) -> str:
@@ -362,8 +423,17 @@ def _generation_eos(directory: Path) -> list[int]:
     """Return `eos_token_id` of generation_config.json, or of config.json where that file says nothing."""
     for name in ("generation_config.json", "config.json"):
         if (value := read_json(directory / name).get("eos_token_id")) is not None:
-            return [int(token) for token in (value if isinstance(value, list) else [value])]
+            return [token for token in (value if isinstance(value, list) else [value]) if type(token) is int]
     return []
+
+
+def _vocab_size(directory: str | Path, trust_remote_code: bool) -> int | None:
+    """Return the model's number of tokens by its config.json; None if that cannot be read, which refuses the model."""
+    try:
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
+        return int(config.get_text_config().vocab_size)
+    except Exception:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
+        return None
 
 
 def _joins_bytes(tokenizer: Any) -> bool:

@@ -244,7 +244,7 @@ def test_what_does_not_fit_the_model_is_refused_with_the_reason(daemon: LiveDaem
             f"{vector} holds values that are not finite, or are too large for torch.float32 as they are served",
         ),
         (changed({key: value for key, value in tensors.items() if key != name}), f"{name} is missing"),
-        (changed({**tensors, "more": torch.zeros(1)}), "more is no part of this model's adapters"),
+        (changed({**tensors, "more": torch.zeros(1)}), "more is no weight of an adapter's linear"),
         (changed({**tensors, name: torch.zeros(4, 9)}), "has the shape (4, 9), this model needs (4, 64)"),
         (changed({**tensors, name: tensors[name].to(torch.int32)}), "is of the type I32"),
         (changed(nan), f"{name} holds values that are not finite"),

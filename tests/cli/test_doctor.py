@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from edged.cli.doctor import model, storage
+from edged.cli.doctor.check import CheckProcess
 from edged.cli.doctor.finding import Check, Examination, Finding, State, broken, doubtful, fine, worst
 from edged.cli.doctor.model import tensors_of
 from edged.models import demo_model_dir
@@ -24,7 +25,7 @@ from edged.scheduler.cost.profile import Profile, Subject
 from edged.settings.load import Settings, load_settings
 from edged.store import Store
 from tests.cli.conftest import Daemon, clean_environment, edged
-from tests.models import save_tiny
+from tests.models import VOCAB, byte_tokenizer, save_tiny
 from tests.store import schemas
 
 LONG_S = 40.0
@@ -38,7 +39,7 @@ def examination(folder: Path, **changes: Any) -> Examination:
         "sockets": (folder / "edged.sock",),
         "min_free_bytes": 0,
         "within_s": 20.0,
-        "checks": Told(changes.pop("torch", {}), changes.pop("needs", {})),
+        "checks": Told(*(changes.pop(name, {}) for name in ("torch", "needs", "tokens"))),
         **changes,
     }
     return Examination(**values)
@@ -47,11 +48,11 @@ def examination(folder: Path, **changes: Any) -> Examination:
 class Told:
     """A check process that has answered."""
 
-    def __init__(self, torch: dict[str, Any], needs: dict[str, Any]) -> None:
-        self.torch, self.needs = torch, needs
+    def __init__(self, *facts: dict[str, Any]) -> None:
+        self.facts = facts
 
-    def lines(self, timeout_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
-        return self.torch, self.needs
+    def lines(self, timeout_s: float) -> tuple[dict[str, Any], ...]:
+        return self.facts
 
 
 def only(finding: Finding | None) -> Finding:
@@ -154,7 +155,9 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def looked_at(folder: Path, **settings: Any) -> Examination:
-    return examination(folder, model_dir=folder, settings=load_settings(environ={}, overrides=settings))
+    probe = {name: settings.pop(name) for name in ("checks", "tokens") if name in settings}
+    settings = {"settings": load_settings(environ={}, overrides=settings)}
+    return examination(folder, model_dir=folder, within_s=LONG_S, **settings, **probe)
 
 
 def states_of(folder: Path) -> dict[str, Finding]:
@@ -212,6 +215,43 @@ def test_pickles_missing_parts_and_own_code_are_found(tiny: Path) -> None:
     it = looked_at(tiny)
     assert "config.json" in only(model.place(it)).seen
     assert [model.code(it), model.weights(it), model.tokenizer(it)] == [None, None, None]
+
+
+def test_files_that_are_not_whole_are_found(tiny: Path) -> None:
+    for name, data, told in (
+        ("model.safetensors", (tiny / "model.safetensors").read_bytes()[:-1], "broke off"),
+        *(
+            (name, b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer")
+            for name in ("chat_template.jinja", "config.json", "model.safetensors")
+        ),
+    ):
+        before = (tiny / name).read_bytes()
+        (tiny / name).write_bytes(data)
+        found = only(model.place(looked_at(tiny)) or model.weights(looked_at(tiny)))
+        assert (found.state, f"{name} {told}" in found.seen) == ("fail", True)
+        (tiny / name).write_bytes(before)
+    assert model.place(looked_at(tiny)) is None
+
+
+def test_tokens_that_do_not_fit_the_model_are_found(tmp_path: Path) -> None:
+    tiny = save_tiny(tmp_path / "tiny")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["smiley"])
+    tokenizer.chat_template = "{{ raise_exception('no chats') }}"
+    tokenizer.save_pretrained(tiny)
+    (tiny / "generation_config.json").write_text('{"eos_token_id": [2, 128009]}')
+    found = only(model.tokens(looked_at(tiny, checks=CheckProcess(load_settings(environ={}), tiny))))
+    assert found.state == "warn"
+    for told in (f'{VOCAB} "smiley"', "end no answer: 128009", "chats are refused: ", "no chats"):
+        assert told in found.seen
+    tokenizer.eos_token = "smiley"
+    tokenizer.save_pretrained(tiny)
+    (tiny / "generation_config.json").unlink()
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    found = only(model.tokens(looked_at(tiny, checks=CheckProcess(load_settings(environ={}), tiny))))
+    assert (found.state, "no end-of-sequence token" in found.seen) == ("fail", True)
+    assert model.tokens(looked_at(tiny, tokens={"problems": []})) is None
 
 
 def test_a_tokenizer_without_template_or_without_sense_is_found(tiny: Path) -> None:

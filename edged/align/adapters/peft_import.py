@@ -6,7 +6,7 @@ Pickles are never opened: a file that is not safetensors is refused by its name,
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, measured, peft_name, served
+from edged.models.whole_files import why_not_whole
 from edged.runtime import bounded_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -24,8 +25,12 @@ _HEADER_BYTES = 8 << 20
 _DTYPES = ("F32", "F16", "BF16")
 _INITIAL = ("gaussian", "eva", "orthogonal")
 """PEFT's ways to begin that leave the base model as it is, beside its default."""
-_KEY, _MAX_KEYS, _LARGEST = re.compile(r"(\w|\\?\.){1,200}"), 1024, 1e6
+_KEY, _MAX_KEYS, _LARGEST = re.compile(r"\^?(\w|\\?\.){1,200}"), 1024, 1e6
 """Keys of patterns, and the largest rank or alpha."""
+_BY_HAND = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:lora_(A|B|magnitude_vector)|ia3_l)(?:\.(?!weight$)[^.]+)?(?:\.weight)?"
+)
+"""Names of an adapter's weights as they are in memory, with the adapter's name, or without PEFT's beginning."""
 
 
 class ImportRefused(ValueError):
@@ -135,11 +140,15 @@ def max_bytes(spec: LoraSpec) -> int:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
+        if problem := why_not_whole(path):
+            raise ImportRefused(problem)
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise ImportRefused(f"{path.name} has {path.stat().st_size} bytes: that is no adapter's configuration")
         config = bounded_json.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
+    except ImportRefused:
+        raise
     except (OSError, ValueError) as error:
         raise ImportRefused(f"{path.name} cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -168,8 +177,8 @@ def _check_config(config: dict[str, Any]) -> None:
 def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[str], float]:
     """Return a function from a linear's name to its number `name`, which the first key of `pattern` that fits says.
 
-    Raises ImportRefused. As in PEFT a key fits the end of a name from a dot on; of regular expressions it may have dots
-    alone, since any other could take for ever.
+    Raises ImportRefused. As in PEFT a key fits the end of a name from a dot on, or with ^ all of it; of regular
+    expressions it may have dots alone, each of which fits any character, since any other could take for ever.
     """
     keys = config.get(pattern) or {}
     if not isinstance(keys, dict) or len(keys) > _MAX_KEYS or any(not _KEY.fullmatch(key) for key in keys):
@@ -178,23 +187,26 @@ def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[
     for number in (config.get(name), *keys.values()):
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= _LARGEST:
             raise ImportRefused(f"its {name} is {str(number)[:40]!r}: give a number from 0 to {_LARGEST:g}")
-    ends = [("." + key.replace("\\.", "."), float(number)) for key, number in keys.items()]
+    known = [(re.compile(rf"(.*\.)?({key})"), float(number)) for key, number in keys.items()]
     default = float(config[name])
-    return lambda linear: next((number for end, number in ends if f".{linear}".endswith(end)), default)
+    return lambda linear: next((number for key, number in known if key.fullmatch(linear)), default)
 
 
 def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     try:
+        if problem := why_not_whole(path):
+            raise ImportRefused(problem)
         size = path.stat().st_size
         if size > max_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {max_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            saved = _saved_names(file.keys())
+            parts = {name: file.get_slice(own) for name, own in saved.items()}
             form = form_of(config, {name: tuple(part.get_shape()) for name, part in parts.items()}, spec)
             for name, part in parts.items():
                 if (dtype := part.get_dtype()) not in _DTYPES:
                     raise ImportRefused(f"{name} is of the type {dtype}: give one of {', '.join(_DTYPES)}")
-            tensors = {name: file.get_tensor(name).float() for name in form.shapes}
+            tensors = {name: file.get_tensor(saved[name]).float() for name in form.shapes}
     except FileNotFoundError:
         raise ImportRefused(f"there is no {path.name}: give what peft's save_pretrained wrote") from None
     except (OSError, SafetensorError) as error:
@@ -202,8 +214,26 @@ def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dic
     return tensors, form
 
 
+def _saved_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the names in a file by those that save_pretrained writes. Raises ImportRefused for two of one weight."""
+    found: dict[str, str] = {}
+    for name in names:
+        made = _BY_HAND.fullmatch(name)
+        part = "" if made is None else {"magnitude_vector": "magnitude"}.get(made[2], made[2] or "")
+        saved = name if made is None else peft_name(made[1], part)
+        if saved in found:
+            both = f"{found[saved][:200]} and {name[:200]} are one weight of two adapters"
+            raise ImportRefused(f"{both}: write one of them with peft's save_pretrained(DIRECTORY)")
+        found[saved] = name
+    return found
+
+
 def _check_names(found: set[str], wanted: set[str]) -> None:
     if more := sorted(found - wanted):
+        if not _BY_HAND.fullmatch(more[0]):
+            along = "the base's weights, as an embedding or head that was saved along, are not served from an adapter"
+            way_out = "write the adapter alone, with peft's save_pretrained(DIRECTORY, save_embedding_layers=False)"
+            raise ImportRefused(f"{more[0][:200]} is no weight of an adapter's linear: {along}; {way_out}")
         raise ImportRefused(f"{more[0][:200]} is no part of this model's adapters (align.target_modules)")
     if not found:
         raise ImportRefused("it has no tensors: it was trained for another model")

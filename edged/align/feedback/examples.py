@@ -35,12 +35,20 @@ class BadFile(ValueError):
 class ExampleFile:
     """The examples of a checked file, read by number; the index of its lines is a file, too, of no name."""
 
-    def __init__(self, path: Path, folder: Path, method: str, stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        folder: Path,
+        method: str,
+        stopped: Callable[[], bool] = lambda: False,
+        demand: Callable[[Pair], None] = lambda _pair: None,
+    ) -> None:
         """Check every line; `method` says which kind of examples is wanted. The index is in `folder`.
 
-        Raises BadFile, and OSError. The check ends early where it is `stopped`.
+        `demand` raises ValueError for a pair that the model cannot take. Raises BadFile, and OSError. The check ends
+        early where it is `stopped`.
         """
-        self._path, self._count = path, 0
+        self._path, self._demand, self._count = path, demand, 0
         self._shape = (0, "")
         """The first example's line, and the field that names the shape of all."""
         self.taken = Counter[str]()
@@ -63,7 +71,7 @@ class ExampleFile:
                 return
             try:
                 self._check_shape(number, line, method)
-            except FormatError as error:
+            except ValueError as error:  # FormatError, or of `demand`
                 bad += 1
                 if bad <= _MAX_TOLD:
                     problems.append(f"line {number}: {str(error)[:_MAX_CHARS]}")
@@ -91,6 +99,8 @@ class ExampleFile:
         if (method if method in ("supervised", "kto") else "dpo") != learned_by:
             told = f'"{shape}" is of a file of {example.kind}, which {learned_by} learns: use that method'
             raise FormatError(told)
+        for pair in example.pairs:
+            self._demand(pair)
         if not wanted:
             self._shape = number, shape
         if example.taken:

@@ -21,7 +21,7 @@ from edged.align.adapters.adapter import AdapterError, UnknownAdapter
 from edged.align.feedback.examples import BadFile, ExampleFile
 from edged.align.feedback.pair import JobStepped, PairState, Record, TokenPair
 from edged.align.feedback.pair_bounds import cut_asked, cut_side
-from edged.align.feedback.pair_tokens import tokenize_pair
+from edged.align.feedback.pair_tokens import demand_rows, tokenize_pair
 from edged.align.feedback.row_shapes import Pair
 from edged.align.jobs import MAX_STEPS, JobPace, JobPlan, auto, job_settings
 from edged.api.access import id_of, matches_user
@@ -299,7 +299,9 @@ class JobRunner:
         if job.status == "validating_files":
             self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
         try:
-            examples = ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
+            demand = partial(demand_rows, self.tokenizer)
+            path = folder / FILES_FOLDER / file_id
+            examples = ExampleFile(path, folder, job.method, lambda: self._must_stop(job.id), demand)
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None

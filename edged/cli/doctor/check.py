@@ -1,7 +1,7 @@
 """The check process: a process that imports torch and transformers for the checks, as that may be slow or fail.
 
-`python -P -m edged.cli.doctor.check` reads settings from stdin and writes two lines of JSON, one on torch and the
-device, then one on memory. Other modules import nothing but `CheckProcess` from here.
+`python -P -m edged.cli.doctor.check` reads settings from stdin and writes three lines of JSON: on torch and the device,
+on memory, and on the model's tokens. Other modules import nothing but `CheckProcess` from here.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ CONTEXT_TOKENS = 4096
 
 
 class CheckProcess:
-    """The running probe process, started by the constructor; `lines` waits for its results."""
+    """The running process, started by the constructor; `lines` waits for its results."""
 
     def __init__(self, settings: Settings, model: Path | None) -> None:
         """Start the process; without a `model` it inspects torch and the device alone."""
@@ -33,14 +33,17 @@ class CheckProcess:
         self._process.stdin = None
 
     def lines(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Return [torch and device, memory], each empty if it did not arrive in time; later calls return the same."""
+        """Return [torch and device, memory, tokens], each empty if it did not arrive in time.
+
+        Later calls return the same.
+        """
         if not self._found:
             try:
                 text, _ = self._process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 text, _ = self._process.communicate()
-            self._found = [*(json.loads(line) for line in text.splitlines() if line.endswith("}")), {}, {}]
+            self._found = [*(json.loads(line) for line in text.splitlines() if line.endswith("}")), {}, {}, {}]
         return self._found
 
 
@@ -90,6 +93,16 @@ def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str
     }
 
 
+def _tokens(settings: Settings, model: Path) -> dict[str, Any]:
+    """Return what in the tokenizer's files does not fit the model."""
+    from edged.text.tokenizer import Tokenizer, TokenizerError
+
+    try:
+        return {"problems": Tokenizer.load(model, settings.model.trust_remote_code).problems()}
+    except TokenizerError as error:
+        return {"refused": str(error)}
+
+
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
     settings = Settings.model_validate(asked["settings"])
@@ -97,3 +110,4 @@ if __name__ == "__main__":
     print(json.dumps(device), flush=True)
     if asked["model"]:
         print(json.dumps(_memory(settings, Path(asked["model"]), device)), flush=True)
+        print(json.dumps(_tokens(settings, Path(asked["model"]))), flush=True)

@@ -35,6 +35,7 @@ CHECKS = (
     Check("triton", box.triton),
     Check("kernels", box.kernels),
     Check("memory", box.memory),
+    Check("tokenizer", model.tokens),
     Check("profile", model.profile),
 )
 

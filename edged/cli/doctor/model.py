@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine
 from edged.cli.output import size
 from edged.models import ModelMissing, demo_model_dir, name_of
+from edged.models.whole_files import TEXTS, demand_whole, why_not_whole
 from edged.settings.load import ModelSettings
 
 _AGAIN = "download it again, or write it again with save_pretrained"
@@ -25,6 +26,8 @@ def tensors_of(path: Path) -> dict[str, int]:
     Raises ValueError if it cannot be read or its length differs from its header.
     """
     try:
+        if problem := why_not_whole(path):
+            raise ValueError(problem)
         with safe_open(path, framework="numpy") as file:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
@@ -57,9 +60,13 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
 
 
 def place(it: Examination) -> Finding | None:
-    """Check that the model is on this machine and its directory has a config.json."""
+    """Check that the model is on this machine, its texts are whole, and its directory has a config.json."""
     if it.model_dir is None:
         return find(it.settings.model)[1]
+    try:
+        demand_whole(it.model_dir, TEXTS)
+    except (OSError, ValueError) as error:
+        return broken(f"{it.model_dir}: {error}", _AGAIN)
     if _config(it) is None:
         seen = f"{it.model_dir}: no config.json that can be read"
         return broken(seen, "give a directory that save_pretrained wrote")
@@ -145,6 +152,15 @@ def tokenizer(it: Examination) -> Finding | None:
         return fine(f"{found[0]}, with a chat template")
     way_out = f"put a chat_template.jinja into {folder}: without one only /v1/completions answers"
     return doubtful(f"{found[0]}, without a chat template", way_out)
+
+
+def tokens(it: Examination) -> Finding | None:
+    """Check that the tokenizer, its chat template and its end tokens fit the model."""
+    if refused := it.tokens.get("refused"):
+        return broken(refused, _AGAIN)
+    if problems := it.tokens.get("problems"):
+        return doubtful("; ".join(problems), f"tokenizer and model belong together: {_AGAIN}")
+    return None
 
 
 def profile(it: Examination) -> Finding:

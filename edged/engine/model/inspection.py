@@ -202,12 +202,38 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
     return layers, norm
 
 
+def fix_frequencies(model: nn.Module) -> None:
+    """Fix rotary embeddings to their first frequencies, which never change within `max_positions`.
+
+    Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
+    """
+    for module in model.modules():
+        found = getattr(module, "rope_type", "")
+        kinds = found.values() if isinstance(found, dict) else [found]
+        if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
+            plain = inspect.unwrap(type(module).forward)
+            module.forward = torch.no_grad()(partial(plain, module))
+
+
+def sizes_of(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Return heads, KV heads and head size of a model, which may be on "meta".
+
+    Raises ModelRefused for all that a start refuses, but for what shows in numbers alone.
+    """
+    fix_frequencies(model)
+    layers, _ = find_decoder(model)
+    try:
+        return _heads_of(layers, spy_on(model))
+    except ModelRefused as error:
+        raise ModelRefused(f"{type(model).__name__} cannot be served: {error}") from None
+
+
 def inspect_model(model: InspectedModel) -> Inspection:
     """Inspect a model whose layers and norm are known. Raises ModelRefused with the reason."""
     name = type(model.model).__name__
     spy, adaptable, hidden, out = _call_layers(model)
     try:
-        heads = _heads_of(model, spy)
+        heads = _heads_of(model.layers, spy)
         windows = {call.window for call, *_ in spy.seen if call.window is not None}
         _check_masks(model, spy, windows)
         window = min(windows, default=None)
@@ -246,12 +272,12 @@ def _call_layers(model: InspectedModel) -> tuple[AttentionSpy, tuple[str, ...], 
     return spy, tuple(name for name, calls in fits.items() if calls == [True]), *first[0]
 
 
-def _heads_of(model: InspectedModel, spy: AttentionSpy) -> tuple[int, int, int]:
+def _heads_of(layers: nn.ModuleList, spy: AttentionSpy) -> tuple[int, int, int]:
     """Return heads, KV heads and head size, which all layers must share. Raises ModelRefused."""
     seen = {call.layer: (query.shape[0], *key.shape[::2]) for call, query, key, _ in spy.seen}
-    if sorted(seen) != list(range(len(model.layers))):
+    if sorted(seen) != list(range(len(layers))):
         raise ModelRefused(
-            f"{len(seen)} of its {len(model.layers)} layers use the attention interface "
+            f"{len(seen)} of its {len(layers)} layers use the attention interface "
             "(layers without attention, or with their own, need a cache that edged does not page)"
         )
     if len(set(seen.values())) != 1:

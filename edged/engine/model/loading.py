@@ -4,9 +4,11 @@ It needs memory for the weights and about one tensor more.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +20,47 @@ from edged.runtime.process import frugal, quiet
 from edged.settings.load import ModelSettings
 from edged.text.remote_code import Untrusted, check_code, check_weights
 
+log = logging.getLogger("edged.engine")
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+"""Numbers of a configuration, where it has them, that are from 1 on."""
+
 
 class ModelRefused(ValueError):
     """The model cannot be served; the message says why and what to do."""
+
+
+def read_config(path: str, trust_remote_code: bool) -> Any:
+    """Read the configuration of a causal language model from a directory, or a config.json.
+
+    Raises ModelRefused for one that cannot be read, of another kind of model, or with sizes that no model has.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
+        reason = " ".join(str(error).split())
+        raise ModelRefused(f'model "{path}" has no configuration that can be read: {reason}') from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        raise ModelRefused(
+            f'model "{path}" cannot be served: {config.model_type} is no causal language model of '
+            "transformers, as text decoders in a wrapper with towers are not: give one that is saved alone"
+        )
+    text, problem = config.get_text_config(), ""
+    # Not its attributes: some that differ by layer raise when they are read.
+    said = text.to_dict()
+    sizes = {name: said[name] for name in _SIZES if isinstance(said.get(name), int)}
+    heads, kv_heads, pad = (said.get(name) for name in (*_SIZES[-2:], "pad_token_id"))
+    if wrong := [f"{name} = {size}" for name, size in sizes.items() if size < 1]:
+        problem = f"{wrong[0]}: a number from 1 on is needed"
+    elif isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        problem = f"num_key_value_heads = {kv_heads}, which does not divide num_attention_heads = {heads}"
+    elif isinstance(pad, int) and pad >= sizes.get("vocab_size", pad + 1):
+        problem = f"pad_token_id = {pad}, which is not one of its {sizes['vocab_size']} tokens"
+    if problem:
+        raise ModelRefused(f'model "{path}" cannot be served: its config.json has {problem}')
+    return config
 
 
 def load_pretrained(directory: str, settings: ModelSettings, implementation: str) -> PreTrainedModel:
@@ -41,12 +81,7 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     except Untrusted as error:
         raise ModelRefused(f'model "{directory}" is not loaded: {error}') from None
     try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
-        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
-            raise ModelRefused(
-                f'model "{directory}" cannot be served: {config.model_type} is no causal language model of '
-                "transformers, as text decoders in a wrapper with towers are not: give one that is saved alone"
-            )
+        config = read_config(directory, settings.trust_remote_code)
         stored = quantization.method_of(config)
         if stored is not None and settings.quantize:
             method = stored.get("quant_method")
@@ -57,9 +92,12 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         elif settings.quantize:
             quantization.check_experts(config, settings.quantize, dtype, settings.trust_remote_code)
         with frugal():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            # Tensors of other shapes are told as those that lack, instead of in a table in the log.
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 directory,
                 config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
@@ -70,15 +108,44 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     except ModelRefused:
         raise
     except Exception as error:
-        reason = logs.first_line(error)
-        if isinstance(error, KeyError) and error.args == (implementation,):
-            reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
-        raise ModelRefused(f'model "{directory}" cannot be loaded: {reason}') from error
+        raise refusal_of(error, directory, implementation) from error
+    _check_tensors(model, loaded, directory, settings.quantize)
     quantization.settle(model, model.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drop_cached(path.glob("*.safetensors"))
     return model.eval().requires_grad_(False)
+
+
+def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused:
+    """Return the refusal of a model that transformers cannot make with the attention `implementation`."""
+    reason = logs.first_line(error)
+    if isinstance(error, KeyError) and error.args == (implementation,):
+        reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
+    return ModelRefused(f'model "{path}" cannot be loaded: {reason}')
+
+
+def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: str, quantize: str) -> None:
+    """Check that a checkpoint gave every weight, by transformers' `loaded`. Raises ModelRefused.
+
+    transformers itself gives random numbers to those that lack. Tensors that the model has no place for are told.
+    """
+    refused = f'model "{directory}" cannot be served: its checkpoint'
+    way_out = "its files are not whole, or of another model than its config.json: download both again"
+    # While it quantizes, transformers does not look at shapes.
+    packed = quantization.other_shapes(model) if quantize else []
+    for name, shape, needed in sorted([*loaded["mismatched_keys"], *packed], key=str):
+        other = f"has {name} of the shape {list(shape)}, its config.json needs {list(needed)}"
+        raise ModelRefused(f"{refused} {other}: {way_out}")
+    if missing := sorted(loaded["missing_keys"]):
+        raise ModelRefused(f"{refused} has no {missing[0]} ({len(missing)} weights are missing): {way_out}")
+    if left := sorted(loaded["unexpected_keys"]):
+        told = 'model "%s": its checkpoint has %d tensors that the model has no place for, as %s: they are not used'
+        log.warning(told, directory, len(left), left[0])
+    vocab_size, head = model.config.get_text_config().vocab_size, model.get_output_embeddings()
+    for rows in (model.get_input_embeddings().weight.shape[0], getattr(head, "out_features", vocab_size)):
+        if rows != vocab_size:
+            raise ModelRefused(f"{refused} has {rows} rows for the {vocab_size} tokens of its config.json: {way_out}")
 
 
 def drop_cached(files: Iterable[Path]) -> None:

@@ -16,6 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from edged.align.dpo.step_plan import Recompute, head_window_size
+from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.model.inspection import max_positions, sizes_of
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
@@ -86,25 +88,38 @@ class BaseShape:
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
-        """Read the shape from a transformers configuration; the model is built without memory. Raises ModelRefused."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        model.tie_weights()
+        """Read the shape from a transformers configuration; the model is built without memory.
+
+        Raises ModelRefused as a start does, and whatever transformers raises.
+        """
         text = config.get_text_config()
-        heads = int(text.num_attention_heads)
+        in_16_bits = (text.dtype or config.dtype) in (torch.bfloat16, torch.float16)
+        with torch.device("meta"):
+            # Without memory the products of fused experts know this type alone.
+            how = {"dtype": torch.bfloat16, "attn_implementation": IMPLEMENTATION}
+            model = AutoModelForCausalLM.from_config(config, **how).eval()
+        model.tie_weights()
+        try:
+            heads, kv_heads, head_dim = sizes_of(model)
+        except ModelRefused as error:
+            if "meta tensor" not in str(error):
+                raise
+            # Its forward decides by numbers, which are not there: its configuration says its heads.
+            heads = int(text.num_attention_heads)
+            kv_heads, head_dim = getattr(text, "num_key_value_heads", heads), text.hidden_size // heads
         linears = linear_sizes(model, target_linears(model, "all-linear"))
         return cls(
             layers=int(text.num_hidden_layers),
             hidden_size=int(text.hidden_size),
             vocab_size=int(text.vocab_size),
             heads=heads,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
-            max_positions=int(text.max_position_embeddings),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_positions=max_positions(text),
             linears=linears,
             targets=linear_sizes(model, target_linears(model, target_modules)),
             plain_weights=weight_count(model) - sum(map(prod, linears)),
-            in_16_bits=(text.dtype or config.dtype) in (torch.bfloat16, torch.float16),
+            in_16_bits=in_16_bits,
             experts=expert_sizes(model, text),
         )
 

@@ -206,6 +206,14 @@ def is_quantized(module: nn.Module) -> bool:
     return type(weight) is not nn.Parameter or not weight.is_floating_point()
 
 
+def other_shapes(model: nn.Module) -> list[tuple[str, torch.Size, list[int]]]:
+    """Return (name, shape, the shape that its linear needs) of weights of `MADE_BY`'s forms that do not fit."""
+    linears = {f"{name}.weight": module for name, module in model.named_modules() if is_linear(module)}
+    shapes = ((name, getattr(linear.weight, "quant_state", linear.weight).shape) for name, linear in linears.items())
+    needed = {name: [linear.out_features, linear.in_features] for name, linear in linears.items()}
+    return [(name, shape, needed[name]) for name, shape in shapes if list(shape) != needed[name]]
+
+
 def _of_bitsandbytes(module: nn.Module) -> bool:
     return type(module).__module__.startswith("bitsandbytes")
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.linear import LoraSlots
-from edged.engine.model.inspection import Inspection, find_decoder, inspect_model, max_positions
+from edged.engine.model.inspection import Inspection, find_decoder, fix_frequencies, inspect_model, max_positions
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
@@ -64,7 +62,7 @@ class ServedModel:
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.config = model.config.get_text_config()
-        _fix_frequencies(model)
+        fix_frequencies(model)
         self.layers, self.norm = find_decoder(model)
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
@@ -116,13 +114,13 @@ class ServedModel:
         return ""
 
     def end_ids(self) -> frozenset[int]:
-        """Return the tokens that end an answer, by the model's own configurations."""
+        """Return the tokens that end an answer, by the model's own configurations, but for those it has not."""
         found: set[int] = set()
         for config in (self.config, getattr(self.model, "generation_config", None)):
             value = getattr(config, "eos_token_id", None)
             if value is not None:
                 found.update([value] if isinstance(value, int) else value)
-        return frozenset(found)
+        return frozenset(token for token in found if 0 <= token < self.shape.vocab_size)
 
     def new_kv(self, pages: int, page_size: int) -> KvStore:
         """Allocate K/V storage for this model."""
@@ -198,19 +196,6 @@ class ServedModel:
             experts=expert_sizes(self.model, self.config),
             layer_weights=weight_count(self.layers),
         )
-
-
-def _fix_frequencies(model: nn.Module) -> None:
-    """Fix rotary embeddings to their first frequencies, which never change within `max_positions`.
-
-    Dynamic ones would ask the device, in every forward, for the largest position, which no capture may do.
-    """
-    for module in model.modules():
-        found = getattr(module, "rope_type", "")
-        kinds = found.values() if isinstance(found, dict) else [found]
-        if any(kind == "longrope" or "dynamic" in kind for kind in kinds):
-            plain = inspect.unwrap(type(module).forward)
-            module.forward = torch.no_grad()(partial(plain, module))
 
 
 def fingerprint(model: nn.Module) -> str:

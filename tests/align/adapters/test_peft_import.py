@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import get_pattern_key
+from safetensors.torch import load_file, save_file
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState
 from edged.align.adapters.form import LoraSpec
-from edged.align.adapters.peft_import import CONFIG, read_adapter
+from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, _by_linear, read_adapter
 from edged.settings.live import Live
 from edged.settings.load import Settings
-from tests.models import tiny_model
+from tests.models import VOCAB, tiny_model
 
 OTHERS: dict[str, dict[str, Any]] = {
     "a lower rank": {"r": 3, "lora_alpha": 5},
@@ -108,3 +115,96 @@ def test_an_import_learns_in_its_own_rank_and_linears(tmp_path: Path) -> None:
     assert {name.rpartition(".")[2] for name in state.weights} == {"q_proj", "v_proj"}
     assert {a.shape[0] for a, _ in state.weights.values()} == {4}
     assert not any(torch.equal(before[name], value) for name, value in state.tensors().items())
+
+
+def renamed(folder: Path, rename: Any, **more: torch.Tensor) -> Path:
+    tensors = load_file(folder / WEIGHTS)
+    save_file({rename(name): tensor for name, tensor in tensors.items()} | more, folder / WEIGHTS)
+    return folder
+
+
+BY_HAND = {
+    "with the adapter's name": lambda name: name.replace(".weight", ".default.weight"),
+    "with another name": lambda name: name.replace(".weight", ".weight_2.weight"),
+    "without PEFT's beginning": lambda name: name.removeprefix("base_model.model."),
+    "with neither": lambda name: name.removeprefix("base_model.model.").removesuffix(".weight"),
+}
+
+
+@pytest.mark.parametrize("rename", BY_HAND.values(), ids=BY_HAND.keys())
+@pytest.mark.parametrize("other", [{}, {"use_dora": True}, {"ia3": True}], ids=["LoRA", "DoRA", "IA3"])
+def test_state_dicts_saved_by_hand_are_taken_as_what_they_mean(
+    rename: Any, other: dict[str, Any], tmp_path: Path
+) -> None:
+    if other.pop("ia3", False):
+        config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        get_peft_model(tiny_model(), config).save_pretrained(tmp_path)
+    else:
+        saved_by_peft(tmp_path, {"r": 4, **other})
+    ours = replace(spec(), row_norms=lambda name, a, b, s: torch.ones(b.shape[0]))
+    wanted, form = read_adapter(tmp_path, ours)
+    found, found_form = read_adapter(renamed(tmp_path, rename), ours)
+    assert found_form == form
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_two_adapters_in_one_file_are_refused(tmp_path: Path) -> None:
+    saved_by_peft(tmp_path, {"r": 4})
+    name = next(iter(load_file(tmp_path / WEIGHTS)))
+    other = {name.replace(".weight", ".other.weight"): torch.zeros(1)}
+    with pytest.raises(ImportRefused, match="are one weight of two adapters: write one of them with peft's save_pre"):
+        read_adapter(renamed(tmp_path, lambda name: name, **other), spec())
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.base_layer.weight", "lm_head.weight"])
+def test_weights_of_the_base_saved_along_are_told_as_such(name: str, tmp_path: Path) -> None:
+    saved_by_peft(tmp_path, {"r": 4})
+    along = {f"base_model.model.{name}": torch.zeros(VOCAB, 64)}
+    with pytest.raises(ImportRefused, match=rf"{name} is no weight of an adapter's linear.*save_embedding_layers=Fal"):
+        read_adapter(renamed(tmp_path, lambda name: name, **along), replace(spec(), rank=64))
+
+
+@given(st.data())
+@example_settings(max_examples=200)
+def test_keys_of_patterns_fit_as_in_peft(data: st.DataObject) -> None:
+    names = [*spec().shapes]
+    ends = st.sampled_from(names).flatmap(
+        lambda name: st.integers(1, len(name)).map(lambda start: name[-start:]) | st.just(f"^{name}")
+    )
+    dotted = st.tuples(ends, st.sampled_from(["", "_", "o"])).map(lambda key: key[0].replace(key[1] or "\0", "."))
+    keys = data.draw(st.lists(dotted | ends.map(lambda key: key.replace(".", r"\.")), max_size=4, unique=True))
+    keys = [key for key in keys if re.fullmatch(r"\^?(\w|\\?\.)+", key)]
+    pattern = {key: number + 1.0 for number, key in enumerate(keys)}
+    ours = _by_linear({"lora_alpha": 99, "alpha_pattern": pattern}, "lora_alpha", "alpha_pattern")
+    assert [ours(name) for name in names] == [pattern.get(get_pattern_key(pattern.keys(), name), 99) for name in names]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1", "0", "1e400", "true", "null"])
+@pytest.mark.parametrize("field", ["r", "lora_alpha"])
+def test_ranks_and_alphas_that_are_no_sizes_are_refused(field: str, number: str, tmp_path: Path) -> None:
+    saved_by_peft(tmp_path, {"r": 4})
+    config = re.sub(rf'"{field}": \d+', f'"{field}": {number}', (tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(config)
+    with pytest.raises(ImportRefused, match=f"its {field} is .*: give a number from 0 to 1e"):
+        read_adapter(tmp_path, spec())
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 98304\n"
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_an_adapters_file_that_is_a_pointer_of_git_lfs_is_told(name: str, tmp_path: Path) -> None:
+    saved_by_peft(tmp_path, {"r": 4})
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ImportRefused, match=f"{name} is a Git LFS pointer, not the file: run `git lfs pull`"):
+        read_adapter(tmp_path, spec())
+
+
+def test_an_adapter_that_broke_off_is_told(tmp_path: Path) -> None:
+    saved_by_peft(tmp_path, {"r": 4})
+    data = (tmp_path / WEIGHTS).read_bytes()
+    for left in (len(data) - 1, len(data) // 2, 100):
+        (tmp_path / WEIGHTS).write_bytes(data[:left])
+        with pytest.raises(ImportRefused, match=f"{WEIGHTS} broke off: {left:,} of .* bytes are there: download it"):
+            read_adapter(tmp_path, spec())
