@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine
 from edged.cli.output import size
 from edged.models import ModelMissing, demo_model_dir, name_of
-from edged.models.whole_files import TEXTS, demand_whole, why_not_whole
+from edged.models.whole_files import TEXTS, demand_whole
 from edged.settings.load import ModelSettings
 
 _AGAIN = "download it again, or write it again with save_pretrained"
@@ -26,8 +26,6 @@ def tensors_of(path: Path) -> dict[str, int]:
     Raises ValueError if it cannot be read or its length differs from its header.
     """
     try:
-        if problem := why_not_whole(path):
-            raise ValueError(problem)
         with safe_open(path, framework="numpy") as file:
             return {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except OSError as error:
@@ -113,8 +111,9 @@ def weights(it: Examination) -> Finding | None:
         seen = f"only {other[0]}, a pickle, which may run code" if other else "no *.safetensors"
         return broken(f"{folder}: {seen}", "save it with save_pretrained(safe_serialization=True)")
     try:
+        demand_whole(folder, ("*.safetensors",))
         held = {path.name: tensors_of(path) for path in found}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return broken(f"{folder}: {error}", _AGAIN)
     if problem := _index_problem(folder, held):
         return broken(f"{folder}: {problem}", _AGAIN)
