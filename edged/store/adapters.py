@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import erase_folder
+from edged.store.data_dir import erase_folder, path_in
 from edged.store.feedback import last_pair_id
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
@@ -161,8 +161,9 @@ def forget_files(folder: Path, adapter: str, but: str | None) -> None:
     Raises OSError with the first thing that stays; the others are gone then.
     """
     problem: OSError | None = None
-    for files in folder.glob(f"*/{adapter}"):
-        if files.parent.name != but:
+    for base in folder.glob("*"):
+        files = path_in(base, adapter)
+        if base.name != but and files.exists():
             try:
                 erase_folder(files)
             except OSError as error:

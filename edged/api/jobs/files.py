@@ -16,7 +16,7 @@ from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
-from edged.store.data_dir import FILES_FOLDER, SCRATCH
+from edged.store.data_dir import SCRATCH
 from edged.store.jobs import files
 
 _PIECE = 1 << 18
@@ -187,9 +187,9 @@ async def get_file(request: web.Request) -> FileObject:
 async def content(request: web.Request) -> web.StreamResponse:
     """The content of a file."""
     row = await asyncio.to_thread(found_file, request, request.match_info["id"])
-    path = services_of(request).store.path.parent / FILES_FOLDER / row.id
+    store = services_of(request).store
     try:
-        file = await asyncio.to_thread(path.open, "rb")
+        file = await asyncio.to_thread(lambda: files.content_of(store, row.id).open("rb"))
     except FileNotFoundError:
         raise _unknown(row.id, "id") from None
     with file:

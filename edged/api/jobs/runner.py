@@ -32,7 +32,7 @@ from edged.settings.live import Live
 from edged.settings.load import USER_NAME, Settings
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import forget_learning
-from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
+from edged.store.data_dir import SCRATCH, sha256_of
 from edged.store.feedback import PairRow, Side
 from edged.store.jobs import files, jobs
 from edged.tensors.oom import out_of_memory
@@ -299,7 +299,9 @@ class JobRunner:
         if job.status == "validating_files":
             self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
         try:
-            return ExampleFile(folder / FILES_FOLDER / file_id, folder, job.method, lambda: self._must_stop(job.id))
+            return ExampleFile(
+                files.content_of(self.store, file_id), folder, job.method, lambda: self._must_stop(job.id)
+            )
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None
