@@ -53,6 +53,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     services, caller = services_of(request), caller_of(request)
     limits, (model, adapter) = services.limits, split_model(services, body.model)
     caller.demand_user(body.user, adapter)
+    caller.demand_person(body.user)
     named = body.user or adapter
     # Each job would give its owner further limits.
     tenant = caller.tenant if named is None or caller.made.owner(named) else named

@@ -35,6 +35,7 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     services, caller = services_of(request), caller_of(request)
     body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
+    caller.demand_person(body.user)
     if services.store.suspect:
         raise ApiError(503, services.store.suspect, code="store_suspect")
     user = body.user or caller.tenant
