@@ -166,6 +166,8 @@ async def _changed(request: web.Request, what: str, change: Callable[[JobRunner,
     if row.status not in jobs.OPEN:
         raise bad_request(f'job "{row.id}" has {row.status}: there is nothing to {what}', "id")
     services, whose = services_of(request), caller_of(request).tenant
+    if what != "cancel":
+        services.limits.change(whose)
     services.claim("change", whose)
     changed = asyncio.ensure_future(asyncio.to_thread(change, services.job_runner, row))
     changed.add_done_callback(lambda _: services.free("change", whose))

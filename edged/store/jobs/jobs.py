@@ -17,6 +17,8 @@ FILES = ("training_file", "validation_file")
 _CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
 _KEPT_CHECKPOINTS = 3
 """Newest checkpoints of a job, which answer; the names of older ones stay taken."""
+_LATEST_EVENTS = 64
+"""Events of a job among which no message stands twice."""
 _KEPT = 20
 """Ended jobs of one owner that never began and are kept."""
 
@@ -118,6 +120,11 @@ def open_jobs_of_users(db: Database, *names: str) -> list[JobRow]:
     return list(_jobs(db, f"({theirs}) AND {IS_OPEN}", {"names": json.dumps(names)}))
 
 
+def open_job_ids(db: Database, owner: str) -> list[str]:
+    """Return the ids of an owner's open jobs."""
+    return first_column(db, f"SELECT id FROM jobs WHERE owner = ? AND {IS_OPEN}", [owner])
+
+
 def open_job_of(db: Database, adapter: str, base: str = "") -> str:
     """Return the id of the open job (of a base) that makes an adapter; "" where there is none."""
     sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND ? IN ('', base)"
@@ -182,7 +189,14 @@ def add_event(
     step: int | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`."""
+    """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`.
+
+    A message takes the place of the same one among the latest: jobs may be paused and resumed without end.
+    """
+    if step is None:
+        latest = f"SELECT * FROM job_events WHERE job_id = ? ORDER BY id DESC LIMIT {_LATEST_EVENTS}"
+        same = f"SELECT id FROM ({latest}) WHERE message = ? AND step IS NULL"
+        db.execute(f"DELETE FROM job_events WHERE id IN ({same})", [job_id, message])
     row = {"created_at": created_at, "job_id": job_id, "level": level, "message": message, "step": step}
     condition = "EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)"
     insert_row(db, "job_events", row | {"data": dict(data or {})}, condition=condition)
