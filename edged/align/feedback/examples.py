@@ -45,29 +45,34 @@ class ExampleFile:
     def __init__(self, path: Path, folder: Path, method: str, stopped: Callable[[], bool] = lambda: False) -> None:
         """Check every line; `method` says which kind of examples is wanted. The index is in `folder`.
 
-        Raises BadFile, and OSError. The check ends early where it is `stopped`.
+        Raises BadFile, and OSError. The check ends early where it is `stopped`: `go_on` goes on with it.
         """
-        self._path, self._count = path, 0
+        self._path, self._method, self._count, self._bad = path, method, 0, 0
+        self._lines, self._problems = _lines_of(path), list[str]()
+        self.complete = False
+        """Whether all lines are checked."""
         self._shape = (0, "")
         """The first example's line, and the field that names the shape of all."""
         self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         try:
-            self._check(method, stopped)
+            self.go_on(stopped)
         except BaseException:
             self._index.close()
             raise
 
-    def _check(self, method: str, stopped: Callable[[], bool]) -> None:
-        problems: list[str] = []
-        bad, began_s = 0, time.monotonic()
-        for number, offset, line in _lines_of(self._path):
-            if stopped():
-                return
+    def go_on(self, stopped: Callable[[], bool]) -> None:
+        """Check the lines that are left, until it is `stopped`. Raises BadFile, and OSError."""
+        problems, began_s = self._problems, time.monotonic()
+        while not stopped():
+            number, offset, line = next(self._lines, (0, 0, b""))
+            if not line:
+                self.complete = True
+                break
             try:
-                self._check_shape(number, line, method)
+                self._check_shape(number, line, self._method)
             except FormatError as error:
-                bad += 1
-                if bad <= _MOST_TOLD:
+                self._bad += 1
+                if self._bad <= _MOST_TOLD:
                     problems.append(f"line {number}: {str(error)[:_MOST_CHARS]}")
             else:
                 self._count += 1
@@ -75,9 +80,11 @@ class ExampleFile:
             if (worked_s := time.monotonic() - began_s) > _WORK_S:
                 time.sleep(worked_s)
                 began_s = time.monotonic()
-        if bad > _MOST_TOLD:
-            problems.append(f"and {bad - _MOST_TOLD} more")
-        if not (bad or self._count):
+        if not self.complete:
+            return
+        if self._bad > _MOST_TOLD:
+            problems.append(f"and {self._bad - _MOST_TOLD} more")
+        if not (self._bad or self._count):
             problems = ["it has no examples"]
         if problems:
             raise BadFile("; ".join(problems))
@@ -97,6 +104,11 @@ class ExampleFile:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the index takes on the disk."""
+        return self._count * _ENTRY.size
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[Pair]]]:
         """Yield (line, pairs) of the examples of these numbers, from 0. Raises OSError."""

@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
+from edged.api.jobs.runner import stored_bound
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
 from edged.store.data_dir import SCRATCH
@@ -94,9 +95,8 @@ def _expires_s(fields: dict[str, str]) -> int:
 async def _bytes_left(services: Services, caller: Caller) -> int:
     """Return how many bytes the caller may add. Raises ApiError where that is none."""
     settings, folder = services.settings, services.store.path.parent
-    count, kept = await asyncio.to_thread(services.store.read, lambda db: files.stored_files_of(db, caller.tenant))
-    bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
-    name, most_mb = min(((n, mb) for n, mb in bounds.items() if mb), key=lambda bound: bound[1])
+    count, kept = await asyncio.to_thread(services.job_runner.kept_of, caller.tenant)
+    name, most_mb = stored_bound(settings)
     if count >= settings.jobs.max_files or kept >= most_mb << 20:
         told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {most_mb}"
         message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"

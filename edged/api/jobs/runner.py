@@ -9,7 +9,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +45,8 @@ _MOST_STEP_TOKENS = 1 << 21
 """Tokens of a step's examples."""
 _VALIDATED = 256
 """Validation examples whose loss is computed at the end of an epoch, about; after the last step it is that of all."""
+_CHECK_TURN_S = 1.0
+"""Time after which the check of a job's files lets another owner's job have its turn."""
 _RETRY_S = 5.0
 """Time after which the store is asked again when it failed."""
 _ROWS_AT_ONCE = 1000
@@ -89,6 +90,8 @@ class JobRunner:
         self._stopping = False
         self._checked: dict[str, list[ExampleFile]] = {}
         """The files of open jobs that were checked since the start, by job: that of training, and of validation."""
+        self._checking: dict[str, list[ExampleFile]] = {}
+        """Those of jobs whose check was begun, and has its next turn after other owners'."""
         self._stop_requested: Counter[str] = Counter()
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
@@ -144,6 +147,18 @@ class JobRunner:
     def readings(self) -> dict[str, Any]:
         """Return the metrics of jobs. Raises StoreError."""
         return {"edged_jobs": self.store.read(jobs.count_by_status), "edged_job_tokens_total": self._tokens}
+
+    def kept_of(self, owner: str) -> tuple[int, int]:
+        """Return (how many files an owner has uploaded, bytes of the owner's files and of open jobs' indexes of them).
+
+        Raises StoreError.
+        """
+        count, kept = self.store.read(lambda db: files.stored_files_of(db, owner))
+        ids = self.store.read(lambda db: jobs.open_job_ids(db, owner))
+        indexed = [
+            each for known in (self._checked, self._checking) for job_id in ids for each in known.get(job_id, ())
+        ]
+        return count, kept + sum(each.index_bytes for each in indexed)
 
     def plan(self, job: jobs.JobRow) -> JobPlan:
         """Return the plan of a job whose hyperparameters are settled."""
@@ -270,13 +285,24 @@ class JobRunner:
     # -- a job's files -----------------------------------------------------------------------------------------------
 
     def _check(self, job: jobs.JobRow) -> None:
-        """Check a job's files, and settle its hyperparameters. Raises JobFailed."""
+        """Check a job's files as far as its turn goes, and settle its hyperparameters then. Raises JobFailed."""
+        checked, turn_ends_s = self._checking.setdefault(job.id, []), time.monotonic() + _CHECK_TURN_S
+
+        def stopped() -> bool:
+            nonlocal turn_ends_s
+            if time.monotonic() >= turn_ends_s:
+                if any(other.owner != job.owner for other in self._waiting(False)):
+                    return True
+                turn_ends_s = time.monotonic() + _CHECK_TURN_S
+            return self._must_stop(job.id)
+
         with contextlib.ExitStack() as unused:
-            checked = [
-                unused.enter_context(closing(self._open(job, name))) for name in jobs.FILES if getattr(job, name)
-            ]
-            if self._must_stop(job.id):
-                return
+            unused.callback(self._close_files, job.id)
+            for place, name in enumerate(name for name in jobs.FILES if getattr(job, name)):
+                self._check_file(job, name, place, checked, stopped)
+                if not checked[place].complete:
+                    unused.pop_all()
+                    return
             examples = len(checked[0])
             settled = auto(examples, job.method, job.hyperparameters)
             highest = self.settings.now.jobs.learning_rate * settled["learning_rate_multiplier"]
@@ -289,22 +315,34 @@ class JobRunner:
             status = "queued" if job.status == "validating_files" else job.status
             columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled, "status": status}
             if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
+                self._checked[job.id] = self._checking.pop(job.id)
                 unused.pop_all()
-                self._checked[job.id] = checked
                 self.run_soon()
 
-    def _open(self, job: jobs.JobRow, name: str) -> ExampleFile:
-        """Check one of a job's files. Raises JobFailed."""
-        folder, file_id = self.store.path.parent, getattr(job, name)
-        if job.status == "validating_files":
-            self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
+    def _check_file(
+        self, job: jobs.JobRow, name: str, place: int, checked: list[ExampleFile], stopped: Callable[[], bool]
+    ) -> None:
+        """Check one of a job's files, at a place of `checked`, until it is `stopped`. Raises JobFailed."""
+        folder, file_id, waits = self.store.path.parent, getattr(job, name), job.status == "validating_files"
         try:
-            return ExampleFile(
-                files.content_of(self.store, file_id), folder, job.method, lambda: self._must_stop(job.id)
-            )
+            if place < len(checked):
+                checked[place].go_on(stopped)
+            else:
+                if waits:
+                    self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
+                checked.append(ExampleFile(files.content_of(self.store, file_id), folder, job.method, stopped))
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None
+        (_, kept), (bound, most_mb) = self.kept_of(job.owner), stored_bound(self.settings.now)
+        if waits and kept > most_mb << 20:
+            told = f"with the index of the file's lines {kept} bytes are kept of you, and {bound} = {most_mb}"
+            raise JobFailed(f"{told}: delete files, or cancel other jobs", "storage_full", name)
+
+    def _close_files(self, job_id: str) -> None:
+        """Give the room of a job's indexes back."""
+        for examples in (*self._checking.pop(job_id, ()), *self._checked.pop(job_id, ())):
+            examples.close()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -542,8 +580,7 @@ class JobRunner:
         self.refresh()
         self._validations = {step: losses for step, losses in self._validations.items() if step[0] != job.id}
         self._told = {told for told in self._told if told[0] != job.id}
-        for examples in self._checked.pop(job.id, ()):
-            examples.close()
+        self._close_files(job.id)
         self.resubmit_pairs()
         self.run_soon()
 
@@ -570,6 +607,12 @@ class JobRunner:
 
     def _tell(self, job_id: str, message: str, level: str = "info") -> None:
         self.store.write(lambda db: jobs.add_event(db, utc_text(utc_now()), job_id, message, level)).result()
+
+
+def stored_bound(settings: Settings) -> tuple[str, int]:
+    """Return the setting that bounds the bytes which are kept of a user's files and jobs, and its value in MiB."""
+    bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
+    return min(((name, most_mb) for name, most_mb in bounds.items() if most_mb), key=lambda bound: bound[1])
 
 
 def _may_pass(error: Exception) -> bool:
