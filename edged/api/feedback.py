@@ -75,13 +75,13 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
     for user in users:
         quota.demand_room(db, user)
     if isinstance(body, SignalRequest):
-        report = Feedback(**body.model_dump(), account=caller.tenant)
+        report = Feedback(**body.model_dump(), account=caller.tenant, named=caller.users)
         result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
         about = (messages, body.prompt, body.prompt_ids)
-        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
+        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant, caller.users)
     for user in users:
         quota.learned(db, user, () if result.duplicate else result.pair_ids)
         services.reading_speeds.forget(user)

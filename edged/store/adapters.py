@@ -132,7 +132,9 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
         "jobs": f"id IN ({_JOBS})",
     }
     named = {"names": json.dumps(adapters), "files": json.dumps(file_ids_of_user(db, adapters[-1]))}
-    db.execute(f"UPDATE pairs SET account = NULL WHERE account IN {NAMED}", named)
+    for table in ("pairs", "signals"):
+        db.execute(f"UPDATE {table} SET account = NULL WHERE account IN {NAMED}", named)
+    db.execute(f"UPDATE application_runs SET sharer = NULL WHERE sharer IN {NAMED}", named)
     ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,
         error = CASE WHEN {IS_OPEN} THEN 'the adapter that it began with was forgotten' ELSE error END,
         error_code = CASE WHEN {IS_OPEN} THEN 'invalid_model' ELSE error_code END"""

@@ -173,9 +173,19 @@ def m017_accounts(db: Database) -> None:
     db.execute(f"{skipped} ({checkpoints})", [note])
 
 
+def m018_shared_adapters(db: Database) -> None:
+    """Which account gave a signal, whose turn a run had, and where a job stood when it was paused."""
+    db.execute("ALTER TABLE signals ADD COLUMN account TEXT")
+    db.execute("CREATE INDEX signals_by_account ON signals (account)")
+    db.execute("ALTER TABLE application_runs ADD COLUMN sharer TEXT")
+    db.execute("ALTER TABLE jobs ADD COLUMN paused_at INTEGER")
+    db.execute("ALTER TABLE jobs ADD COLUMN other_steps INTEGER NOT NULL DEFAULT 0")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
+    m018_shared_adapters,
 )
 
 

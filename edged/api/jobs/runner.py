@@ -165,7 +165,7 @@ class JobRunner:
         settled = job.hyperparameters
         align = job_settings(self.settings.now.align, job.method, settled)
         sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
-        return JobPlan(job.id, job.adapter, align, *sizes)
+        return JobPlan(job.id, job.adapter, align, *sizes, job.other_steps)
 
     def end(self, job: jobs.JobRow) -> None:
         """Cancel an open job, whose last version stays and is on disk then. Raises StoreError."""
@@ -177,10 +177,13 @@ class JobRunner:
             return
 
         def write(db: Database) -> None:
-            if jobs.update_job(db, job.id, paused=int(paused)):
+            stands = {"paused_at": jobs.last_step(db, job.id)} if paused else {}
+            if jobs.update_job(db, job.id, paused=int(paused), **stands):
                 jobs.add_event(db, utc_text(utc_now()), job.id, "The job is paused" if paused else "The job goes on")
 
         self._stop_job(job.id, lambda: self.store.write(write).result())
+        if paused:
+            self.resubmit_pairs()
 
     def close(self) -> None:
         """Stop the threads; open jobs go on at the next start."""
@@ -377,9 +380,16 @@ class JobRunner:
 
     def _go_on(self, job: jobs.JobRow, plan: JobPlan) -> int:
         """Have the engine begin a job, or go on with it; returns the number of steps that were taken."""
+        if job.paused_at is not None and self.engine.version(job.adapter):
+            self._result(self.engine.save(job.adapter))
         done = self._result(self.engine.start_job(plan))
+        if job.paused_at is not None and done > job.paused_at:
+            # Others taught the adapter while the job was paused: those steps are none of its own.
+            plan = replace(plan, other_steps=plan.other_steps + done - job.paused_at)
+            done = self._result(self.engine.start_job(plan))
 
         def write(db: Database) -> None:
+            jobs.update_job(db, job.id, paused_at=None, other_steps=plan.other_steps)
             jobs.drop_later_steps(db, job.id, done)
             told = f"step {done} of {plan.steps} is done, {plan.examples} examples"
             message = f"Fine-tuning job {'goes on' if job.status == 'running' else 'started'}: {told}"

@@ -53,6 +53,10 @@ class JobRow:
     error_param: str | None = None
     result_file: str | None = None
     validation_file: str | None = None
+    paused_at: int | None = None
+    """Number of steps that it had taken when it was paused; None since it goes on."""
+    other_steps: int = 0
+    """AdamW's steps that others' pairs took while it was paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,9 @@ def open_job_ids(db: Database, owner: str) -> list[str]:
 
 
 def open_job_of(db: Database, adapter: str, base: str = "") -> str:
-    """Return the id of the open job (of a base) that makes an adapter; "" where there is none."""
-    sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND ? IN ('', base)"
-    return first_value(db, sql, [adapter, base]) or ""
+    """Return the id of the open job (of a `base`, one that is not paused) that makes an adapter; "" for none."""
+    sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND (? = '' OR base = ? AND NOT paused)"
+    return first_value(db, sql, [adapter, base, base]) or ""
 
 
 def count_jobs(db: Database, owner: str) -> tuple[int, int]:
@@ -239,6 +243,12 @@ def metrics_after(db: Database, job_id: str, step: int, most: int) -> list[dict[
     sql = "SELECT json_group_array(json(data)) FROM job_events WHERE job_id = ? AND step > ?"
     steps = db.execute(f"{sql} AND data != '{{}}' GROUP BY step LIMIT ?", [job_id, step, most])
     return [{name: value for part in json.loads(parts) for name, value in part.items()} for (parts,) in steps]
+
+
+def last_step(db: Database, job_id: str) -> int:
+    """Return the latest step of a job that was taken; 0 before the first one."""
+    trained = "json_extract(data, '$.train_loss') IS NOT NULL"
+    return first_value(db, f"SELECT max(step) FROM job_events WHERE job_id = ? AND {trained}", [job_id]) or 0
 
 
 def drop_later_steps(db: Database, job_id: str, step: int) -> None:
