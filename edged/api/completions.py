@@ -113,7 +113,7 @@ def counted(services: Services, generation: Generation, names: RunNames, most_to
     try:
         said = known.prompt or "\n".join(message["content"] for message in known.messages or ())
         call = (said, len(known.prompt_ids), choices, generation.sampling.max_tokens)
-        run = generation.run = services.runs.begin(tenant, names, known.id, call)
+        run = generation.run = services.runs.begin(tenant, names, known.id, call, generation.turn)
         try:
             yield
         finally:
