@@ -12,6 +12,7 @@ from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.generation import STORED_WITHIN_S
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body
@@ -59,7 +60,13 @@ async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Se
     async with services.limits.writing(caller.tenant):
         written = services.store.write(lambda db: _record(db, body, caller, services))
         written.add_done_callback(services.feedback_intake.learn_from)
-        return await asyncio.wrap_future(written)
+        stored = asyncio.wrap_future(written)
+        await asyncio.wait([stored], timeout=STORED_WITHIN_S)
+        if not written.done() and written.cancel():
+            services.limits.no_feedback(body.user or caller.tenant)
+            told = f"it could not be stored within {STORED_WITHIN_S:g} s: another program holds the database"
+            raise ApiError(503, f"{told}; close that program, and send it again", code="store_busy", retry_after_s=5.0)
+        return await stored
 
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
