@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.api.jobs.test_jobs import preferences
-from tests.cli.conftest import Daemon
+from tests.cli.conftest import Daemon, edged
 
 
 def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path: Path) -> None:
@@ -66,3 +66,21 @@ def test_a_file_is_added_listed_and_deleted(daemon: Daemon, tmp_path: Path) -> N
     assert "does not exist" in daemon.run("files", "show", added["id"], code=1).stderr
     missing = daemon.run("files", "add", str(tmp_path / "none.jsonl"), code=1).stderr
     assert missing == f"edged: {tmp_path}/none.jsonl cannot be read: No such file or directory\n"
+
+
+def test_no_text_of_a_file_reaches_the_terminal_as_a_control(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "\x9b2J\u202ename.jsonl"
+    path.write_text(r'{"messages": [{"role": "\u001b]0;pwned\u0007\u009b2J\u202e", "content": "x"}]}' + "\n")
+    made = daemon.run("finetune", "create", str(path), "--watch", code=1)
+    assert made.stdout, made.stderr
+    job = made.stdout.split()[0]
+    file_id = json.loads(daemon.run("files", "list", "--json").stdout)["data"][0]["id"]
+    spoken = [made.stdout, made.stderr]
+    for command in (
+        *(("finetune", "show", job), ("finetune", "show", job, "--json"), ("finetune", "list"), ("files", "list")),
+        *(("files", "show", file_id), ("files", "list", "--json"), ("ask", "x", "--user", "\x1b[2J")),
+    ):
+        done = edged(*command, "--socket", str(daemon.socket))
+        spoken += [done.stdout, done.stderr]
+    assert any(r"\u001b]0;pwned\u0007" in text for text in spoken)
+    assert not any(control in text for text in spoken for control in "\x1b\x07\x9b\u202e")
