@@ -21,18 +21,7 @@ from urllib.parse import quote
 import click
 
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, json_option, seed_option, with_client
-from edged.cli.output import (
-    echo,
-    make_table,
-    moment,
-    number,
-    percent,
-    print_json,
-    print_text,
-    short,
-    show_progress,
-    size,
-)
+from edged.cli.output import make_table, moment, number, percent, print_json, print_text, short, show_progress, size
 from edged.cli.settings import means_installed, served_settings, settings_of
 from edged.cli.status import NO_ADAPTER, fetch_metrics, metrics_plot, metrics_table, verdict
 from edged.cli.store import ask_or_open, data_dir_option
@@ -361,10 +350,10 @@ def rebuild(
     if as_json:
         return print_json({**asdict(result), "output": output and str(output), "adopted_version": version})
     if output is not None:
-        echo(f"the rebuilt adapter is in {output}")
+        print_text(f"the rebuilt adapter is in {output}")
     if version is not None:
-        return echo(f"{user} has version {version} now, the rebuilt one")
-    return echo(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
+        return print_text(f"{user} has version {version} now, the rebuilt one")
+    return print_text(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
 
 
 def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:
