@@ -5,7 +5,7 @@ Each of a job's steps takes AdamW's step once, and AdamW counts them: a version 
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import fmean
@@ -39,6 +39,8 @@ class JobPlan:
     batch_size: int
     epochs: int
     seed: int
+    other_steps: int = 0
+    """AdamW's steps on the adapter that others' pairs took while the job was paused."""
 
     @property
     def epoch_steps(self) -> int:
@@ -133,6 +135,8 @@ class JobQueue(AdapterQueue):
     """
 
     plan: JobPlan = field(kw_only=True)
+    former: AdapterQueue | None = field(default=None, kw_only=True)
+    """The queue whose place it has until the job ends."""
     done: int = 0
     """Number of the job's steps that were taken."""
     batches: deque[list[TokenPair]] = field(default_factory=deque)
@@ -181,6 +185,11 @@ class JobQueue(AdapterQueue):
     def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
         """Note that the step was not taken."""
         self.step, self.taken = None, []
+
+    def drop(self, pair_ids: Collection[int]) -> None:
+        """Remove pairs from the queue whose place it has."""
+        if self.former is not None:
+            self.former.drop(pair_ids)
 
     def advance(self) -> None:
         """Note that the step was taken; one of validation examples is none of the plan's."""

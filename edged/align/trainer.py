@@ -145,8 +145,11 @@ class Trainer:
 
     def start_job(self, plan: JobPlan) -> int:
         """Begin to train an adapter by a job's plan; its state is resident. Returns the number of steps it took."""
-        queue = JobQueue(plan.adapter, plan=plan, done=self.adapter_cache.get(plan.adapter).steps_taken)
+        done = self.adapter_cache.get(plan.adapter).steps_taken - plan.other_steps
         self.abandon(plan.adapter)
+        former = self.pair_queues.queues.get(plan.adapter)
+        former = former.former if isinstance(former, JobQueue) else former
+        queue = JobQueue(plan.adapter, plan=plan, done=done, former=former)
         self.pair_queues.forget(plan.adapter)
         self.pair_queues.queues[plan.adapter] = queue
         self.jobs[plan.adapter] = queue
@@ -166,8 +169,11 @@ class Trainer:
         for later ones."""
         if adapter in self.jobs:
             self.abandon(adapter)
-            stepped = self.jobs.pop(adapter).done > 0
+            job = self.jobs.pop(adapter)
+            stepped = job.done > 0
             self.pair_queues.forget(adapter)
+            if job.former is not None:
+                self.pair_queues.queues[adapter] = job.former
             self.pair_queues[adapter].guard.baseline_version = baseline_version = (
                 self.adapter_cache.version(adapter) if stepped else 0
             )

@@ -11,7 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -136,18 +136,30 @@ class Caller:
     rule: str
     job_adapters: JobAdapters = NO_ADAPTERS
     """Adapters of all fine-tuning jobs; those that `tenant` owns are the caller's."""
+    named: tuple[str, ...] = ()
+    """Users that [access] names for any caller: names, and patterns but for "*"."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""
         return role in self.roles or "admin" in self.roles
 
     def speaks_for(self, user: str) -> bool:
-        """Whether the caller may act as a user and read that user's data; a checkpoint goes with its job's adapter."""
-        if user in self.job_adapters.checkpoints and self.speaks_for(user.rpartition("@")[0]):
+        """Whether the caller may act as a user and read that user's data; a checkpoint goes with its job's adapter.
+
+        A job's adapter is either its owner's alone, which "*" does not stand for, or [access] names it and decides.
+        """
+        if self.may("admin") or any(known != "*" and matches_user(known, user) for known in self.users):
             return True
-        return self.job_adapters.owners.get(user) == self.tenant or any(
-            matches_user(known, user) for known in self.users
-        )
+        if user in self.job_adapters.checkpoints:
+            return self.speaks_for(user.rpartition("@")[0])
+        owner = self.holder(user)
+        return owner == self.tenant if owner else "*" in self.users
+
+    def holder(self, user: str) -> str:
+        """Return the owner of the fine-tuning job whose adapter has a user's name; "" where [access] decides on it."""
+        adapter = user.rpartition("@")[0] if user in self.job_adapters.checkpoints else user
+        decides = any(matches_user(known, name) for known in self.named for name in (user, adapter))
+        return "" if decides else self.job_adapters.owners.get(adapter, "")
 
     def sees(self, user: str) -> bool:
         """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
@@ -176,9 +188,21 @@ class Caller:
         """Raise ApiError (403) for the first user that the caller may not speak for, whether it exists or not."""
         for user in users:
             if user is not None and not self.speaks_for(user):
+                if "*" in self.users:
+                    self.demand_person(user)
                 known = ", ".join(self.users) or "nobody"
                 message = f'user "{user}" is not for {self.label}, who may speak for {known} ({self.rule})'
                 raise ApiError(403, message, code="forbidden_user", user=user)
+
+    def demand_person(self, user: str | None) -> None:
+        """Raise ApiError (403) where a user has the name of an adapter of another's job, which would learn from them.
+
+        An admin may use that adapter, as a model, and yet take nobody for it.
+        """
+        if user is not None and self.holder(user) not in ("", self.tenant):
+            told = f'is the name of an adapter of a fine-tuning job of "{self.holder(user)}"'
+            way_out = "give the user another name, have the adapter forgotten, or name it in [access]"
+            raise ApiError(403, f'"{user}" {told}: {way_out}', code="forbidden_user", user=user)
 
 
 def matches_user(known: str, user: str) -> bool:
@@ -209,6 +233,7 @@ class Access:
             (token.sha256, _holder(token.name, token.roles, token.users, f'access.tokens, name = "{token.name}"'))
             for token in settings.tokens
         ]
+        self._named = tuple({user for user in settings.granted_users if user != "*"})
 
     @property
     def has_tokens(self) -> bool:
@@ -217,6 +242,9 @@ class Access:
 
     async def caller(self, request: web.Request, job_adapters: JobAdapters = NO_ADAPTERS) -> Caller:
         """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
+        return replace(await self._identified(request, job_adapters), job_adapters=job_adapters, named=self._named)
+
+    async def _identified(self, request: web.Request, job_adapters: JobAdapters) -> Caller:
         transport = request.transport
         if transport is None:
             raise ConnectionResetError("the client has gone")

@@ -158,11 +158,12 @@ async def import_adapter(request: web.Request) -> Imported:
         message = f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '
         raise ApiError(409, f"{message}`edged adapters forget {name}` tries again", code="not_forgotten_yet")
     await _demand_no_job(services, name)
-    services.claim("import")
+    whose = caller_of(request).tenant
+    services.claim("import", whose)
     try:
         weights, form = await _uploaded(request, services, spec)
     finally:
-        services.free("import")
+        services.free("import", whose)
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason, form))
     return Imported(adapter=name, version=version, reason=reason)
 
@@ -189,8 +190,10 @@ async def _uploaded(
         try:
             async with upload_in_time(services.settings.limits.body_s, size):
                 await _receive(request, archive, most)
-            await asyncio.to_thread(_unpack, archive, files, most)
-            return await asyncio.to_thread(read_adapter, files, spec)
+            # One at a time is in memory, for as long as that takes and not while a body comes.
+            async with services.reading_import:
+                await asyncio.to_thread(_unpack, archive, files, most)
+                return await asyncio.to_thread(read_adapter, files, spec)
         except ImportRefused as error:
             raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
 

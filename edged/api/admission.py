@@ -26,6 +26,8 @@ WRITES_OF_ONE = 2
 """Feedback of one caller that is with the database's writer at once: what others write waits behind it."""
 ERASURES_PER_MINUTE = 3
 """Users that a caller who is no admin may have forgotten in a minute: each time all tables are searched."""
+CHANGES_PER_MINUTE = 30
+"""Times that a caller may have jobs paused or resumed in a minute: each waits for a step, and for the disk."""
 _BUCKETS = ("requests_per_minute", "tokens_per_minute", "feedback_per_minute")
 """Settings of `[limits]` that have a token bucket for each user; 0 means no limit."""
 _MAX_USERS = 10_000
@@ -229,6 +231,7 @@ class _User:
     """Token buckets by setting."""
     open_choices: int = 0
     erasures: TokenBucket = field(default_factory=lambda: TokenBucket(ERASURES_PER_MINUTE, 60.0))
+    changes: TokenBucket = field(default_factory=lambda: TokenBucket(CHANGES_PER_MINUTE, 60.0))
     writing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(WRITES_OF_ONE))
 
     def demand(self, setting: str, now: float) -> None:
@@ -288,10 +291,17 @@ class UserLimits:
 
     def erasure(self, caller: str) -> None:
         """Count one forgetting that a caller asks for. Raises LimitReached."""
-        erasures, now = self._user(caller).erasures, self._clock()
-        if wait_s := erasures.wait_s(now):
-            raise LimitReached(caller, f"{ERASURES_PER_MINUTE} erasures a minute", wait_s)
-        erasures.take(now)
+        self._take(caller, self._user(caller).erasures, f"{ERASURES_PER_MINUTE} erasures a minute")
+
+    def change(self, caller: str) -> None:
+        """Count one pausing or resuming of a job that a caller asks for. Raises LimitReached."""
+        self._take(caller, self._user(caller).changes, f"{CHANGES_PER_MINUTE} changes of jobs a minute")
+
+    def _take(self, caller: str, bucket: TokenBucket, bound: str) -> None:
+        now = self._clock()
+        if wait_s := bucket.wait_s(now):
+            raise LimitReached(caller, bound, wait_s)
+        bucket.take(now)
 
     def writing(self, caller: str) -> asyncio.Semaphore:
         """Return the turns of a caller's feedback at the database's writer, which takes all writes in their order."""

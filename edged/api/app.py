@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import warnings
-from dataclasses import replace
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -43,7 +42,7 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         role = row.role if row else "admin" if request.match_info.route.resource is not None else "anybody"
         if role != "anybody":
             job_adapters = NO_ADAPTERS if lifecycle.services is None else lifecycle.services.job_runner.adapters
-            request[CALLER] = caller = replace(await access.caller(request, job_adapters), job_adapters=job_adapters)
+            request[CALLER] = caller = await access.caller(request, job_adapters)
             caller.demand_role(role)
         # While the model is loading, and from SIGTERM on, no new work is begun.
         problem = lifecycle.problem()

@@ -53,6 +53,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     services, caller = services_of(request), caller_of(request)
     limits, (model, adapter) = services.limits, split_model(services, caller, body.model)
     caller.demand_user(body.user, adapter)
+    caller.demand_person(body.user)
     named = body.user or adapter
     # Each job would give its owner further limits.
     tenant = caller.tenant if named is None or caller.job_adapters.owner(named) else named
@@ -112,7 +113,7 @@ def counted(services: Services, generation: Generation, names: RunNames, max_tok
     try:
         said = known.prompt or "\n".join(message["content"] for message in known.messages or ())
         call = (said, len(known.prompt_ids), choices, generation.sampling.max_tokens)
-        run = generation.run = services.runs.begin(tenant, names, known.id, call)
+        run = generation.run = services.runs.begin(tenant, names, known.id, call, generation.fairness_key)
         try:
             yield
         finally:

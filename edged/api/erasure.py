@@ -11,7 +11,8 @@ from edged.api.services import Services
 from edged.store import StoreError, erasure, forgetting, utc_now, utc_text
 from edged.store.adapters import forget_files, forget_learning, forget_reports
 from edged.store.base_models import served_base
-from edged.store.data_dir import ADAPTERS_FOLDER, FILES_FOLDER
+from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.jobs.files import remove_content
 from edged.store.jobs.jobs import open_jobs_of_users
 from edged.store.maintenance import Maintenance
 
@@ -46,9 +47,8 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         # Pairs on their way into the engine would create the adapter again.
         services.feedback_intake.settled().result()
         stage("taking it out of the engine")
-        files = [store.path.parent / FILES_FOLDER / file_id for file_id in erased.file_ids]
         # A list: all of them are tried.
-        uploads_gone = all([forgetting.deleted(name, partial(file.unlink, missing_ok=True)) for file in files])
+        uploads_gone = all([forgetting.deleted(name, partial(remove_content, store, file)) for file in erased.file_ids])
         for adapter in erased.adapters:
             services.reading_speeds.forget(adapter)
             services.version_answers.forget(adapter)

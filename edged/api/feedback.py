@@ -13,6 +13,7 @@ from edged.align.feedback.pair_tokens import demand_rows
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
 from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces
+from edged.api.generation import STORED_WITHIN_S
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body
@@ -36,6 +37,7 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     services, caller = services_of(request), caller_of(request)
     body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
+    caller.demand_person(body.user)
     if services.store.suspect:
         raise ApiError(503, services.store.suspect, code="store_suspect")
     user = body.user or caller.tenant
@@ -60,7 +62,13 @@ async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Se
     async with services.limits.writing(caller.tenant):
         written = services.store.write(lambda db: _record(db, body, caller, services))
         written.add_done_callback(services.feedback_intake.learn_from)
-        return await asyncio.wrap_future(written)
+        stored = asyncio.wrap_future(written)
+        await asyncio.wait([stored], timeout=STORED_WITHIN_S)
+        if not written.done() and written.cancel():
+            services.limits.no_feedback(body.user or caller.tenant)
+            told = f"it could not be stored within {STORED_WITHIN_S:g} s: another program holds the database"
+            raise ApiError(503, f"{told}; close that program, and send it again", code="store_busy", retry_after_s=5.0)
+        return await stored
 
 
 def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
@@ -76,13 +84,13 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
     for user in users:
         quota.demand_room(db, user)
     if isinstance(body, SignalRequest):
-        report = Feedback(**body.model_dump(), account=caller.tenant)
+        report = Feedback(**body.model_dump(), account=caller.tenant, named=caller.users)
         result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
         about = (messages, body.prompt, body.prompt_ids)
-        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant)
+        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant, caller.users)
     for user in users:
         quota.learned(db, user, () if result.duplicate else result.pair_ids)
         services.reading_speeds.forget(user)

@@ -139,7 +139,7 @@ class FeedbackIntake:
             self._withheld.update(pair_ids)
             return
         pairs: list[TokenPair] = []
-        in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model))}
+        in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model)) if not job.paused}
         for row in self._rows(pair_ids):
             if row.state == "skipped":
                 # Dropped since it was to be submitted.

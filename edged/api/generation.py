@@ -30,6 +30,8 @@ from edged.store.user_quota import PairQueueFull, StorageFull
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
+STORED_WITHIN_S = 5.0
+"""Time for which an answer, or feedback, waits for the database."""
 _TEACHES_NOTHING = "completion %s teaches nothing about the answer before: %s"
 
 
@@ -289,13 +291,28 @@ class Generation:
     async def store(self) -> None:
         """Store the completion under its id. A store that fails is only logged, since the answer is good without it.
 
+        One that is slow, as while another program holds the file, is not waited for longer than `STORED_WITHIN_S`.
+
         A completion without a user or adapter is not kept: no feedback on it is possible, and no user could erase it.
         """
         if self.completion.adapter is None:
             return
         try:
-            await asyncio.shield(asyncio.wrap_future(self._write()))
+            written = self._write()
         except StoreError as error:
+            self._tell_missing(error)
+            return
+        stored = asyncio.wrap_future(written)
+        stored.add_done_callback(lambda done: self._tell_missing(done.exception()))
+        await asyncio.wait([stored], timeout=STORED_WITHIN_S)
+        if not stored.done():
+            told = (
+                "the database is slow, or another program holds it: its record is written later, or said to be missing"
+            )
+            log.warning("completion %s is answered before it is stored: %s", self.completion.id, told)
+
+    def _tell_missing(self, error: BaseException | None) -> None:
+        if error is not None:
             log.error("completion %s was not stored, feedback cannot name it: %s", self.completion.id, error)
 
     def abandon(self) -> None:

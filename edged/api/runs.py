@@ -20,7 +20,7 @@ from multidict import CIMultiDictProxy
 
 from edged.api.errors import bad_request
 from edged.api.requests import RUN_NAME, ChatRequest, CompletionRequest
-from edged.demand.predictor import DemandPredictor, features_of
+from edged.demand.predictor import MAX_TYPES, DemandPredictor, features_of
 from edged.observe.observer import Histogram
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.access import USER_NAME
@@ -36,7 +36,7 @@ _MAX_OPEN = 1024
 """Open runs of one user; calls of further ones are runs of their own."""
 _STORED = np.float16
 """Counts of words and logarithms of sizes are small."""
-_COLUMNS = ("user", "application", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "late_s")
+_COLUMNS = ("user", "application", "predicted", "cost", "calls", "prompt_tokens", "answer_tokens", "late_s", "sharer")
 """Fields of a run that its row has under the same names."""
 _MAX_TYPES, _MAX_ENDED = 1024, 256
 """(User, type) pairs that are kept, and the latest ended runs of each."""
@@ -135,6 +135,8 @@ class ApplicationRun:
     cost: float = 0.0
     ended_s: float = 0.0
     late_s: float = 0.0
+    sharer: str | None = None
+    """The name under which its requests take turns, for whom its demand is learned; None: the user's."""
 
     @property
     def seconds(self) -> float:
@@ -169,7 +171,9 @@ class ApplicationRuns:
         self._begun: set[ApplicationRun] = set()
         """Runs that are not closed, with those that have no key."""
         self._ended: OrderedDict[tuple[str, str], deque[ApplicationRun]] = OrderedDict()
-        self.demand, self._salt = DemandPredictor(), store.read(salt)
+        self.demand = OrderedDict[str, DemandPredictor]()
+        """What each sharer's runs cost, the one whose last run ended longest ago first."""
+        self._salt = store.read(salt)
         self._trainer: Executor = ThreadPoolExecutor(1, "edged-demand")
         self._histograms = {name: Histogram(bounds) for name, bounds in _BOUNDS.items()}
         self._warned = False
@@ -178,7 +182,9 @@ class ApplicationRuns:
             fields = {name: row[name] for name in _COLUMNS}
             self._keep(ApplicationRun("", name=row["run"], begun_s=0.0, ended_s=row["seconds"], **fields))
 
-    def begin(self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int]) -> ApplicationRun:
+    def begin(
+        self, user: str, names: RunNames, request: str, call: tuple[str, int, int, int], sharer: str | None = None
+    ) -> ApplicationRun:
         """Count a call as begun; returns its run. `call`: its text, prompt tokens, choices and `max_tokens`."""
         self.sweep()
         text, prompt, choices, max_tokens = call
@@ -190,11 +196,13 @@ class ApplicationRuns:
         key = f"{user}/{name}" if name else f"{user}/{request}" if choices > 1 else ""
         run = self.open.get(key) if key else None
         if run is None:
-            run = ApplicationRun(key, user, names.application, name or request, self._clock(), 0.0)
+            begun = (key, user, names.application, name or request, self._clock(), 0.0)
+            run = ApplicationRun(*begun, sharer=sharer)
             if self._settings().policy == "justitia":
                 otherwise = choices * call_cost(prompt, max_tokens / 2)
                 run.features = features_of(text, prompt, choices, max_tokens, self._salt)
-                run.predicted = self.demand.predict(names.application, run.features, otherwise)
+                demand = self.demand.get(sharer or user, DemandPredictor())
+                run.predicted = demand.predict(names.application, run.features, otherwise)
             self._begun.add(run)
             if key:
                 self.open[key] = run
@@ -235,11 +243,11 @@ class ApplicationRuns:
         features, run.features = run.features, None
         # Of a run without a token, whose client left, nothing is to be learned.
         if features is not None and run.cost:
-            self.demand.observe(run.application, features, run.cost)
+            demand = self._observe(run.sharer or run.user, run.application, features, run.cost)
             self._write(run, features)
             self._histograms["edged_demand_error_ratio"].observe([abs(run.predicted / run.cost - 1.0)])
-            if self.demand.due(run.application):
-                self._trainer.submit(self._train, run.application)
+            if demand.due(run.application):
+                self._trainer.submit(self._train, demand, run.application)
         self._keep(run)
         for name, value in zip(_BOUNDS, (run.seconds, run.late_s), strict=False):
             self._histograms[name].observe([value])
@@ -266,7 +274,19 @@ class ApplicationRuns:
 
     def _learn(self, row: Mapping[str, Any]) -> None:
         features = np.frombuffer(row["features"], _STORED).astype(np.float32)
-        self.demand.observe(row["application"], features, row["cost"])
+        self._observe(row["sharer"] or row["user"], row["application"], features, row["cost"])
+
+    def _observe(self, sharer: str, application: str, features: np.ndarray, cost: float) -> DemandPredictor:
+        """Learn what a sharer's run cost; too many types make the sharer that has most of them forget its oldest."""
+        demand = self.demand.setdefault(sharer, DemandPredictor())
+        self.demand.move_to_end(sharer)
+        demand.observe(application, features, cost)
+        if sum(map(len, self.demand.values())) > MAX_TYPES:
+            most = max(self.demand, key=lambda each: len(self.demand[each]))
+            self.demand[most].drop_oldest()
+            if not self.demand[most]:
+                del self.demand[most]
+        return demand
 
     def readings(self) -> dict[str, Any]:
         """Return the metrics of runs; any thread may ask."""
@@ -275,24 +295,31 @@ class ApplicationRuns:
         shown = {name: {(): histogram.buckets()} for name, histogram in self._histograms.items()}
         return {"edged_applications": states, **shown}
 
-    def _train(self, application: str) -> None:
+    def _train(self, demand: DemandPredictor, application: str) -> None:
         try:
-            if self.demand.due(application):
-                self.demand.train(application)
+            if demand.due(application):
+                demand.train(application)
         except Exception:
             log.exception("the demand of %s could not be learned: its median counts", application)
 
     async def forget(self, application: str, sees: Callable[[str], bool] = lambda _: True) -> int:
         """Forget ended runs of a type, and what was learned from them; returns how many. `sees` says of whom.
 
-        Raises StoreError.
+        What others' runs taught stays. Raises StoreError.
         """
         gone = [key for key in self._ended if key[1] == application and sees(key[0])]
+        if not gone:
+            return 0
         users = [user for user, _ in gone]
         await asyncio.wrap_future(self._store.write(partial(forget_runs, application=application, users=users)))
-        count = sum(len(self._ended.pop(key, ())) for key in gone)
-        await self._learn_again(application)
-        return count
+        return await self._forget(gone)
+
+    async def _forget(self, gone: list[tuple[str, str]]) -> int:
+        """Forget ended runs by (user, type), whose rows are deleted; returns how many."""
+        runs = [run for key in gone for run in self._ended.pop(key, ())]
+        for sharer, application in dict.fromkeys((run.sharer or run.user, run.application) for run in runs):
+            await self._learn_again(sharer, application)
+        return len(runs)
 
     async def forget_user(self, user: str) -> None:
         """Forget a user's ended runs, whose rows are deleted already, and what was learned from them.
@@ -302,17 +329,15 @@ class ApplicationRuns:
         for run in self._begun:
             if run.user == user:
                 run.features = None
-        gone = [key for key in self._ended if key[0] == user]
-        for key in gone:
-            del self._ended[key]
-        for _, application in gone:
-            await self._learn_again(application)
+        await self._forget([key for key in self._ended if key[0] == user])
 
-    async def _learn_again(self, application: str) -> None:
+    async def _learn_again(self, sharer: str, application: str) -> None:
         rows = await asyncio.to_thread(self._store.read, partial(latest_runs, application=application))
-        self.demand.forget(application)
+        if sharer in self.demand:
+            self.demand[sharer].forget(application)
         for row in rows:
-            self._learn(row)
+            if sharer == (row["sharer"] or row["user"]):
+                self._learn(row)
 
     def types(self, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Return the types of applications that `sees` allows, by user, the latest last."""

@@ -68,6 +68,8 @@ class Services:
     forgetting_stages: dict[str, str] = field(default_factory=dict)
     """The present stage of each such task, by adapter."""
     outcomes: LatestOutcomes = field(default_factory=LatestOutcomes)
+    reading_import: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an imported adapter is unpacked and read."""
     busy: set[tuple[str, str]] = field(default_factory=set)
     """Running work of kinds that only one caller may do at a time, such as "backup", or each owner."""
 

@@ -350,10 +350,10 @@ def rebuild(
     if as_json:
         return print_json({**asdict(result), "output": output and str(output), "adopted_version": version})
     if output is not None:
-        click.echo(f"the rebuilt adapter is in {output}")
+        print_text(f"the rebuilt adapter is in {output}")
     if version is not None:
-        return click.echo(f"{user} has version {version} now, the rebuilt one")
-    return click.echo(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
+        return print_text(f"{user} has version {version} now, the rebuilt one")
+    return print_text(f"{user} keeps version {result.online_version}: --adopt takes the rebuilt one")
 
 
 def _prepare(client: Client, user: str, config: Path | None, flags: dict[str, Any]) -> tuple[Any, Rebuild]:

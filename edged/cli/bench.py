@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from edged.cli.options import config_option, explain_os_errors, policy_option, seed_option, shown
-from edged.cli.output import Renderable, make_table, number, percent, progress_bar, show_progress
+from edged.cli.output import Renderable, echo, make_table, number, percent, progress_bar, show_progress
 from edged.cli.settings import load_settings, settings_of
 from edged.client.client import DaemonError
 
@@ -283,7 +283,7 @@ def compare(
 
     def text() -> list[Renderable]:
         for name, reason in runs.failed.items():
-            click.echo(f"{name} failed: {reason}", err=True)
+            echo(f"{name} failed: {reason}", err=True)
         return list(tables(rows))
 
     return {"folder": str(folder), "capacity_per_s": capacity, "rows": rows, "failed": runs.failed}, text

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from edged.cli.options import json_option, user_option, with_client
-from edged.cli.output import print_json
+from edged.cli.output import echo, print_json
 from edged.cli.status import held
 from edged.client.client import Client, DaemonError
 
@@ -82,8 +82,8 @@ def ask(client: Client, prompt: str, as_json: bool, **options: Any) -> None:
         return print_json(client.post(ROUTE, body))
     for event in client.events(ROUTE, {**body, "stream": True}):
         for choice in event["choices"]:
-            click.echo(choice["delta"].get("content") or "", nl=False)
-    return click.echo()
+            echo(choice["delta"].get("content") or "", nl=False)
+    return echo()
 
 
 def _request(system: str | None, user: str | None, **sampling: Any) -> dict[str, Any]:
@@ -142,16 +142,16 @@ class Conversation:
                     self._clear()
                     click.secho("a new conversation", dim=True)
                 case "/help":
-                    click.echo(HELP)
+                    echo(HELP)
                 case _ if self._candidates and text in map(str, range(1, CANDIDATES + 1)):
                     self._pick(text)
                 case _ if command.startswith("/"):
-                    click.echo(f'edged: "{command}" is no command: /help lists them', err=True)
+                    echo(f'edged: "{command}" is no command: /help lists them', err=True)
                 case _ if text:
                     self._say(text)
             self._look_after(0.0)
         except DaemonError as error:
-            click.echo(f"edged: {error}", err=True)
+            echo(f"edged: {error}", err=True)
         except KeyboardInterrupt:
             self._client.close()
         return True
@@ -194,7 +194,7 @@ class Conversation:
                     reason = choice.get("finish_reason") or reason
                     piece = choice["delta"].get("content") or ""
                     text += piece
-                    click.echo(piece, nl=False)
+                    echo(piece, nl=False)
         except (DaemonError, KeyboardInterrupt) as ended:
             if self._answer is None:
                 self._messages.pop()
@@ -231,7 +231,8 @@ class Conversation:
             for item in response["choices"]
         ]
         for index, candidate in enumerate(self._candidates, 1):
-            click.echo(click.style(f"{index}  ", bold=True) + candidate.text)
+            echo(f"{index}  ", nl=False, bold=True)
+            echo(candidate.text)
         click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
     def _pick(self, number: str) -> None:
@@ -290,5 +291,5 @@ def _lines() -> Iterator[str]:
         try:
             yield input("> ")
         except (EOFError, KeyboardInterrupt):
-            click.echo()
+            echo()
             return

@@ -16,7 +16,7 @@ from urllib.parse import quote, urlencode
 import click
 
 from edged.cli.options import asks_daemon, explain_os_errors, json_option, with_client
-from edged.cli.output import make_table, moment, number, print_json, progress_bar, short, show_progress
+from edged.cli.output import echo, make_table, moment, number, print_json, progress_bar, short, show_progress
 from edged.client.client import Client, DaemonError, Refused
 
 MAX_SHOWN = 20
@@ -112,9 +112,9 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
         print_json({**data, **({"taken": result.taken} if result.taken else {}), **stopped})
     elif result.stopped:
         where = f"stopped after {pairs} pairs, at line {result.line}; go on with --skip {go_on}"
-        click.echo(f"edged: {result.stopped}\n{where}", err=True)
+        echo(f"edged: {result.stopped}\n{where}", err=True)
     elif states is not None:
-        click.echo(_outcomes(states, why))
+        echo(_outcomes(states, why))
     if result.bad or result.stopped:
         sys.exit(1)
 
@@ -232,9 +232,9 @@ def export(client: Client, format_: str, texts: bool, output: Path | None, **onl
     with written, nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as file:
         count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
     for reason, times in left_out.items():
-        click.echo(f"{times} pairs left out: {reason}", err=True)
+        echo(f"{times} pairs left out: {reason}", err=True)
     if output is not None:
-        click.echo(f"{count} pairs are in {output}")
+        echo(f"{count} pairs are in {output}")
 
 
 feedback.add_command(export)
@@ -264,17 +264,17 @@ def _report(result: ImportedLines, user: str | None) -> None:
         lines.setdefault(bad["error"], []).append(bad["line"])
     for error, found in islice(lines.items(), MAX_SHOWN):
         others = f" and {len(found) - 1} more lines" if len(found) > 1 else ""
-        click.echo(f"line {found[0]}{others}: {error}", err=True)
+        echo(f"line {found[0]}{others}: {error}", err=True)
     if len(lines) > MAX_SHOWN:
-        click.echo(f"... and {len(lines) - MAX_SHOWN} more problems (--json lists all)", err=True)
+        echo(f"... and {len(lines) - MAX_SHOWN} more problems (--json lists all)", err=True)
     parts = [f"{len(result.feedback_ids)} pairs imported for {user or 'the users that the lines name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")
     if result.bad:
         parts.append(f"{len(result.bad)} bad lines not learned")
-    click.echo(", ".join(parts))
+    echo(", ".join(parts))
     for told, count in result.taken.most_common():
-        click.echo(f"in {count} lines {told}")
+        echo(f"in {count} lines {told}")
 
 
 _pairs_argument = click.argument("pairs", nargs=-1, type=click.IntRange(1))

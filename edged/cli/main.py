@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from edged import __version__
+from edged.cli.output import echo
 
 COMMANDS = (
     *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
@@ -49,7 +50,7 @@ class Failure(click.ClickException):
     """An expected failure: shown as `edged: message`, exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"edged: {self.format_message()}", err=True)
+        echo(f"edged: {self.format_message()}", err=True)
 
 
 class FailingGroup(click.Group):

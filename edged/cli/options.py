@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from edged.cli.output import print_json, print_text
+from edged.cli.output import echo, print_json, print_text
 from edged.client.client import Client, DaemonError, find_address
 
 _LOADING_S = 600.0
@@ -40,7 +40,7 @@ def explain_os_errors(what: str = "") -> Iterator[None]:
 
 
 def _say_waiting(message: str) -> None:
-    click.echo(f"edged: {message}; waiting", err=True)
+    echo(f"edged: {message}; waiting", err=True)
 
 
 def with_client(function: Callable[..., Any]) -> Callable[..., Any]:

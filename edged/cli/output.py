@@ -9,15 +9,22 @@ from typing import Any
 
 import click
 
+from edged.runtime.printable import printable
+
 Renderable = Any
 """Anything that rich prints; rich is imported only where it is used, as importing it would slow down --help."""
 PIPE_WIDTH = 140
 """Least width, in characters, of a table that goes to a file or pipe."""
 
 
+def echo(text: str = "", nl: bool = True, err: bool = False, **style: Any) -> None:
+    """Print a text, of whatever origin, on stdout or stderr; no character of it controls the terminal."""
+    click.secho(printable(text), nl=nl, err=err, **style)
+
+
 def print_json(value: Any) -> None:
     """Print `value` as JSON on stdout."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def make_console() -> Any:
@@ -32,9 +39,20 @@ def print_text(text: Any) -> None:
     """Print a string as it is and anything else with rich; of a list, each item; None prints nothing."""
     for part in text if isinstance(text, list) else [text]:
         if isinstance(part, str):
-            click.echo(part)
+            echo(part)
         elif part is not None:
-            make_console().print(part)
+            make_console().print(_Printable(part))
+
+
+class _Printable:
+    """A renderable for rich in whose texts no character controls the terminal."""
+
+    def __init__(self, renderable: Renderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        for segment in console.render(self._renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = False, **style: Any) -> Renderable:
@@ -56,9 +74,9 @@ def make_table(*columns: str, rows: Iterable[Sequence[Any]] = (), fold: bool = F
 def show_progress(line: str) -> None:
     """Print one line on stderr; on a terminal the next call overwrites it, and "" clears it."""
     if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+        click.echo(f"\r\x1b[K{printable(line)}", nl=False, err=True)
     elif line:
-        click.echo(line, err=True)
+        echo(line, err=True)
 
 
 @contextmanager
@@ -70,7 +88,7 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int 
     console = Console(stderr=True)
     with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda done, total, now: bar.update(task, completed=done, total=total, description=now)
+        yield lambda done, total, now: bar.update(task, completed=done, total=total, description=printable(now))
 
 
 def number(value: Any, digits: int = 2, unit: str = "") -> str:
@@ -135,13 +153,13 @@ def show(
     try:
         while as_json or not console.is_terminal:
             data = fetch()
-            click.echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
+            echo(json.dumps(data, ensure_ascii=False) if as_json else line(data))
             time.sleep(interval)
         from rich.live import Live
 
-        with Live(render(fetch()), console=console, screen=True, auto_refresh=False) as live:
+        with Live(_Printable(render(fetch())), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(interval)
-                live.update(render(fetch()), refresh=True)
+                live.update(_Printable(render(fetch())), refresh=True)
     except KeyboardInterrupt:
         return None

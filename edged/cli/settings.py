@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, shown
-from edged.cli.output import make_table
+from edged.cli.output import echo, make_table
 from edged.client.client import Client, DaemonError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def init(output: Path, force: bool) -> None:
 
     text = HEAD + to_toml(Settings())
     if str(output) == "-":
-        return click.echo(text, nl=False)
+        return echo(text, nl=False)
     with explain_os_errors(f"{output} cannot be written"):
         try:
             file = output.open("w" if force else "x", encoding="utf-8")
@@ -144,7 +144,7 @@ def init(output: Path, force: bool) -> None:
             raise DaemonError(f"{output} exists: choose another --output, or --force") from None
         with file:
             file.write(text)
-    return click.echo(f"{output} written: start with `edged serve --config {output}`")
+    return echo(f"{output} written: start with `edged serve --config {output}`")
 
 
 @click.command()

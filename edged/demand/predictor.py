@@ -23,7 +23,7 @@ WORDS = 512
 _FEATURES = WORDS + 3
 _MIN_KNOWN, _MIN_TRAINED = 3, 20
 """Runs of a type from which its own median counts, and from which a network is trained."""
-_MAX_RUNS, _MAX_TYPES = 300, 64
+_MAX_RUNS, MAX_TYPES = 300, 64
 _GROWTH = 1.2
 _LONGEST_TEXT = 2048
 """Characters of a call that are looked at."""
@@ -50,18 +50,26 @@ class _Type:
 
 
 class DemandPredictor:
-    """The costs of runs, learned from `observe`; `predict` may be asked while another thread is in `train`."""
+    """The costs of one sharer's runs, from `observe`; `predict` may be asked while another thread is in `train`."""
 
     def __init__(self) -> None:
         self._types: OrderedDict[str, _Type] = OrderedDict()
         self._costs: deque[float] = deque(maxlen=_MAX_RUNS)
 
+    def __len__(self) -> int:
+        """Return the number of types that are known."""
+        return len(self._types)
+
+    def drop_oldest(self) -> None:
+        """Forget the type of which no run has ended for longest."""
+        self._types.popitem(last=False)
+
     def observe(self, application: str, row: np.ndarray, cost: float) -> None:
         """Learn what a run of a type cost, by the features of its first call."""
         known = self._types.setdefault(application, _Type())
         self._types.move_to_end(application)
-        if len(self._types) > _MAX_TYPES:
-            self._types.popitem(last=False)
+        if len(self) > MAX_TYPES:
+            self.drop_oldest()
         known.runs.append((row, max(1.0, cost)))
         known.count += 1
         self._costs.append(cost)

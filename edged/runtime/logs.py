@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+from edged.runtime.printable import printable
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.load import LogSettings, Settings
 
@@ -48,7 +49,7 @@ def set_up(settings: LogSettings, secrets: Collection[str], environ: Mapping[str
     handler.setFormatter(
         _JsonLines(_is_journal(stream, environ))
         if writes_json(settings, environ, stream)
-        else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
+        else _PlainLines("%(asctime)s %(levelname)s %(name)s: %(message)s%(of_request)s")
     )
     take_down()
     logging.getLogger().addHandler(handler)
@@ -129,6 +130,20 @@ class _Handler(logging.StreamHandler[TextIO]):
         return text
 
 
+class _PlainLines(logging.Formatter):
+    """The format for people: a line, and a traceback's lines, indented; no text begins a line of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.exc_text = None  # another formatter's
+        return super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        return printable(super().formatMessage(record)).replace("\n", "\\n")
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return printable(super().formatException(ei)).replace("\n", "\n  ")
+
+
 class _JsonLines(logging.Formatter):
     """The format for programs: one JSON object a line. `prefixed` lines begin with the level as journald reads it."""
 
@@ -150,7 +165,7 @@ class _JsonLines(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info and record.exc_info[0] is not None:
             line["exception"] = self.formatException(record.exc_info)
-        text = json.dumps(line, ensure_ascii=False, default=str)
+        text = printable(json.dumps(line, ensure_ascii=False, default=str))
         return f"<{_PRIORITIES.get(record.levelno, 5)}>{text}" if self._prefixed else text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import erase_folder
+from edged.store.data_dir import erase_folder, path_in
 from edged.store.feedback import last_pair_id
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
@@ -132,7 +132,9 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
         "jobs": f"id IN ({_JOBS})",
     }
     named = {"names": json.dumps(adapters), "files": json.dumps(file_ids_of_user(db, adapters[-1]))}
-    db.execute(f"UPDATE pairs SET account = NULL WHERE account IN {NAMED}", named)
+    for table in ("pairs", "signals"):
+        db.execute(f"UPDATE {table} SET account = NULL WHERE account IN {NAMED}", named)
+    db.execute(f"UPDATE application_runs SET sharer = NULL WHERE sharer IN {NAMED}", named)
     ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,
         error = CASE WHEN {IS_OPEN} THEN 'the adapter that it began with was forgotten' ELSE error END,
         error_code = CASE WHEN {IS_OPEN} THEN 'invalid_model' ELSE error_code END"""
@@ -161,8 +163,9 @@ def forget_files(folder: Path, adapter: str, but: str | None) -> None:
     Raises OSError with the first thing that stays; the others are gone then.
     """
     problem: OSError | None = None
-    for files in folder.glob(f"*/{adapter}"):
-        if files.parent.name != but:
+    for base in folder.glob("*"):
+        files = path_in(base, adapter)
+        if base.name != but and files.exists():
             try:
                 erase_folder(files)
             except OSError as error:

@@ -24,8 +24,9 @@ def add_run(db: Database, row: Mapping[str, Any]) -> None:
 
 
 def latest_runs(db: Database, application: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the latest runs of a type, or of each type, in the order in which they ended."""
-    ranked = """SELECT *, row_number() OVER (PARTITION BY application ORDER BY id DESC) AS age FROM application_runs
+    """Return the rows of each sharer's latest runs of a type, or of each type, in the order in which they ended."""
+    sharers = "PARTITION BY application, coalesce(sharer, user)"
+    ranked = f"""SELECT *, row_number() OVER ({sharers} ORDER BY id DESC) AS age FROM application_runs
         WHERE :application IS NULL OR application = :application"""
     sql = f"SELECT * FROM ({ranked}) WHERE age <= {MAX_RUNS} ORDER BY id"
     return list(db.query(sql, {"application": application}))

@@ -19,7 +19,7 @@ from typing import Any
 
 import edged
 from edged.store.archive import END, Content, member
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, SCRATCH, sha256_of, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, SCRATCH, path_in, sha256_of, sync
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -118,8 +118,8 @@ def _link_files(source: Path, folder: Path) -> None:
     (folder / FILES_FOLDER).mkdir()
     with closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
         for (file_id,) in connection.execute("SELECT id FROM files"):
-            if (source / file_id).is_file():
-                _link(str(source / file_id), str(folder / FILES_FOLDER / file_id))
+            with suppress(FileNotFoundError):
+                _link(str(path_in(source, file_id)), str(folder / FILES_FOLDER / file_id))
 
 
 def _link(source: str, target: str) -> None:

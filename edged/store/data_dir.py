@@ -1,7 +1,9 @@
 """The data folder: its place, the names of its parts, and syncing files in it."""
 
+import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
 FILES_FOLDER = "files"
+NAME = "[A-Za-z0-9][A-Za-z0-9._@-]*"
+"""Pattern of the names of users' files, base models, adapters and their files."""
 SCRATCH = ".scratch-"
 """Name prefix of folders with a request's files; leftovers are removed at the next start."""
 
@@ -20,6 +24,17 @@ def data_folder(configured: str, environ: Mapping[str, str]) -> Path:
     if state := environ.get("STATE_DIRECTORY", "").split(":")[0]:
         return Path(state)
     return Path(environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "edged"
+
+
+def path_in(folder: Path, *names: str) -> Path:
+    """Return a path under `folder` by names that a database or a manifest holds.
+
+    Raises FileNotFoundError where one of them is no plain name, and might lead out of the folder.
+    """
+    for name in names:
+        if not re.fullmatch(NAME, name):
+            raise FileNotFoundError(errno.ENOENT, "not a name of a file of edged", name)
+    return folder.joinpath(*names)
 
 
 def sync(path: Path) -> None:

@@ -109,9 +109,10 @@ class Store:
     def write(self, fn: Callable[[Database], T], alone: bool = False) -> Future[T]:
         """Run `fn` in a transaction on the writer thread; the future resolves after the commit reached the disk.
 
-        Writes run in the order of the calls. An exception of `fn` undoes what `fn` wrote, and nothing else, and is the
-        future's exception; SQLite's own errors become StoreError. With `alone`, `fn` runs outside of any transaction,
-        as VACUUM needs it. Raises StoreError when the store is closed.
+        Writes run in the order of the calls; one that waits for another program's lock may be cancelled. An exception
+        of `fn` undoes what `fn` wrote, and nothing else, and is the future's exception; SQLite's own errors become
+        StoreError. With `alone`, `fn` runs outside of any transaction, as VACUUM needs it. Raises StoreError when the
+        store is closed.
         """
         future: Future[T] = Future()
         with self._gate:
@@ -236,7 +237,7 @@ class Store:
             # Nothing may follow the store's end, or a write that runs alone.
             while (last := group[-1]) and not last.alone and len(group) < GROUP_WRITES and not self._writes.empty():
                 group.append(self._writes.get())
-            writes = [write for write in group if write is not None and write.future.set_running_or_notify_cancel()]
+            writes = [write for write in group if write is not None]
             began_s = time.monotonic()
             try:
                 if together := [write for write in writes if not write.alone]:
@@ -262,6 +263,8 @@ class Store:
                     write.future.set_exception(StoreError(self.failed))
 
     def _run_alone(self, write: _Write) -> None:
+        if not write.future.set_running_or_notify_cancel():
+            return
         try:
             self._refuse_if_failed()
             with self._writer.ensure_autocommit_on():
@@ -287,6 +290,8 @@ class Store:
         try:
             self._refuse_if_failed()
             connection.execute("BEGIN IMMEDIATE")
+            # Until another program has let the file go, a write may be cancelled.
+            writes = [write for write in writes if write.future.set_running_or_notify_cancel()]
             for write in writes:
                 try:
                     with self._writer.atomic():
@@ -306,7 +311,8 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._writer.rollback()
             self._failed(str(self._explained(error)))
-            results, failures = [], [(write, error) for write in writes]
+            waiting = [each for each in writes if each.future.running() or each.future.set_running_or_notify_cancel()]
+            results, failures = [], [(write, error) for write in waiting]
         for write, result in results:
             write.future.set_result(result)
         for write, failure in failures:

@@ -42,6 +42,8 @@ class Signal:
     seconds: float | None = None
     pair_ids: tuple[int, ...] = ()
     reason: str = ""
+    account: str | None = None
+    """The account that gave it; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +165,13 @@ def insert_pair(db: Database, pair: PairRow, key: str) -> int:
     for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
-    direct = pair.source in FIRST_PARTY_SOURCES and teaches(db, pair.account, pair.adapter)
+    direct = pair.source in FIRST_PARTY_SOURCES and (pair.direct or teaches(db, pair.account, pair.adapter))
     return insert_row(db, "pairs", {**row, "id": last_pair_id(db) + 1, "prompt_key": key, "direct": direct})
 
 
 def teaches(db: Database, account: str | None, adapter: str) -> bool:
     """Whether it is the user's own account, or the one that taught the adapter first, such as an application's, by a
-    fine-tuning job or by a pair."""
+    fine-tuning job or by a pair. Those to which [access] grants the user by name teach it, too, whoever was first."""
     if account is None or account == adapter:
         return account == adapter
     for first in (

@@ -8,7 +8,7 @@ from typing import Any
 
 from edged.store import erasure
 from edged.store.adapters import forget_files, forget_learning
-from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.data_dir import ADAPTERS_FOLDER, path_in
 from edged.store.database import Store
 from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import checkpoint
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 def forget_stopped(store: Store, name: str) -> dict[str, Any] | None:
     """Erase everything of a user of a daemon that is stopped; return `report`, or None when nothing was stored."""
     adapters, now = store.path.parent / ADAPTERS_FOLDER, utc_text(utc_now())
-    had_files = any(adapters.glob(f"*/{name}"))
+    had_files = any(path_in(base, name).exists() for base in adapters.glob("*"))
     erased = store.write(lambda db: erasure.begin_forgetting(db, name, now)).result()
     searched, emptied, _ = _finish(store, adapters, erased.adapters, erased.texts, now)
     return report(erased, searched, emptied) if had_files or any(erased.rows.values()) else None

@@ -298,6 +298,7 @@ RULES = (
         "application_runs",
         f"""created_at < :cutoff OR id <= :runs_over OR id <= (
                SELECT id FROM application_runs AS newer WHERE newer.application = application_runs.application
+               AND coalesce(newer.sharer, newer.user) = coalesce(application_runs.sharer, application_runs.user)
                ORDER BY id DESC LIMIT 1 OFFSET {MAX_RUNS})""",
     ),
     # In this order: scores refer to pairs, and pairs to signals.

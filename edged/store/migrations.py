@@ -3,6 +3,7 @@
 A released migration is never edited: add one.
 """
 
+import re
 from collections.abc import Callable
 from importlib.resources import files
 
@@ -172,9 +173,19 @@ def m017_accounts(db: Database) -> None:
     db.execute(f"{skipped} ({checkpoints})", [note])
 
 
+def m018_shared_adapters(db: Database) -> None:
+    """Which account gave a signal, whose turn a run had, and where a job stood when it was paused."""
+    db.execute("ALTER TABLE signals ADD COLUMN account TEXT")
+    db.execute("CREATE INDEX signals_by_account ON signals (account)")
+    db.execute("ALTER TABLE application_runs ADD COLUMN sharer TEXT")
+    db.execute("ALTER TABLE jobs ADD COLUMN paused_at INTEGER")
+    db.execute("ALTER TABLE jobs ADD COLUMN other_steps INTEGER NOT NULL DEFAULT 0")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
+    m018_shared_adapters,
 )
 
 
@@ -196,6 +207,26 @@ def migrate(db: Database, migrations: tuple[Migration, ...] = MIGRATIONS) -> lis
             migration(db)
             db.execute("INSERT INTO migrations VALUES (?, ?)", [migration.__name__, utc_text(utc_now())])
     return [migration.__name__ for migration in fresh]
+
+
+def check_schema(db: Database) -> None:
+    """Raises UnknownMigration unless tables, columns, indexes, triggers and views are those of the file's migrations.
+
+    They are compared with those of a new database. A trigger or a view of another origin would run as ours.
+    """
+    applied = known_of(_names(db))
+    fresh = Database(memory=True, execute_plugins=False)
+    migrate(fresh, tuple(migration for migration in MIGRATIONS if migration.__name__ in applied))
+    for kind, name, *_ in sorted(_schema(db) ^ _schema(fresh)):
+        way_out = "its file was changed; restore a backup that was not"
+        raise UnknownMigration(f"has another schema than edged makes ({kind} {name[:80]})", way_out)
+
+
+def _schema(db: Database) -> set[tuple[str, ...]]:
+    """(Type, name, table, SQL without spaces and quotes) of everything but the tables in which SQLite counts rows."""
+    rows = db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema")
+    found = {(kind, name, table, re.sub(r'[\s"]+', "", sql)) for kind, name, table, sql in rows}
+    return {row for row in found if row[0] != "table" or row[1] not in ("sqlite_stat1", "sqlite_stat4")}
 
 
 def check_known(db: Database) -> None:

@@ -17,17 +17,22 @@ from sqlite_utils import Database
 
 from edged.store.archive import Content
 from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, NAME, path_in, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
-from edged.store.migrations import UnknownMigration, check_known
+from edged.store.migrations import UnknownMigration, check_schema
 from edged.store.timestamps import utc_now
 
-_PART = "[A-Za-z0-9][A-Za-z0-9._@-]*"
 _MEMBER = re.compile(
-    f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{_PART}|{FILES_FOLDER}/{_PART}"
-    f"|{ADAPTERS_FOLDER}/{_PART}/{_PART}/v[0-9]+/{_PART}|{re.escape(MANIFEST)}"
+    f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{NAME}|{FILES_FOLDER}/{NAME}"
+    f"|{ADAPTERS_FOLDER}/{NAME}/{NAME}/v[0-9]+/{NAME}|{re.escape(MANIFEST)}"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
+_NAMES = """SELECT fingerprint FROM served_base UNION SELECT base FROM shelved_versions
+    UNION SELECT base FROM shelved_progress UNION SELECT adapter FROM adapter_versions
+    UNION SELECT adapter FROM shelved_versions UNION SELECT adapter FROM forgetting"""
+"""SQL's names that become names of files and folders."""
+_RESERVE_BYTES = 64 << 20
+"""Bytes of the disk that stay free."""
 _DAMAGE = (tarfile.TarError, EOFError, OSError, zlib.error)
 
 
@@ -62,7 +67,7 @@ def restore(file: Path, data_dir: Path, force: bool) -> tuple[Contents, Path | N
         _relocate(draft, data_dir)
         _settle(draft, data_dir if lock else None)
         return contents, _swap(draft, data_dir)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, ValueError, sqlite3.Error) as error:
         raise BackupError(f'{file} cannot be restored to "{data_dir}": {error}') from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -91,7 +96,7 @@ def _unpack(file: Path, folder: Path, keep_all: bool) -> Contents:
     try:
         with tarfile.open(file, "r|*") as tar:
             for member in tar:
-                content = tar.extractfile(member) if member.isreg() else None
+                content = tar.extractfile(member) if member.isreg() and not member.issparse() else None
                 misplaced = manifest is not None or member.name in found or not _MEMBER.fullmatch(member.name)
                 if content is None or misplaced:
                     raise BackupError(f'{file}: "{member.name}" has no place in a backup of edged')
@@ -99,6 +104,8 @@ def _unpack(file: Path, folder: Path, keep_all: bool) -> Contents:
                     manifest = _read_manifest(file, content)
                 else:
                     target = folder / member.name if keep_all or member.name == DATABASE_FILE else None
+                    if target is not None:
+                        _demand_room(file, member, folder)
                     found[member.name] = _take(content, target)
     except FileNotFoundError:
         raise BackupError(f"{file} does not exist") from None
@@ -112,6 +119,14 @@ def _unpack(file: Path, folder: Path, keep_all: bool) -> Contents:
     if damaged:
         raise BackupError(f"{file}: {', '.join(damaged)} is damaged (checksum differs)")
     return Contents(manifest, _check_database(file, folder / DATABASE_FILE))
+
+
+def _demand_room(file: Path, member: tarfile.TarInfo, folder: Path) -> None:
+    """Raise BackupError where a member unpacks to more than the disk has room for: a small file may say any size."""
+    free = shutil.disk_usage(folder).free - _RESERVE_BYTES
+    if member.size > free:
+        way_out = f'"{folder.parent}" has room for {max(0, free)}: make room there, or look at where the backup is from'
+        raise BackupError(f'{file}: "{member.name}" unpacks to {member.size} bytes, and {way_out}')
 
 
 def _read_manifest(file: Path, content: IO[bytes]) -> dict[str, Any]:
@@ -141,15 +156,23 @@ def _check_database(file: Path, path: Path) -> dict[str, int]:
         raise BackupError(f"{file} holds no {DATABASE_FILE}")
     try:
         with closing(sqlite3.connect(path)) as connection:
+            # What a changed schema would have SQLite run is not run.
+            connection.execute("PRAGMA trusted_schema = OFF")
+            db = Database(connection, execute_plugins=False)
+            check_schema(db)
+            uploads = " UNION SELECT id FROM files" * db["files"].exists()
+            for (name,) in connection.execute(_NAMES + uploads):
+                path_in(path, str(name))
             problems = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             broken = connection.execute("PRAGMA foreign_key_check").fetchone()
             if problems != "ok" or broken:
                 raise BackupError(f"{file}: its database is damaged ({problems if problems != 'ok' else broken})")
-            db = Database(connection, execute_plugins=False)
-            check_known(db)
             return {table.name: table.count for table in db.tables}
     except UnknownMigration as error:
         raise BackupError(f"{file}: its database {error}") from None
+    except FileNotFoundError as error:
+        told = f'has the name "{ascii(error.filename)[1:-1][:80]}", which could lead out of the data folder'
+        raise BackupError(f"{file}: its database {told}: it was changed") from None
     except sqlite3.Error as error:
         raise BackupError(f"{file}: its database cannot be read: {error}") from None
 

@@ -17,6 +17,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load, load_file, save_file
 
+from tests.api.accounts import ANN, Client, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import until
 from tests.models import save_tiny, tiny_model
@@ -322,7 +323,18 @@ def test_a_byte_now_and_then_does_not_hold_an_import_open(daemon: LiveDaemon) ->
     assert b"body_too_slow" in answer
 
 
-def test_one_import_at_a_time(daemon: LiveDaemon) -> None:
+@root_only
+def test_an_import_that_is_on_its_way_is_in_no_other_accounts_way() -> None:
+    with open_folder() as folder:
+        model = save_tiny(folder / "tiny", max_position_embeddings=512)
+        live = running(folder / "run", model, api__socket_mode="0666")
+        with live as daemon, connected(daemon, 1 << 20):
+            until(lambda: list(daemon.data.glob(".scratch-*")))
+            answer = Client(ANN, daemon.socket).call("POST", f"/v1/adapters/{ANN}/import", {})
+            assert (answer.status, answer.code) == (400, "import_refused")
+
+
+def test_one_import_of_an_account_at_a_time(daemon: LiveDaemon) -> None:
     with daemon.http() as http:
         with connected(daemon, 1 << 20) as raw:
             until(lambda: list(daemon.data.glob(".scratch-*")))

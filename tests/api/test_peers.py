@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from edged.api.access import Access, AccessError, Accounts, Peer, is_loopback, loopback_uid, unix_peer
+from edged.api.access import Access, AccessError, Accounts, Caller, Peer, is_loopback, loopback_uid, unix_peer
 from edged.api.errors import ApiError
 from edged.settings.access import AccessToken, token_hash
 from edged.settings.load import AccessSettings
@@ -115,6 +115,23 @@ def test_the_first_rule_that_fits_counts() -> None:
     assert second.speaks_for("shared-1")
     assert not second.speaks_for("shared")
     assert not second.speaks_for("bob")
+
+
+def test_a_jobs_adapter_is_its_owners_alone_unless_a_rule_names_it() -> None:
+    made = JobAdapters({"ann-x": "ann", "job-x": "uid:7"}, {"ann-x@1": "ann", "soup@1": "ann"})
+    everybody = Caller("app", "app", "app", frozenset({"use"}), ("*",), "rule", made)
+    ann, phone = (replace(everybody, tenant=tenant, users=()) for tenant in ("ann", "token:ann"))
+    for name in ("ann-x", "ann-x@1"):
+        assert ann.speaks_for(name)
+        assert not phone.speaks_for(name), "a token of the account's name is another party"
+        assert not everybody.speaks_for(name)
+        named = (name.partition("@")[0],)
+        assert not replace(ann, named=named).speaks_for(name), "a person was given that name"
+        assert replace(everybody, named=named).speaks_for(name)
+        assert replace(everybody, users=("ann-*",), named=("ann-*",)).speaks_for(name)
+    assert not replace(ann, tenant="job", users=("job",)).speaks_for("job-x"), "an account named job"
+    assert everybody.speaks_for("soup@1"), "it goes with soup, which no owner has by its name"
+    assert not ann.speaks_for("soup@1")
 
 
 def test_without_a_rule_an_account_speaks_for_itself_and_one_without_a_name_for_nobody() -> None:

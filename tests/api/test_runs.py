@@ -179,13 +179,36 @@ def test_demand_is_what_runs_of_the_type_have_cost(store: Store) -> None:
 def test_a_predictor_that_fails_leaves_the_median(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, _ = runs_of(store)
 
-    def fail(_: str) -> None:
+    def fail(*_: str) -> None:
         raise FloatingPointError("no gradient")
 
-    monkeypatch.setattr(runs.demand, "train", fail)
+    monkeypatch.setattr("edged.api.runs.DemandPredictor.train", fail)
     for _ in range(25):
         runs.end(call(runs, "ann", ""), 100, [40])
     assert call(runs, "ann", "").predicted == call_cost(100, 40)
+
+
+async def test_one_sharers_runs_change_nothing_of_what_anothers_are_expected_to_cost(store: Store) -> None:
+    runs, _ = runs_of(store)
+
+    def run(user: str, sharer: str, kind: str, answer: int) -> ApplicationRun:
+        begun = runs.begin(user, RunNames(kind, ""), "req", ("sort my mail", 100, 1, 200), sharer)
+        runs.end(begun, 100, [answer])
+        return begun
+
+    for number in range(5):
+        run(f"user-{number}", "app", "chat", 40)
+    assert run("user-9", "app", "chat", 40).predicted == call_cost(100, 40), "an application's users teach together"
+    for number in range(200):
+        run("eve", "eve", "chat" if number % 2 else f"invented-{number}", 4000)
+    assert run("user-9", "app", "chat", 40).predicted == call_cost(100, 40)
+    assert run("bob", "bob", "chat", 40).predicted == call_cost(100, 100), "nothing is known of bob's runs"
+    assert await runs.forget("chat", lambda user: user == "nobody") == 0
+    assert await runs.forget("chat", lambda user: user == "eve") == 100
+    assert run("user-9", "app", "chat", 40).predicted == call_cost(100, 40)
+    again, _ = runs_of(store)
+    begun = again.begin("user-8", RunNames("chat", ""), "req", ("sort my mail", 100, 1, 200), "app")
+    assert begun.predicted == call_cost(100, 40), "also after a restart"
 
 
 async def test_one_sees_own_runs_alone_and_what_is_forgotten_is_gone(store: Store) -> None:

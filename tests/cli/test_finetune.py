@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from tests.api.jobs.test_jobs import preferences
-from tests.cli.conftest import Daemon
+from tests.cli.conftest import Daemon, edged
 
 
 def test_a_file_becomes_an_adapter_and_its_job_is_shown(daemon: Daemon, tmp_path: Path) -> None:
@@ -79,3 +79,21 @@ def test_a_file_whose_name_is_not_utf_8_is_added_and_learned(daemon: Daemon, tmp
     gone = tmp_path / os.fsdecode(b"\xff\xfe.jsonl")
     assert "cannot be read" in daemon.run("files", "add", str(gone), code=1).stderr
     assert "cannot be read" in daemon.run("finetune", "create", str(gone), code=1).stderr
+
+
+def test_no_text_of_a_file_reaches_the_terminal_as_a_control(daemon: Daemon, tmp_path: Path) -> None:
+    path = tmp_path / "\x9b2J\u202ename.jsonl"
+    path.write_text(r'{"messages": [{"role": "\u001b]0;pwned\u0007\u009b2J\u202e", "content": "x"}]}' + "\n")
+    made = daemon.run("finetune", "create", str(path), "--watch", code=1)
+    assert made.stdout, made.stderr
+    job = made.stdout.split()[0]
+    file_id = json.loads(daemon.run("files", "list", "--json").stdout)["data"][0]["id"]
+    spoken = [made.stdout, made.stderr]
+    for command in (
+        *(("finetune", "show", job), ("finetune", "show", job, "--json"), ("finetune", "list"), ("files", "list")),
+        *(("files", "show", file_id), ("files", "list", "--json"), ("ask", "x", "--user", "\x1b[2J")),
+    ):
+        done = edged(*command, "--socket", str(daemon.socket))
+        spoken += [done.stdout, done.stderr]
+    assert any(r"\u001b]0;pwned\u0007" in text for text in spoken)
+    assert not any(control in text for text in spoken for control in "\x1b\x07\x9b\u202e")

@@ -74,6 +74,24 @@ def test_an_event_is_a_sentence_for_people_and_an_object_for_programs() -> None:
     assert stream.getvalue().endswith("WARNING edged.test: 100 % sure\n")
 
 
+@pytest.mark.parametrize("form", ["human", "json"])
+def test_no_text_begins_a_line_of_its_own_or_controls_the_terminal_of_who_reads_it(form: str) -> None:
+    evil = "role \x1b[2J\x9b\u202e\n2026-01-01 00:00:00,000 ERROR edged: forged"
+    stream = set_up(format=form)
+    log.warning("a file has the %s", evil)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        log.exception("it failed")
+    said = stream.getvalue()
+    assert not set(said) & {"\x1b", "\x9b", "\u202e"}
+    assert not any(line.startswith("2026-01-01 00:00:00") for line in said.splitlines())
+    if form == "json":
+        assert lines(stream)[0]["message"] == f"a file has the {evil}"
+    else:
+        assert said.splitlines()[0].endswith(r"\u009b\u202e\n2026-01-01 00:00:00,000 ERROR edged: forged")
+
+
 def test_an_exception_and_a_warning_of_python_stay_one_line() -> None:
     stream = set_up(format="json")
     try:

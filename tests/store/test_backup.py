@@ -26,6 +26,7 @@ from edged.store.base_models import serve_base
 from edged.store.completions import insert_completion
 from edged.store.data_dir import clear_leftovers
 from edged.store.erasure import begin_forgetting
+from edged.store.jobs.files import content_of, delete_file
 from edged.store.restore import restore, verify
 from tests.store.rows import MOMENT, completion
 
@@ -218,12 +219,33 @@ def link(name, target="/etc/passwd"):
     return info
 
 
-def newer(members):
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.deserialize(members["edged.db"])
-        connection.execute("INSERT INTO migrations VALUES ('m999_future', 'then')")
-        connection.commit()
-        sign(members, "edged.db", connection.serialize())
+def altered(sql):
+    """A change of the database that its manifest knows of."""
+
+    def change(members):
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.deserialize(members["edged.db"])
+            connection.execute(sql)
+            connection.commit()
+            sign(members, "edged.db", connection.serialize())
+
+    return change
+
+
+def add_file(file_id):
+    return altered(f"INSERT INTO files VALUES ('{file_id}', '{MOMENT}', 'eve', 'x', 'fine-tune', 1, '0', NULL)")
+
+
+def add_shelved(base, adapter):
+    names = "base, adapter, version, created_at, parent, reason, pairs, step_s, on_disk"
+    return altered(f"INSERT INTO shelved_versions ({names}) VALUES ('{base}', '{adapter}', 1, '', 0, '', 0, 0, 0)")
+
+
+def vast(members):
+    """A member that says to be larger than any disk."""
+    info = tarfile.TarInfo("profiles/vast.json")
+    info.size = 1 << 60
+    return [info]
 
 
 def sign(members, name, content):
@@ -248,7 +270,19 @@ def sign(members, name, content):
         (lambda m: m.update({"manifest.json": b"{"}), "manifest cannot be read"),
         (lambda m: m.update({"manifest.json": b'{"format": 2, "files": {}}'}), "newer edged"),
         (lambda m: sign(m, "edged.db", b"SQLite format 3\0" * 100), "database"),
-        (newer, "newer edged"),
+        (altered("INSERT INTO migrations VALUES ('m999_future', 'then')"), "newer edged"),
+        (altered("CREATE TRIGGER evil AFTER INSERT ON signals BEGIN DELETE FROM pairs; END"), r"\(trigger evil\)"),
+        (altered("CREATE VIEW evil AS SELECT 1"), r"\(view evil\)"),
+        (altered("CREATE TABLE evil (x)"), r"\(table evil\)"),
+        (altered("CREATE INDEX evil ON pairs (lower(chosen))"), r"\(index evil\)"),
+        (altered("ALTER TABLE pairs ADD COLUMN evil AS (hex(chosen))"), r"\(table pairs\)"),
+        (altered("DROP TRIGGER pairs_taken"), r"\(trigger pairs_taken\)"),
+        (add_file("../../secret.txt"), r'name "\.\./\.\./secret\.txt", which could lead out'),
+        (add_file(".."), "could lead out"),
+        (add_shelved("../../x", "ada"), "could lead out"),
+        (add_shelved("base", "../../x"), "could lead out"),
+        (altered("UPDATE served_base SET fingerprint = '/tmp'"), "could lead out"),
+        (vast, r'"profiles/vast\.json" unpacks to 1152921504606846976 bytes, and .* has room for|unexpected end'),
     ],
 )
 def test_a_file_that_is_no_whole_backup_is_refused_and_no_folder_appears(good, tmp_path, change, message):
@@ -353,3 +387,25 @@ def test_versions_are_copied_where_they_cannot_be_linked(store, data, tmp_path, 
     monkeypatch.setattr("os.link", refuses)
     contents = verify(back_up(data, tmp_path / "x.tar"))
     assert [item["version"] for item in contents.manifest["adapters"]] == [1]
+
+
+def test_an_id_that_leads_out_of_the_folder_names_no_file(store, data, tmp_path):
+    (tmp_path / "secret").write_text("kept")
+    sql = f"INSERT INTO files VALUES ('../../secret', '{MOMENT}', 'eve', 'x', 'fine-tune', 1, '0', NULL)"
+    store.write(lambda db: db.execute(sql) and None).result()
+    with pytest.raises(FileNotFoundError):
+        content_of(store, "../../secret")
+    assert delete_file(store, "../../secret") == ""
+    (data / "adapters" / "base").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError):
+        forget_files(data / "adapters", "../../secret", None)
+    assert (tmp_path / "secret").read_text() == "kept"
+
+
+def test_a_backup_leaves_files_out_that_lie_outside(store, data, tmp_path):
+    (data / "files").mkdir()
+    (tmp_path / "secret").write_text("kept")
+    sql = f"INSERT INTO files VALUES ('../../secret', '{MOMENT}', 'eve', 'x', 'fine-tune', 1, '0', NULL)"
+    store.write(lambda db: db.execute(sql) and None).result()
+    with tarfile.open(back_up(data, tmp_path / "x.tar")) as tar:
+        assert not [name for name in tar.getnames() if "secret" in name]

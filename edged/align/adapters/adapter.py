@@ -25,7 +25,7 @@ from edged.align.adapters.form import AdapterForm, LoraLeaves, LoraSpec, RowNorm
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, form_of
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
-from edged.store.data_dir import erase_folder, sha256_of, sync
+from edged.store.data_dir import erase_folder, path_in, sha256_of, sync
 from edged.tensors.host_copy import HostCopies
 
 _MANIFEST = "edged.json"
@@ -278,7 +278,7 @@ class AdapterFiles:
 
     def save(self, snapshot: Snapshot) -> tuple[Path, tuple[int, ...]]:
         """Write a version atomically; returns its folder and the versions removed by retention."""
-        folder = self.root / snapshot.adapter
+        folder = path_in(self.root, snapshot.adapter)
         folder.mkdir(exist_ok=True)
         final = self.path(snapshot.adapter, snapshot.version)
         draft = folder / f".{final.name}{_DRAFT}"
@@ -327,7 +327,7 @@ class AdapterFiles:
 
     def path(self, adapter: str, version: int) -> Path:
         """The folder of an adapter's version."""
-        return self.root / adapter / f"v{version:06d}"
+        return path_in(self.root, adapter, f"v{version:06d}")
 
     def adapters(self) -> list[str]:
         """Names of adapters with at least one version."""
@@ -335,7 +335,7 @@ class AdapterFiles:
 
     def versions(self, adapter: str) -> list[int]:
         """Versions that have a folder, oldest first; they may be damaged."""
-        folder = self.root / adapter
+        folder = path_in(self.root, adapter)
         if self.hidden(adapter) or not folder.is_dir():
             return []
         return sorted(int(p.name[1:]) for p in folder.glob("v[0-9]*") if p.is_dir())
@@ -415,7 +415,7 @@ class AdapterFiles:
     def forget(self, adapter: str) -> None:
         """Remove all versions of a hidden adapter. Raises OSError; the adapter stays hidden then."""
         try:
-            erase_folder(self.root / adapter)
+            erase_folder(path_in(self.root, adapter))
         except OSError:
             self.left.add(adapter)
             raise

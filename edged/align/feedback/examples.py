@@ -46,34 +46,39 @@ class ExampleFile:
         """Check every line; `method` says which kind of examples is wanted. The index is in `folder`.
 
         `demand` raises ValueError for a pair that the model cannot take. Raises BadFile, and OSError. The check ends
-        early where it is `stopped`.
+        early where it is `stopped`: `go_on` goes on with it.
         """
-        self._path, self._demand, self._count = path, demand, 0
+        self._path, self._method, self._demand, self._count, self._bad = path, method, demand, 0, 0
+        self._lines, self._problems = _lines_of(path), list[str]()
+        self.complete = False
+        """Whether all lines are checked."""
         self._shape = (0, "")
         """The first example's line, and the field that names the shape of all."""
         self.taken = Counter[str]()
         """Number of examples by what was read of them in other fields than usual."""
         self._index = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         try:
-            self._check(method, stopped)
+            with path.open("rb") as file:
+                if problem := file_problem(file):
+                    raise BadFile(problem)
+            self.go_on(stopped)
         except BaseException:
             self._index.close()
             raise
 
-    def _check(self, method: str, stopped: Callable[[], bool]) -> None:
-        with self._path.open("rb") as file:
-            if problem := file_problem(file):
-                raise BadFile(problem)
-        problems: list[str] = []
-        bad, began_s = 0, time.monotonic()
-        for number, offset, line in _lines_of(self._path):
-            if stopped():
-                return
+    def go_on(self, stopped: Callable[[], bool]) -> None:
+        """Check the lines that are left, until it is `stopped`. Raises BadFile, and OSError."""
+        problems, began_s = self._problems, time.monotonic()
+        while not stopped():
+            number, offset, line = next(self._lines, (0, 0, b""))
+            if not line:
+                self.complete = True
+                break
             try:
-                self._check_shape(number, line, method)
+                self._check_shape(number, line, self._method)
             except ValueError as error:  # FormatError, or of `demand`
-                bad += 1
-                if bad <= _MAX_TOLD:
+                self._bad += 1
+                if self._bad <= _MAX_TOLD:
                     problems.append(f"line {number}: {str(error)[:_MAX_CHARS]}")
             else:
                 self._count += 1
@@ -81,9 +86,11 @@ class ExampleFile:
             if (worked_s := time.monotonic() - began_s) > _WORK_S:
                 time.sleep(worked_s)
                 began_s = time.monotonic()
-        if bad > _MAX_TOLD:
-            problems.append(f"and {bad - _MAX_TOLD} more")
-        if not (bad or self._count):
+        if not self.complete:
+            return
+        if self._bad > _MAX_TOLD:
+            problems.append(f"and {self._bad - _MAX_TOLD} more")
+        if not (self._bad or self._count):
             problems = ["it has no examples"]
         if problems:
             raise BadFile("; ".join(problems))
@@ -108,6 +115,11 @@ class ExampleFile:
 
     def __len__(self) -> int:
         return self._count
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes that the index takes on the disk."""
+        return self._count * _ENTRY.size
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, list[Pair]]]:
         """Yield (line, pairs) of the examples of these numbers, from 0. Raises OSError."""

@@ -18,7 +18,7 @@ A scalar signal makes a pair when the same prompt of the same adapter has an ans
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
 
 A rating that makes no pair is a row of `pairs` with one answer alone, if an account that teaches the adapter
-(`feedback.teaches`) gave it, and by more than dwell or skip. It is learned at once, or waits while `align.unpaired` is
+(`_Reporter.teaches`) gave it, and by more than dwell or skip. It is learned at once, or waits while `align.unpaired` is
 "off". It is dropped when a pair with that answer is stored, or the opposite rating of it.
 """
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -55,7 +55,7 @@ UNPAIRED = "waits for an answer to the same prompt with the opposite rating"
 """Why a rating makes no pair yet."""
 _DEFAULTS = Settings()
 _MAX_SIGNALS = 64
-"""Most signals on one answer."""
+"""Most signals of one account on one answer."""
 _MAX_PARTNERS = 4
 """Most pairs that one rating makes with opposite ratings, the newest first."""
 ErrorKind = Literal[
@@ -82,6 +82,22 @@ class Feedback:
     text: str | None = None
     seconds: float | None = None
     account: str | None = None
+    named: Collection[str] = ()
+    """Users that [access] grants the account by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """The account that reports a signal, and whether [access] grants it the taught user by name."""
+
+    account: str | None = None
+    named: bool = False
+
+    def teaches(self, db: Database, adapter: str) -> bool:
+        return self.named or feedback.teaches(db, self.account, adapter)
+
+
+_NOBODY = _Reporter()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +123,12 @@ def record_signal(db: Database, report: Feedback, now: datetime, settings: Setti
     learner = _learner(completion, report.user)
     answer = answer_of(db, completion, _choice(completion, report), settings)
     signal = _new_signal(learner, answer, report.signal, report.text, report.seconds, now)
+    signal = replace(signal, account=report.account)
     _validate(answer, signal)
-    if len(answer.signals) >= _MAX_SIGNALS:
+    if sum(each.account == report.account for each in answer.signals) >= _MAX_SIGNALS:
         which = f'choice {answer.choice.choice} of completion "{completion.id}"'
-        raise FeedbackError(f"{which} has {_MAX_SIGNALS} signals: no more are taken", "bad_signal")
-    return _record(db, answer, signal, report.account)
+        raise FeedbackError(f"{which} has {_MAX_SIGNALS} signals of this account: no more are taken", "bad_signal")
+    return _record(db, answer, signal, _Reporter(report.account, learner in report.named))
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
@@ -132,6 +149,7 @@ def record_pair(
     weight: float = 1.0,
     settings: Settings = _DEFAULTS,
     account: str | None = None,
+    named: Collection[str] = (),
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. A pair that waits already is not queued twice.
 
@@ -150,14 +168,15 @@ def record_pair(
         pair_id, signal_id = waiting
         return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
     why = "" if settings.feedback.weight_pair else "feedback.weight_pair is 0: explicit pairs are not learned from"
-    signal = Signal(_new_id(), utc_text(now), user, "pair", reason=why or _why_untaught(db, user))
+    signal = Signal(_new_id(), utc_text(now), user, "pair", reason=why or _why_untaught(db, user), account=account)
     feedback.insert_signal(db, signal)
     if signal.reason:
         return FeedbackResult(signal.id, reason=signal.reason)
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.feedback.weight_pair
-    pair_id = _insert(db, signal, account, asked, (Side(chosen), Side(rejected)), "pair", weight)
+    by = _Reporter(account, user in named)
+    pair_id = _insert(db, signal, by, asked, (Side(chosen), Side(rejected)), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -186,33 +205,35 @@ def note_next_turn(
     return None
 
 
-def _record(db: Database, answer: RatedAnswer, signal: Signal, account: str | None = None) -> FeedbackResult:
-    """Store a valid signal with its pairs, unless it is stored already; `account` reported it."""
+def _record(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter = _NOBODY) -> FeedbackResult:
+    """Store a valid signal with its pairs, unless it is stored already; `by` says who reported it."""
     earlier, untaught = _duplicate(answer, signal), _why_untaught(db, signal.user)
-    alone = not untaught and _counts_alone(db, answer, signal, account)
+    alone = not untaught and _counts_alone(db, answer, signal, by)
     if earlier is not None and (earlier.pair_ids or not alone):
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
     # All signals on an answer are read for each further one: one without pairs is replaced by the next of its kind.
-    former = next((each for each in answer.signals if each.signal == signal.signal and not each.pair_ids), None)
+    kind = (signal.signal, signal.account)
+    former = next((each for each in answer.signals if (each.signal, each.account) == kind and not each.pair_ids), None)
     if former is not None:
         signal = replace(signal, id=former.id)
         feedback.renew_signal(db, signal)
     else:
         feedback.insert_signal(db, signal)
     rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
-    about = (db, rated, signal, account)
+    about = (db, rated, signal, by)
     pair_ids = [] if untaught else _direct_pairs(*about) + _rating_pairs(*about)
     reason, dropped = "" if pair_ids else untaught or _why_no_pair(rated, signal), []
     # A pair of somebody else's may yet be held: what those who teach have said stays beside it.
-    if pair_ids and (account is None or feedback.teaches(db, account, signal.user)):
+    if pair_ids and (by.account is None or by.teaches(db, signal.user)):
         sides = [side for pair in feedback.get_pairs(db, pair_ids) for side in (pair.chosen, pair.rejected)]
         dropped = _drop_ratings(db, sides, signal, "a pair with this answer has its place")
     elif alone and not pair_ids:
-        pair_ids, dropped = _single_rating(db, rated, signal, account)
+        pair_ids, dropped = _single_rating(db, rated, signal, by)
         how = "kept" if answer.settings.align.unpaired == "off" else "learned"
         reason = f"{how} as a single rating; {reason}" if pair_ids else reason
-    elif reason == UNPAIRED and account and signal.signal not in _WEAK:
-        reason += f"; by itself only a rating is learned that {signal.user}, or who taught the adapter first, gave"
+    elif reason == UNPAIRED and by.account and signal.signal not in _WEAK:
+        teachers = f"{signal.user}, an account that [access] names it for, or who taught the adapter first"
+        reason += f"; by itself only a rating is learned that {teachers}, gave"
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
     return FeedbackResult(signal.id, tuple(pair_ids), reason, dropped=tuple(dropped))
 
@@ -229,23 +250,23 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
     return same[-1]
 
 
-def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
+def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> list[int]:
     """Insert the pairs that the signal alone makes (an edit, a choice between candidates); returns their ids."""
     weight = weight_of(answer.settings.feedback, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, signal, account, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
+        return [_insert(db, signal, by, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, signal, account, asked, (answer.side, other), "chosen", weight)
+        _insert(db, signal, by, asked, (answer.side, other), "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
 
 
-def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> list[int]:
+def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> list[int]:
     """Insert the pairs with oppositely rated answers to the same prompt, and with the answer that this one corrects."""
     weight = answer.weight(signal)
     if not weight:
@@ -264,24 +285,22 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, account: st
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The pair has the rejected answer's prompt: an answer to its rephrasing is a better answer to it.
-        pair_id = _insert(db, signal, account, rejected.asked, (chosen.side, rejected.side), source, least)
+        pair_id = _insert(db, signal, by, rejected.asked, (chosen.side, rejected.side), source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
 
 
-def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, account: str | None) -> bool:
+def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> bool:
     """Whether a signal is learned from without an opposite one.
 
     No test holds false ratings, as it holds false pairs: so they must come from an account that teaches the adapter.
     """
     said = answer.weight(signal) and answer.side.text.strip() and signal.signal not in _WEAK
-    return bool(said) and feedback.teaches(db, account, signal.user)
+    return bool(said) and by.teaches(db, signal.user)
 
 
-def _single_rating(
-    db: Database, answer: RatedAnswer, signal: Signal, account: str | None
-) -> tuple[list[int], list[int]]:
+def _single_rating(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> tuple[list[int], list[int]]:
     """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped)."""
     weight, side = answer.weight(signal), answer.side
     good = weight > 0
@@ -290,7 +309,7 @@ def _single_rating(
     dropped = _drop_ratings(db, [side], signal, "its answer was rated anew")
     source = "thumbs" if signal.signal == "chosen" else _WEIGHED_AS.get(signal.signal, signal.signal)
     sides = (side, Side("")) if good else (Side(""), side)
-    return [_insert(db, signal, account, answer.asked, sides, source, abs(weight))], dropped
+    return [_insert(db, signal, by, answer.asked, sides, source, abs(weight))], dropped
 
 
 def _drop_ratings(db: Database, sides: Sequence[Side], signal: Signal, why: str) -> list[int]:
@@ -306,14 +325,14 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 
 def _insert(
-    db: Database, signal: Signal, account: str | None, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
+    db: Database, signal: Signal, by: _Reporter, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
 ) -> int:
     """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
 
     `pair` has the chosen and the rejected answer.
     """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, *pair, state="queued", account=account)
+    row = PairRow(0, *about, *pair, state="queued", account=by.account, direct=by.named)
     return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
 
 

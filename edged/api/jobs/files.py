@@ -14,9 +14,10 @@ from edged.api.access import Caller, caller_of
 from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
 from edged.api.jobs.forms import FormReader
+from edged.api.jobs.runner import stored_bound
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
-from edged.store.data_dir import FILES_FOLDER, SCRATCH
+from edged.store.data_dir import SCRATCH
 from edged.store.jobs import files
 
 _PIECE = 1 << 18
@@ -94,9 +95,8 @@ def _expires_s(fields: dict[str, str]) -> int:
 async def _bytes_left(services: Services, caller: Caller) -> int:
     """Return how many bytes the caller may add. Raises ApiError where that is none."""
     settings, folder = services.settings, services.store.path.parent
-    count, kept = await asyncio.to_thread(services.store.read, lambda db: files.stored_files_of(db, caller.tenant))
-    bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
-    name, max_mb = min(((n, mb) for n, mb in bounds.items() if mb), key=lambda bound: bound[1])
+    count, kept = await asyncio.to_thread(services.job_runner.kept_of, caller.tenant)
+    name, max_mb = stored_bound(settings)
     if count >= settings.jobs.max_files or kept >= max_mb << 20:
         told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {max_mb}"
         message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"
@@ -186,9 +186,9 @@ async def get_file(request: web.Request) -> FileObject:
 async def content(request: web.Request) -> web.StreamResponse:
     """The content of a file."""
     row = await asyncio.to_thread(found_file, request, request.match_info["id"])
-    path = services_of(request).store.path.parent / FILES_FOLDER / row.id
+    store = services_of(request).store
     try:
-        file = await asyncio.to_thread(path.open, "rb")
+        file = await asyncio.to_thread(lambda: files.content_of(store, row.id).open("rb"))
     except FileNotFoundError:
         raise _unknown(row.id, "id") from None
     with file:

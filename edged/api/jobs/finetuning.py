@@ -140,7 +140,7 @@ async def get_job(request: web.Request) -> Job:
 
 
 async def cancel(request: web.Request) -> Job:
-    """Cancel a job.
+    """Cancel a job, one's own or one that makes an adapter for which the caller speaks.
 
     What it has learned stays: the last version is served as BASE:SUFFIX.
     """
@@ -162,16 +162,18 @@ async def resume(request: web.Request) -> Job:
 
 async def _changed(request: web.Request, what: str, change: Callable[[JobRunner, jobs.JobRow], None]) -> Job:
     """Change an open job. Raises ApiError."""
-    row = await asyncio.to_thread(_found, request)
+    row = await asyncio.to_thread(_found, request, what == "cancel")
     if row.status not in jobs.OPEN:
         raise bad_request(f'job "{row.id}" has {row.status}: there is nothing to {what}', "id")
     services, whose = services_of(request), caller_of(request).tenant
+    if what != "cancel":
+        services.limits.change(whose)
     services.claim("change", whose)
     changed = asyncio.ensure_future(asyncio.to_thread(change, services.job_runner, row))
     changed.add_done_callback(lambda _: services.free("change", whose))
     # Shielded from the client's disconnect: it is half changed.
     await asyncio.shield(changed)
-    return await get_job(request)
+    return _shown(services, await asyncio.to_thread(_found, request, what == "cancel"))
 
 
 async def events(request: web.Request) -> EventList:
@@ -224,11 +226,14 @@ def _checkpoint(db: Database, services: Services, row: jobs.JobRow, kept: tuple[
     return Checkpoint(object="fine_tuning.job.checkpoint", **about)
 
 
-def _found(request: web.Request) -> jobs.JobRow:
-    """Return a job of the caller's. Raises ApiError (404) for one that is unknown or another's."""
-    job_id = request.match_info["id"]
+def _found(request: web.Request, spoken_for: bool = False) -> jobs.JobRow:
+    """Return a job of the caller's, or one whose adapter is `spoken_for` by the caller.
+
+    Raises ApiError (404) for one that is unknown or another's.
+    """
+    caller, job_id = caller_of(request), request.match_info["id"]
     row = services_of(request).store.read(lambda db: jobs.find_job(db, job_id)) if job_id.isascii() else None
-    if row is None or not owns(caller_of(request), row.owner):
+    if row is None or not (owns(caller, row.owner) or (spoken_for and caller.speaks_for(row.adapter))):
         raise ApiError(404, f'job "{job_id[:80]}" does not exist', "id", "unknown_job")
     return row
 

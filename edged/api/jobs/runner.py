@@ -9,7 +9,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from edged.settings.live import Live
 from edged.settings.load import USER_NAME, Settings
 from edged.store import Store, StoreError, utc_now, utc_text
 from edged.store.adapters import forget_learning
-from edged.store.data_dir import FILES_FOLDER, SCRATCH, sha256_of
+from edged.store.data_dir import SCRATCH, sha256_of
 from edged.store.feedback import PairRow, Side
 from edged.store.jobs import files, jobs
 from edged.tensors.oom import out_of_memory
@@ -46,6 +45,8 @@ _MAX_STEP_TOKENS = 1 << 21
 """Tokens of a step's examples."""
 _VALIDATED = 256
 """Validation examples whose loss is computed at the end of an epoch, about; after the last step it is that of all."""
+_CHECK_TURN_S = 1.0
+"""Time after which the check of a job's files lets another owner's job have its turn."""
 _RETRY_S = 5.0
 """Time after which the store is asked again when it failed."""
 _ROWS_AT_ONCE = 1000
@@ -89,6 +90,8 @@ class JobRunner:
         self._stopping = False
         self._checked: dict[str, list[ExampleFile]] = {}
         """The files of open jobs that were checked since the start, by job: that of training, and of validation."""
+        self._checking: dict[str, list[ExampleFile]] = {}
+        """Those of jobs whose check was begun, and has its next turn after other owners'."""
         self._stop_requested: Counter[str] = Counter()
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
@@ -145,12 +148,24 @@ class JobRunner:
         """Return the metrics of jobs. Raises StoreError."""
         return {"edged_jobs": self.store.read(jobs.count_by_status), "edged_job_tokens_total": self._tokens}
 
+    def kept_of(self, owner: str) -> tuple[int, int]:
+        """Return (how many files an owner has uploaded, bytes of the owner's files and of open jobs' indexes of them).
+
+        Raises StoreError.
+        """
+        count, kept = self.store.read(lambda db: files.stored_files_of(db, owner))
+        ids = self.store.read(lambda db: jobs.open_job_ids(db, owner))
+        indexed = [
+            each for known in (self._checked, self._checking) for job_id in ids for each in known.get(job_id, ())
+        ]
+        return count, kept + sum(each.index_bytes for each in indexed)
+
     def plan(self, job: jobs.JobRow) -> JobPlan:
         """Return the plan of a job whose hyperparameters are settled."""
         settled = job.hyperparameters
         align = job_settings(self.settings.current.align, job.method, settled)
         sizes = (job.examples, settled["batch_size"], settled["n_epochs"], job.seed)
-        return JobPlan(job.id, job.adapter, align, *sizes)
+        return JobPlan(job.id, job.adapter, align, *sizes, job.other_steps)
 
     def end(self, job: jobs.JobRow) -> None:
         """Cancel an open job, whose last version stays and is on disk then. Raises StoreError."""
@@ -162,10 +177,13 @@ class JobRunner:
             return
 
         def write(db: Database) -> None:
-            if jobs.update_job(db, job.id, paused=int(paused)):
+            stands = {"paused_at": jobs.last_step(db, job.id)} if paused else {}
+            if jobs.update_job(db, job.id, paused=int(paused), **stands):
                 jobs.add_event(db, utc_text(utc_now()), job.id, "The job is paused" if paused else "The job goes on")
 
         self._stop_job(job.id, lambda: self.store.write(write).result())
+        if paused:
+            self.resubmit_pairs()
 
     def close(self) -> None:
         """Stop the threads; open jobs go on at the next start."""
@@ -270,13 +288,24 @@ class JobRunner:
     # -- a job's files -----------------------------------------------------------------------------------------------
 
     def _check(self, job: jobs.JobRow) -> None:
-        """Check a job's files, and settle its hyperparameters. Raises JobFailed."""
+        """Check a job's files as far as its turn goes, and settle its hyperparameters then. Raises JobFailed."""
+        checked, turn_ends_s = self._checking.setdefault(job.id, []), time.monotonic() + _CHECK_TURN_S
+
+        def stopped() -> bool:
+            nonlocal turn_ends_s
+            if time.monotonic() >= turn_ends_s:
+                if any(other.owner != job.owner for other in self._waiting(False)):
+                    return True
+                turn_ends_s = time.monotonic() + _CHECK_TURN_S
+            return self._must_stop(job.id)
+
         with contextlib.ExitStack() as unused:
-            checked = [
-                unused.enter_context(closing(self._open(job, name))) for name in jobs.FILES if getattr(job, name)
-            ]
-            if self._must_stop(job.id):
-                return
+            unused.callback(self._close_files, job.id)
+            for place, name in enumerate(name for name in jobs.FILES if getattr(job, name)):
+                self._check_file(job, name, place, checked, stopped)
+                if not checked[place].complete:
+                    unused.pop_all()
+                    return
             examples = len(checked[0])
             settled = auto(examples, job.method, job.hyperparameters)
             highest = self.settings.current.jobs.learning_rate * settled["learning_rate_multiplier"]
@@ -289,25 +318,37 @@ class JobRunner:
             status = "queued" if job.status == "validating_files" else job.status
             columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled, "status": status}
             if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
+                self._checked[job.id] = self._checking.pop(job.id)
                 unused.pop_all()
-                self._checked[job.id] = checked
                 self.run_soon()
 
-    def _open(self, job: jobs.JobRow, name: str) -> ExampleFile:
-        """Check one of a job's files. Raises JobFailed."""
-        folder, file_id = self.store.path.parent, getattr(job, name)
-        if job.status == "validating_files":
-            self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
+    def _check_file(
+        self, job: jobs.JobRow, name: str, place: int, checked: list[ExampleFile], stopped: Callable[[], bool]
+    ) -> None:
+        """Check one of a job's files, at a place of `checked`, until it is `stopped`. Raises JobFailed."""
+        folder, file_id, waits = self.store.path.parent, getattr(job, name), job.status == "validating_files"
         try:
-            demand = partial(demand_rows, self.tokenizer)
-            path = folder / FILES_FOLDER / file_id
-            examples = ExampleFile(path, folder, job.method, lambda: self._must_stop(job.id), demand)
+            if place < len(checked):
+                checked[place].go_on(stopped)
+            else:
+                if waits:
+                    self._tell(job.id, f"Validating {name.replace('_', ' ')}: {file_id}")
+                path, demand = files.content_of(self.store, file_id), partial(demand_rows, self.tokenizer)
+                checked.append(ExampleFile(path, folder, job.method, stopped, demand))
         except (BadFile, FileNotFoundError) as error:
             told = str(error) if isinstance(error, BadFile) else f"the file cannot be read: {error}"
             raise JobFailed(told, f"invalid_{name}", name) from None
-        for told, count in examples.taken.items() if job.status == "validating_files" else ():
+        (_, kept), (bound, max_mb) = self.kept_of(job.owner), stored_bound(self.settings.current)
+        if waits and kept > max_mb << 20:
+            told = f"with the index of the file's lines {kept} bytes are kept of you, and {bound} = {max_mb}"
+            raise JobFailed(f"{told}: delete files, or cancel other jobs", "storage_full", name)
+        for told, count in checked[place].taken.items() if waits and checked[place].complete else ():
             self._tell(job.id, f"{name.replace('_', ' ').capitalize()}, {count} examples: {told}")
-        return examples
+
+    def _close_files(self, job_id: str) -> None:
+        """Give the room of a job's indexes back."""
+        for examples in (*self._checking.pop(job_id, ()), *self._checked.pop(job_id, ())):
+            examples.close()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -342,9 +383,16 @@ class JobRunner:
 
     def _go_on(self, job: jobs.JobRow, plan: JobPlan) -> int:
         """Have the engine begin a job, or go on with it; returns the number of steps that were taken."""
+        if job.paused_at is not None and self.engine.version(job.adapter):
+            self._result(self.engine.save(job.adapter))
         done = self._result(self.engine.start_job(plan))
+        if job.paused_at is not None and done > job.paused_at:
+            # Others taught the adapter while the job was paused: those steps are none of its own.
+            plan = replace(plan, other_steps=plan.other_steps + done - job.paused_at)
+            done = self._result(self.engine.start_job(plan))
 
         def write(db: Database) -> None:
+            jobs.update_job(db, job.id, paused_at=None, other_steps=plan.other_steps)
             jobs.drop_later_steps(db, job.id, done)
             told = f"step {done} of {plan.steps} is done, {plan.examples} examples"
             message = f"Fine-tuning job {'goes on' if job.status == 'running' else 'started'}: {told}"
@@ -545,8 +593,7 @@ class JobRunner:
         self.refresh()
         self._validations = {step: losses for step, losses in self._validations.items() if step[0] != job.id}
         self._warned = {told for told in self._warned if told[0] != job.id}
-        for examples in self._checked.pop(job.id, ()):
-            examples.close()
+        self._close_files(job.id)
         self.resubmit_pairs()
         self.run_soon()
 
@@ -573,6 +620,12 @@ class JobRunner:
 
     def _tell(self, job_id: str, message: str, level: str = "info") -> None:
         self.store.write(lambda db: jobs.add_event(db, utc_text(utc_now()), job_id, message, level)).result()
+
+
+def stored_bound(settings: Settings) -> tuple[str, int]:
+    """Return the setting that bounds the bytes which are kept of a user's files and jobs, and its value in MiB."""
+    bounds = {"jobs.files_mb": settings.jobs.files_mb, "limits.stored_mb": settings.limits.stored_mb}
+    return min(((name, max_mb) for name, max_mb in bounds.items() if max_mb), key=lambda bound: bound[1])
 
 
 def _may_pass(error: Exception) -> bool:

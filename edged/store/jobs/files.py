@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import FILES_FOLDER, sync
+from edged.store.data_dir import FILES_FOLDER, path_in, sync
 from edged.store.database import FOLDER_MODE, Store
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_column, first_value, insert_row
@@ -32,6 +32,16 @@ class FileRow:
     bytes: int
     sha256: str
     expires_at: str | None = None
+
+
+def content_of(store: Store, file_id: str) -> Path:
+    """Return the path of a file's content. Raises FileNotFoundError for an id that might lead out of the folder."""
+    return path_in(store.path.parent / FILES_FOLDER, file_id)
+
+
+def remove_content(store: Store, file_id: str) -> None:
+    """Delete a file's content, if it is there. Raises OSError."""
+    content_of(store, file_id).unlink(missing_ok=True)
 
 
 def place_file(
@@ -72,7 +82,7 @@ def insert_file(store: Store, row: FileRow, write: Callable[[Database], bool] = 
         wanted = store.write(insert).result()
     finally:
         if not wanted:
-            (store.path.parent / FILES_FOLDER / row.id).unlink()
+            remove_content(store, row.id)
     return wanted
 
 
@@ -133,7 +143,7 @@ def delete_file(store: Store, file_id: str) -> str:
     needed = store.write(delete).result()
     if not needed:
         with suppress(OSError):
-            (store.path.parent / FILES_FOLDER / file_id).unlink(missing_ok=True)
+            remove_content(store, file_id)
     return needed
 
 

@@ -17,6 +17,8 @@ FILES = ("training_file", "validation_file")
 _CHECKPOINTS = "job_checkpoints AS kept JOIN jobs ON jobs.id = job_id"
 _KEPT_CHECKPOINTS = 3
 """Newest checkpoints of a job, which answer; the names of older ones stay taken."""
+_LATEST_EVENTS = 64
+"""Events of a job among which no message stands twice."""
 _KEPT = 20
 """Ended jobs of one owner that never began and are kept."""
 
@@ -51,6 +53,10 @@ class JobRow:
     error_param: str | None = None
     result_file: str | None = None
     validation_file: str | None = None
+    paused_at: int | None = None
+    """Number of steps that it had taken when it was paused; None since it goes on."""
+    other_steps: int = 0
+    """AdamW's steps that others' pairs took while it was paused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +124,15 @@ def open_jobs_of_users(db: Database, *names: str) -> list[JobRow]:
     return list(_jobs(db, f"({theirs}) AND {IS_OPEN}", {"names": json.dumps(names)}))
 
 
+def open_job_ids(db: Database, owner: str) -> list[str]:
+    """Return the ids of an owner's open jobs."""
+    return first_column(db, f"SELECT id FROM jobs WHERE owner = ? AND {IS_OPEN}", [owner])
+
+
 def open_job_of(db: Database, adapter: str, base: str = "") -> str:
-    """Return the id of the open job (of a base) that makes an adapter; "" where there is none."""
-    sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND ? IN ('', base)"
-    return first_value(db, sql, [adapter, base]) or ""
+    """Return the id of the open job (of a `base`, one that is not paused) that makes an adapter; "" for none."""
+    sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND (? = '' OR base = ? AND NOT paused)"
+    return first_value(db, sql, [adapter, base, base]) or ""
 
 
 def count_jobs(db: Database, owner: str) -> tuple[int, int]:
@@ -182,7 +193,14 @@ def add_event(
     step: int | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`."""
+    """Add an event of a job, unless the job was forgotten; one of a `step` has its metrics in `data`.
+
+    A message takes the place of the same one among the latest: jobs may be paused and resumed without end.
+    """
+    if step is None:
+        latest = f"SELECT * FROM job_events WHERE job_id = ? ORDER BY id DESC LIMIT {_LATEST_EVENTS}"
+        same = f"SELECT id FROM ({latest}) WHERE message = ? AND step IS NULL"
+        db.execute(f"DELETE FROM job_events WHERE id IN ({same})", [job_id, message])
     row = {"created_at": created_at, "job_id": job_id, "level": level, "message": message, "step": step}
     condition = "EXISTS (SELECT 1 FROM jobs WHERE id = :job_id)"
     insert_row(db, "job_events", row | {"data": dict(data or {})}, condition=condition)
@@ -225,6 +243,12 @@ def metrics_after(db: Database, job_id: str, step: int, most: int) -> list[dict[
     sql = "SELECT json_group_array(json(data)) FROM job_events WHERE job_id = ? AND step > ?"
     steps = db.execute(f"{sql} AND data != '{{}}' GROUP BY step LIMIT ?", [job_id, step, most])
     return [{name: value for part in json.loads(parts) for name, value in part.items()} for (parts,) in steps]
+
+
+def last_step(db: Database, job_id: str) -> int:
+    """Return the latest step of a job that was taken; 0 before the first one."""
+    trained = "json_extract(data, '$.train_loss') IS NOT NULL"
+    return first_value(db, f"SELECT max(step) FROM job_events WHERE job_id = ? AND {trained}", [job_id]) or 0
 
 
 def drop_later_steps(db: Database, job_id: str, step: int) -> None:

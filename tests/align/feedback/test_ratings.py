@@ -90,7 +90,9 @@ def test_ratings_of_an_account_that_does_not_teach_wait_for_an_opposite_one(desk
     assert desk.report("a", "down", account="kitchen").pair_ids, "the first that teaches"
     foreign = desk.report("b", "down", account="eve")
     assert (foreign.pair_ids, foreign.duplicate) == ((), False)
-    assert foreign.reason.endswith("only a rating is learned that ada, or who taught the adapter first, gave")
+    assert foreign.reason.endswith(
+        "that ada, an account that [access] names it for, or who taught the adapter first, gave"
+    )
     assert desk.report("c", "down").pair_ids
     again = desk.report("b", "down")
     assert again.pair_ids, "what a stranger said before does not stand in its way"

@@ -383,6 +383,8 @@ def test_what_taught_something_stays_and_an_answer_takes_so_many_signals(desk):
     desk.answer("c", "an answer")
     taught = [desk.report("c", "edit", text=f"a better answer {i}") for i in range(64)]
     assert all(len(result.pair_ids) == 1 for result in taught)
-    with pytest.raises(FeedbackError, match='choice 0 of completion "c" has 64 signals: no more are taken'):
+    with pytest.raises(
+        FeedbackError, match='choice 0 of completion "c" has 64 signals of this account: no more are taken'
+    ):
         desk.report("c", "edit", text="the best answer")
     assert len(desk.store.read(lambda db: signals_of(db, ["c"]))) == 64

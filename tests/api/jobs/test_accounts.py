@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from edged.settings.access import token_hash
-from tests.api.accounts import ANN, BOB, account, open_folder, root_only
+from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.jobs.test_jobs import GREEDY, SETTINGS, chats, ended, lines, preferences, upload
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
@@ -134,6 +134,43 @@ def test_an_adapter_is_not_of_the_account_that_later_gets_its_name_nor_of_one_th
                         with pytest.raises(openai.PermissionDeniedError, match="is not for"):
                             client.chat.completions.create(**named, **GREEDY)
                     assert upload(client, chats(1)), "as an account without a user"
+
+
+@root_only
+def test_no_person_is_taken_for_an_adapter_of_anothers_job() -> None:
+    rules = [{"peers": [f"user:{BOB}"], "roles": ["use", "train"], "users": ["*"]}]
+    settings: dict[str, Any] = {**SETTINGS, "api__socket_mode": "0666", "access__rules": json.dumps(rules)}
+    name, other = f"{ANN}-smith", f"{ANN}-jones"
+    pair = {"prompt": "my secret", "chosen": "a", "rejected": "b"}
+    with open_folder() as folder:
+        save_tiny(folder / "tiny")
+        with running(folder / "run", folder / "tiny", **settings) as live, speaking(live, ANN) as ann:
+            app = Client(BOB, live.socket)
+            file_id = upload(ann, chats(1))
+            made = ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=name)
+            assert ended(ann, made.id).fine_tuned_model == f"tiny:{name}"
+            for user in (name, f"{name}@1"):
+                for refused in (app.ask(user=user), app.ask(model=f"tiny:{user}")):
+                    assert (refused.status, refused.code) == (403, "forbidden_user"), refused.data
+            refused = app.post("/v1/feedback", {"user": name, **pair})
+            assert (refused.status, refused.code) == (403, "forbidden_user")
+            assert f'is the name of an adapter of a fine-tuning job of \\"{ANN}\\"' in refused.data.decode()
+            assert app.call("DELETE", f"/v1/adapters/{name}").status == 403
+            with live.http() as admin:
+                asked = {"prompt": "hello", "max_tokens": 1}
+                for person in (name, f"{name}@1"):
+                    assert admin.post("/v1/completions", json={**asked, "user": person}).status_code == 403
+                    assert admin.post("/v1/completions", json={**asked, "model": f"tiny:{person}"}).status_code == 200
+                assert admin.post("/v1/feedback", json={"user": name, **pair}).status_code == 403
+            assert Client(ANN, live.socket).get(f"/v1/feedback?user={name}").data == b""
+            assert ann.chat.completions.create(model=f"tiny:{name}", user=name, **GREEDY).choices, "its owner's"
+            assert app.ask(user=other).status == 200
+            with pytest.raises(openai.ConflictError, match="is a user of whom answers or pairs are stored"):
+                ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=other)
+            assert Client(ANN, live.socket).call("DELETE", f"/v1/adapters/{name}").status == 200
+            assert app.ask(user=name).status == 200, "it is free again"
+            assert app.post("/v1/feedback", {"user": name, **pair}).status == 200
+            assert Client(ANN, live.socket).get(f"/v1/feedback?user={name}").status == 403
 
 
 def test_no_job_makes_an_adapter_under_the_name_of_another_account_whatever_the_rule(tmp_path: Path) -> None:
