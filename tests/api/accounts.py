@@ -88,7 +88,8 @@ class Client:
         connection = http.client.HTTPConnection("localhost")
         connection.sock = self.connected()
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+            connection.request(method, path, data, headers)
             return Answer(connection.getresponse())
         finally:
             connection.close()

@@ -18,6 +18,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from edged.store.restore import restore
 from tests.api.accounts import ANN, BOB, Answer, Client
 from tests.api.live import LiveDaemon
 from tests.models import save_tiny
@@ -46,6 +47,11 @@ FOR_ADMINS = ("/v1/settings", "/v1/store", "/v1/backup", "/v1/trace?seconds=60")
 READ = (*FOR_ADMINS, "/v1/models", "/v1/adapters", "/v1/adapters/{}", "/v1/adapters/{}/export", "/v1/models/tiny:{}",
         "/v1/feedback", "/v1/feedback?user={}", "/v1/quarantine", "/v1/quarantine?user={}", "/v1/status", "/metrics",
         "/openapi.json")  # fmt: skip
+
+ODD = (b"plain", b"\xff\xfe", b"\xed\xa0\x80", "Zoë".encode(), b"", b"a b")
+ODD_HEADERS = ("X-Request-Id", "X-Session-Id", "X-Edged-Run", "X-Edged-Application", "Authorization", "Last-Event-ID")
+CONTENTS = (b'{"prompt":"a","completion":"b"}\n' * 3, b'{"prompt":"a","chosen":"b","rejected":"c"}\n' * 3,
+            b'{"prompt":"\xff"}\n', b"[" * 2000, b"\r\n--Xb\r\n", b"")  # fmt: skip
 
 callers = st.sampled_from([ADMIN, ANN, BOB])
 users = st.sampled_from([ADMIN, ANN, BOB, SHARED])
@@ -78,6 +84,8 @@ class ThreeAccounts(RuleBasedStateMachine):
 
     completions = Bundle("completions")
     feedback = Bundle("feedback")
+    files = Bundle("files")
+    jobs = Bundle("jobs")
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,6 +234,53 @@ class ThreeAccounts(RuleBasedStateMachine):
             status = int(connection.recv(4096).split()[1])
         assert status in ((200, 409, 429) if other in SPEAKS_FOR[caller] else (403, 404)), status
 
+    @rule(caller=callers, user=users, value=st.sampled_from(ODD), name=st.sampled_from(ODD_HEADERS))
+    def send_an_odd_header(self, caller: str, user: str, value: bytes, name: str) -> None:
+        data = json.dumps({"prompt": "odd", "max_tokens": 1, "user": user}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: edged\r\nConnection: close\r\n%b: %b\r\nContent-Length: %d\r\n\r\n"
+        )
+        with Client(caller, self.daemon.socket).connected() as connection:
+            connection.sendall(head % (name.encode(), value, len(data)) + data)
+            answer = connection.recv(65536)
+        allowed = (200, 400, 429, 503) if user in SPEAKS_FOR[caller] else (400, 403)
+        assert int(answer.split()[1]) in allowed, answer
+
+    @rule(target=files, caller=callers, name=st.sampled_from(ODD), content=st.sampled_from(CONTENTS))
+    def upload(self, caller: str, name: bytes, content: bytes) -> Any:
+        fields = b'--XbX\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        fields += b'--XbX\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\n' % name
+        form = fields + content + b"\r\n--XbX--\r\n"
+        kind = "multipart/form-data; boundary=XbX"
+        answer = Client(caller, self.daemon.socket).call("POST", "/v1/files", form, **{"Content-Type": kind})
+        self._checked(answer, caller, f"{caller} uploads {name!r}")
+        assert answer.status in ((200, 400, 403, 429) if "train" in ROLES[caller] else (403,)), answer.data
+        return (answer.json["id"], caller) if answer.status == 200 else multiple()
+
+    @rule(target=jobs, caller=callers, file=files, method=st.sampled_from(["supervised", "dpo"]))
+    def begin_a_job(self, caller: str, file: tuple[str, str], method: str) -> Any:
+        suffix = f"{caller}-{next(self.numbers)}"
+        body = {"model": "tiny", "training_file": file[0], "suffix": suffix, "method": {"type": method}}
+        answer = self.call(caller, "POST", "/v1/fine_tuning/jobs", body, "train")
+        if caller not in (ADMIN, file[1]):
+            assert answer.status in (403, 404), answer.data
+        return (answer.json["id"], caller) if answer.status == 200 else multiple()
+
+    @rule(
+        caller=callers, job=jobs, what=st.sampled_from(["", "/events", "/checkpoints", "/pause", "/resume", "/cancel"])
+    )
+    def use_a_job(self, caller: str, job: tuple[str, str], what: str) -> None:
+        method = "POST" if what in ("/pause", "/resume", "/cancel") else "GET"
+        answer = self.call(caller, method, f"/v1/fine_tuning/jobs/{job[0]}{what}", role="train")
+        if caller not in (ADMIN, job[1]):
+            assert answer.status in (403, 404), answer.data
+
+    @rule(caller=callers, file=files)
+    def delete_a_file(self, caller: str, file: tuple[str, str]) -> None:
+        answer = self.call(caller, "DELETE", f"/v1/files/{file[0]}", role="train")
+        if caller not in (ADMIN, file[1]):
+            assert answer.status in (403, 404), answer.data
+
     @rule(caller=callers, user=users, action=st.sampled_from(["release", "drop"]))
     def decide(self, caller: str, user: str, action: str) -> None:
         self.call(caller, "POST", "/v1/quarantine", {"user": user, "action": action}, "train", user)
@@ -280,6 +335,21 @@ class ThreeAccounts(RuleBasedStateMachine):
     def end_and_start_again(self, number: signal.Signals) -> None:
         code = self.daemon.stop(number)
         assert code == (-number if number == signal.SIGKILL else 0), self.daemon.log[-3000:]
+        self._start_again()
+
+    @rule()
+    def restore_a_backup(self) -> None:
+        backup = self.call(ADMIN, "GET", "/v1/backup")
+        assert self.daemon.stop() == 0, self.daemon.log[-3000:]
+        if backup.status == 200:
+            file = self.folder / "backup.tar"
+            file.write_bytes(backup.data)
+            aside = restore(file, self.daemon.data, force=True)[1]
+            assert aside is not None
+            shutil.rmtree(aside)
+        self._start_again()
+
+    def _start_again(self) -> None:
         # The numbers of versions that were not on disk yet are given again.
         self.answered = {key: text for key, text in self.answered.items() if key[0] == "base"}
         if "beta = -1" in self.config.read_text():
@@ -293,6 +363,7 @@ class ThreeAccounts(RuleBasedStateMachine):
                 self._settle()
                 assert self.daemon.idle(), self.daemon.status()
                 assert self.daemon.stop() == 0, self.daemon.log[-3000:]
+            assert "Traceback" not in self.daemon.log, self.daemon.log[-3000:]
         finally:
             self.daemon.process.kill()
             self.daemon.process.join()
