@@ -463,7 +463,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """Parse a body that is a JSON object. Raises ApiError."""
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"not JSON: {name}")
+        raise ValueError(f"{name} is no number")
 
     try:
         body = bounded_json.loads(data.decode("utf-8-sig"), parse_constant=refuse)

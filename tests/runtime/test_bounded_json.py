@@ -36,10 +36,12 @@ def test_a_float_without_a_fraction_is_an_integer(text: str, wanted: float) -> N
         "[" + "{}," * 40_000 + "{}]",
         "{" + ",".join(f'"{number}":0' for number in range(40_000)) + "}",
         "[" + "0," * 300_000 + "0]",
+        "[" + "1.5," * 40_000 + "0]",
+        "[" + "1e5," * 40_000 + "0]",
         "[" + '"",' * 300_000 + '""]',
         "[" + '"\\\\",[],"\\"",' * 40_000 + "0]",
     ],
-    ids=["lists", "objects", "keys", "numbers", "texts", "lists between escapes"],
+    ids=["lists", "objects", "keys", "numbers", "fractions", "powers", "texts", "lists between escapes"],
 )
 def test_a_text_of_too_many_parts_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.delattr(json, "loads")
@@ -66,8 +68,7 @@ def test_what_people_send_is_not_too_much(value: Any) -> None:
     [
         ("{", "^not JSON: "),
         ("[" * 30_000, "^not JSON: "),
-        ("9" * 1025, "^a number of 1025 digits: at most 1024"),
-        ("0." + "1" * 1024, "^a number of 1026 digits"),
+        ("9" * 4301, "^not JSON: .*4301 digits"),
         ('["\\ud83d", "\\ude00"]', "^half a surrogate pair"),
         ('{"\\uDC80": 0}', "^half a surrogate pair"),
     ],
