@@ -1,6 +1,6 @@
 """Which models are served and trained: tiny random ones of every architecture, against transformers' own forward.
 
-    python -m benchmarks.models [NAME ...] [--dtype bfloat16] [--results FILE] [--most-s SECONDS] [--write ROUNDED]
+    python -m benchmarks.models [NAME ...] [--dtype bfloat16] [--results FILE] [--max-s SECONDS] [--write ROUNDED]
 
 Each runs through edged's engine in a process of its own, about three seconds long. Served: greedy answers, with a
 prompt longer than every window, one whose beginning is in the cache, and two at once, have transformers' numbers.
@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures (default all)")
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32")
     parser.add_argument("--results", type=Path, help="JSON lines that rows are added to, and whose rows are not run")
-    parser.add_argument("--most-s", type=float, default=float("inf"), help="begin no further one after so many seconds")
+    parser.add_argument("--max-s", type=float, default=float("inf"), help="begin no further one after so many seconds")
     write = f"write {PAGE.relative_to(ROOT)}, with these results in bfloat16, once all rows are there"
     parser.add_argument("--write", type=Path, metavar="ROUNDED", help=write)
     options = parser.parse_args()

@@ -132,7 +132,7 @@ def _claims_part(found: Sequence[Claim]) -> str:
     told = [claim for claim in found if claim.verdict != NOT_MEASURED]
     others = [claim.what for claim in found if claim.verdict == NOT_MEASURED]
     rows: list[tuple[str, ...]] = [(one.what, one.paper, one.ours, one.learned, one.verdict) for one in told]
-    head: tuple[str, ...] = ("", "wanted", "ours", "pairs learnt", "verdict")
+    head: tuple[str, ...] = ("", "wanted", "ours", "pairs learned", "verdict")
     if all(claim.learned == NOTHING_LEARNED for claim in told):
         head, rows = (*head[:3], head[4]), [(*row[:3], row[4]) for row in rows]
     parts = ["### What must come out\n", _table(head, rows) if rows else ""]

@@ -110,7 +110,7 @@ def ablations(setting: Setting) -> Figure | None:
     highest = setting.rates[-1]
     attained = setting.curves(ATTAINMENT, "rate_per_s", variants)
     panels = [Panel("SLO attainment", "requests/s", "share of first tokens in time", attained)]
-    for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s"), (PAIRS, "pairs learnt")):
+    for metric, label in ((CLPD, "CLPD, nats"), (THROUGHPUT, "output tokens/s"), (PAIRS, "pairs learned")):
         values = {p: setting.median(metric, p, rate_per_s=highest) for p in variants}
         if any(value is not None for value in values.values()):
             bars = {policy: Curve([""], [value]) for policy, value in values.items()}
@@ -127,14 +127,14 @@ def _ablation_rows(setting: Setting, variants: Sequence[str]) -> tuple[Compariso
         ("mace-prefix", "attainment", ATTAINMENT, 3, paper.PREFIX_ATTAINMENT),
         ("mace-bin", "CLPD", CLPD, 2, paper.BIN_CLPD),
         ("mace-bin", "throughput", THROUGHPUT, 2, paper.BIN_THROUGHPUT),
-        ("mace-bin", "pairs learnt", PAIRS, 1, None),
+        ("mace-bin", "pairs learned", PAIRS, 1, None),
         ("mace-prefix", "CLPD", CLPD, 2, paper.PREFIX_CLPD),
         ("mace-prefix", "throughput", THROUGHPUT, 2, paper.PREFIX_THROUGHPUT),
-        ("mace-prefix", "pairs learnt", PAIRS, 1, None),
+        ("mace-prefix", "pairs learned", PAIRS, 1, None),
         ("mace-prune", "CLPD", CLPD, 2, paper.PRUNE_CLPD),
         ("mace-prune", "throughput", THROUGHPUT, 2, paper.PRUNE_THROUGHPUT),
-        ("mace-prune", "pairs learnt", PAIRS, 1, None),
-        ("mace-priority", "pairs learnt", PAIRS, 1, paper.PRIORITY_PAIRS),
+        ("mace-prune", "pairs learned", PAIRS, 1, None),
+        ("mace-priority", "pairs learned", PAIRS, 1, paper.PRIORITY_PAIRS),
     ):
         if policy in variants:
             ours, whole = (setting.median(metric, variant, rate_per_s=highest) for variant in (policy, "mace"))

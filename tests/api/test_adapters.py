@@ -112,4 +112,4 @@ def test_the_status_tells_queues_bins_pages_and_device(http: httpx2.Client) -> N
 
 def test_the_probes_answer(http: httpx2.Client) -> None:
     assert http.get("/healthz").json() == {"status": "ok", "phase": "ready"}
-    assert http.get("/readyz").json() == {"status": "ready"}
+    assert http.get("/readyz").json() == {"status": "ready", "degraded": []}

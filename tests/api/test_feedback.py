@@ -219,7 +219,7 @@ def test_exported_pairs_can_be_imported(http: httpx2.Client) -> None:
         ({"messages": None}, None),
         ({"prompt": "also"}, None),
         ({"chosen": 5}, None),
-        ({"chosen": "\ud83d"}, None),
+        ({"chosen": "\ud83d"}, "malformed_json"),
         ({"chosn": "typo"}, None),
     ],
 )

@@ -64,7 +64,7 @@ class Engine:
     def submit_pairs(self, pairs: list[Any]) -> None:
         self.calls.append("submit")
 
-    def hold_back(self, name: str, held: bool) -> None:
+    def block_saves(self, name: str, held: bool) -> None:
         assert not held
 
     def forget(self, name: str, pair_ids: set[int]) -> Future[None]:

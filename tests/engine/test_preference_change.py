@@ -35,8 +35,8 @@ def test_a_flip_of_the_users_own_signals_is_followed_and_one_from_elsewhere_is_h
     direct: bool, tmp_path: Path
 ) -> None:
     with running_engine(tmp_path, **SETTINGS) as (engine, client):
-        before = [replace(pair, direct=True) for pair in taste(80)]
-        after = [replace(pair, direct=direct) for pair in flipped(taste(60, first_id=1001))]
+        before = [replace(pair, first_party=True) for pair in taste(80)]
+        after = [replace(pair, first_party=direct) for pair in flipped(taste(60, first_id=1001))]
         for pair in [*before, *after]:
             engine.submit_pairs([pair])
             client.wait(lambda pair=pair: any(r.pair_id == pair.pair_id for r in client.of(PairRetired)))
@@ -79,7 +79,7 @@ def test_direct_signals_that_contradict_each_other_are_taken_back_to_before_them
         before, odd = taste(80), taste(80, first_id=1001)
         confused = [pair if number % 2 else flipped([pair])[0] for number, pair in enumerate(odd)]
         for pair in [*before, *confused]:
-            engine.submit_pairs([replace(pair, direct=True)])
+            engine.submit_pairs([replace(pair, first_party=True)])
             client.wait(lambda pair=pair: any(r.pair_id == pair.pair_id for r in client.of(PairRetired)))
             client.wait(lambda: not engine.queue()["finetune"])
     (back,) = [v for v in client.of(VersionPublished) if "contradict what was learned before" in v.reason]

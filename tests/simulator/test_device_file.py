@@ -187,7 +187,7 @@ def test_launches_count_where_the_cpu_is_slower_than_the_gpu(tmp_path: Path) -> 
 
 def test_computing_a_layer_again_costs_what_its_forward_and_its_backward_cost(tmp_path: Path) -> None:
     device, _ = on(tmp_path)
-    forward_s, backward_s = device.unit_s(Unit("none", 2048)), device.unit_s(Unit("grad", 2048))
+    forward_s, backward_s = device.unit_s(Unit("graph", 2048)), device.unit_s(Unit("grad", 2048))
     assert device.unit_s(Unit("layer", 2048)) == pytest.approx(forward_s + backward_s)
     assert backward_s > forward_s
 

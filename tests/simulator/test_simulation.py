@@ -320,7 +320,7 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     Told.told = []
     monkeypatch.setattr(exact, "DpoStep", Told)
     model = tiny_model()
-    exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, keep=keep)
+    exact.take_step(model, {"ann": pairs}, window=window, chunk=1000, recompute=keep)
     align = AlignSettings(window_tokens=window)
     unknown = [pair.pair_id for pair in pairs if pair.ref_chosen_logp is None]
     step = SimulatedStep(

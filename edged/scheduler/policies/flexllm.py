@@ -109,12 +109,13 @@ class CoServing(Fill):
     def _add_prompts(self, builder: BinBuilder, queues: TaskQueues, cost: CostModel) -> bool:
         """Grant prompts their chunks; returns whether none waits for more than a sequence to end."""
         for task in builder.started:
-            num_tokens = self._chunk(builder, task, cost)
-            if num_tokens:
+            if num_tokens := self._chunk(builder, task, cost):
                 builder.grant(task, num_tokens)
         for task in queues.first(max(0, builder.sequences_left)):
-            num_tokens = self._chunk(builder, task, cost)
-            if not num_tokens or builder.pages(task, task.num_tokens) > builder.open_pages:
+            if (
+                not (num_tokens := self._chunk(builder, task, cost))
+                or builder.pages(task, task.num_tokens) > builder.open_pages
+            ):
                 return False
             builder.sequences_left -= 1
             builder.enter(task)

@@ -58,8 +58,8 @@ def test_with_nobody_to_serve_groups_follow_one_another(policy: str) -> None:
 def test_the_dynamic_interval_is_short_while_nobody_waits_and_grows_with_the_queue() -> None:
     world = world_of("temporal-dynamic", max_sequences=2)
     world.teach(100, [STEP[0]], steps=1000)
-    few = [tunes(plan) for _, plan in watched(world, until_s=60.0, summary=2)]
-    many = [tunes(plan) for _, plan in watched(world, until_s=240.0, summary=60)]
+    few = [tunes(plan) for _, plan in watched(world, until_s=60.0, keeps=2)]
+    many = [tunes(plan) for _, plan in watched(world, until_s=240.0, keeps=60)]
     assert 0.0 < sum(many) / len(many) < 0.6 * sum(few) / len(few)
 
 
