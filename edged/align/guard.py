@@ -155,31 +155,31 @@ class GuardState:
     """The version before the latest change of preferences."""
     baseline_version: int = 0
     """The version that a fine-tuning job left, 0: none. Its language judges later ones; none before it is restored."""
-    floor_nll_change: float | None = None
-    """Change of neutral text's NLL at the floor, not under 0; None: not measured."""
-    floor_kl_nats: float | None = None
-    """Highest KL to the base at a test of the floor, or of its weights restored; None: no such test had pairs."""
+    baseline_nll_change: float | None = None
+    """Change of neutral text's NLL of the baseline version, not under 0; None: not measured."""
+    baseline_kl_nats: float | None = None
+    """Highest KL to the base at a test of the baseline version, or of its weights; None: not measured."""
 
-    def measure_floor(self, score: TestScore) -> None:
-        """Take in a test of the floor's weights: later versions are judged by it."""
+    def measure_baseline(self, score: TestScore) -> None:
+        """Take in a test of the baseline version's weights: later versions are judged by it."""
         if score.nll_change is not None and math.isfinite(score.nll_change):
-            self.floor_nll_change = max(0.0, score.nll_change)
+            self.baseline_nll_change = max(0.0, score.nll_change)
         if score.kl_nats is not None and math.isfinite(score.kl_nats):
-            self.floor_kl_nats = max(self.floor_kl_nats or 0.0, score.kl_nats)
+            self.baseline_kl_nats = max(self.baseline_kl_nats or 0.0, score.kl_nats)
 
     def relative(self, score: TestScore) -> TestScore:
-        """A score whose language is compared with the floor's in place of the base's, as far as that is measured."""
+        """A score whose language is compared with the baseline version's, as far as measured, and not the base's."""
         nll, kl = score.nll_change, score.kl_nats
         if nll is not None:
-            nll = (1.0 + nll) / (1.0 + (self.floor_nll_change or 0.0)) - 1.0
-        return replace(score, kl_nats=kl if kl is None else kl - (self.floor_kl_nats or 0.0), nll_change=nll)
+            nll = (1.0 + nll) / (1.0 + (self.baseline_nll_change or 0.0)) - 1.0
+        return replace(score, kl_nats=kl if kl is None else kl - (self.baseline_kl_nats or 0.0), nll_change=nll)
 
     def comparable(self, score: TestScore) -> TestScore:
-        """A score without the language that was not measured at the floor, if there is one."""
+        """A score without the language that was not measured of the baseline version, if there is one."""
         if not self.baseline_version:
             return score
-        kl = None if self.floor_kl_nats is None else score.kl_nats
-        return replace(score, kl_nats=kl, nll_change=None if self.floor_nll_change is None else score.nll_change)
+        kl = None if self.baseline_kl_nats is None else score.kl_nats
+        return replace(score, kl_nats=kl, nll_change=None if self.baseline_nll_change is None else score.nll_change)
 
 
 def broken_language(score: TestScore, settings: GuardSettings) -> str:

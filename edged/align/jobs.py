@@ -131,11 +131,11 @@ class JobPace:
 class JobQueue(AdapterQueue):
     """The queue of an adapter that a job trains: its pairs are the job's examples, and no test judges its versions.
 
-    Pairs that its users give meanwhile are not taken in: they wait in the store for the job's end.
+    Pairs that its users give meanwhile wait in the queue whose place it has.
     """
 
     plan: JobPlan = field(kw_only=True)
-    former: AdapterQueue | None = field(default=None, kw_only=True)
+    former: AdapterQueue = field(kw_only=True)
     """The queue whose place it has until the job ends."""
     done: int = 0
     """Number of the job's steps that were taken."""
@@ -171,8 +171,8 @@ class JobQueue(AdapterQueue):
         return bool(self.batches) and self.step is None and not (self.unreadable or self.failed)
 
     def enqueue(self, pair: TokenPair, guard: GuardSettings, now: float) -> tuple[PairState, str] | None:
-        """Leave a pair in the store."""
-        return None
+        """Give a pair to the queue whose place it has."""
+        return self.former.enqueue(pair, guard, now)
 
     def draw(self, align: AlignSettings) -> StepBatch:
         """Return the next step's examples, which stay until the step was taken."""
@@ -188,8 +188,7 @@ class JobQueue(AdapterQueue):
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Remove pairs from the queue whose place it has."""
-        if self.former is not None:
-            self.former.drop(pair_ids)
+        self.former.drop(pair_ids)
 
     def advance(self) -> None:
         """Note that the step was taken; one of validation examples is none of the plan's."""

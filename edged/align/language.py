@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
+from os.path import commonprefix
 
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_tokens import PairTokenizer
@@ -49,6 +50,9 @@ def neutral_pairs(tokenizer: PairTokenizer) -> list[TokenPair]:
     pairs = []
     for number, (start, one, other) in enumerate(_NEUTRAL, 1):
         with contextlib.suppress(ValueError):  # the tokenizer's
-            answers = [tuple(tokenizer.encode_reply(start, text)) for text in (one, other)]
-            pairs.append(TokenPair(-number, "", tuple(tokenizer.encode_prompt(start)), answers[0], answers[1]))
+            prompt = tokenizer.encode_prompt(start)
+            wholes = [tokenizer.encode_exchange(start, text) for text in (one, other)]
+            cut = len(commonprefix([prompt, *wholes]))
+            answers = [tuple(whole[cut:]) for whole in wholes]
+            pairs.append(TokenPair(-number, "", tuple(prompt[:cut]), answers[0], answers[1]))
     return pairs

@@ -500,10 +500,10 @@ class PairQueues:
         queue.detector.restore(past, self.now)
         guard = queue.guard
         guard.tested_version, guard.lr_scale = past.tested_version, past.lr_scale
-        guard.baseline_version, guard.floor_nll_change, guard.floor_kl_nats = (
+        guard.baseline_version, guard.baseline_nll_change, guard.baseline_kl_nats = (
             past.baseline_version,
-            past.floor_nll_change,
-            past.floor_kl_nats,
+            past.baseline_nll_change,
+            past.baseline_kl_nats,
         )
 
     def clear_alarm(self, adapter: str) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -145,9 +146,9 @@ class Trainer:
 
     def start_job(self, plan: JobPlan) -> int:
         """Begin to train an adapter by a job's plan; its state is resident. Returns the number of steps it took."""
-        done = self.adapter_cache.get(plan.adapter).steps_taken - plan.other_steps
+        done = max(0, self.adapter_cache.get(plan.adapter).steps_taken - plan.other_steps)
         self.abandon(plan.adapter)
-        former = self.pair_queues.queues.get(plan.adapter)
+        former = self.pair_queues[plan.adapter]
         former = former.former if isinstance(former, JobQueue) else former
         queue = JobQueue(plan.adapter, plan=plan, done=done, former=former)
         self.pair_queues.forget(plan.adapter)
@@ -172,8 +173,7 @@ class Trainer:
             job = self.jobs.pop(adapter)
             stepped = job.done > 0
             self.pair_queues.forget(adapter)
-            if job.former is not None:
-                self.pair_queues.queues[adapter] = job.former
+            self.pair_queues.queues[adapter] = job.former
             self.pair_queues[adapter].guard.baseline_version = baseline_version = (
                 self.adapter_cache.version(adapter) if stepped else 0
             )
@@ -324,13 +324,7 @@ class Trainer:
         reason = "repeated" if is_idle_replay(adapter_step.fresh) else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
-        figures = {
-            "pairs": adapter_step.trained,
-            "loss": adapter_step.loss,
-            "grad_norm": adapter_step.grad_norm,
-            "step_s": seconds,
-        }
-        self.versions.publish(queue, adapter_step.version, reason, **figures)
+        self.versions.publish(queue, adapter_step.version, reason, **adapter_step.figures(seconds))
         drops = [score.drop_nats for score in adapter_step.scores]
         # New pairs show at no cost that the language may be broken; the test makes sure.
         guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.current.guard.max_kl_nats / 2
@@ -361,8 +355,7 @@ class Trainer:
             queue.advance()
             self.size.forgive(queue.plan.job_id)
             count = sum(outcome.count for outcome in adapter_step.outcomes)
-            whose = (queue.plan.job_id, queue.name, queue.done, adapter_step.version, queue.plan.steps)
-            self.records.append(JobStepped(*whose, adapter_step.loss, seconds=seconds, validated=count))
+            self._note_job(queue, adapter_step.version, loss=adapter_step.loss, seconds=seconds, validated=count)
         else:
             learning_rate = queue.step_settings.learning_rate
             queue.advance()
@@ -371,16 +364,13 @@ class Trainer:
             self.trained_tokens += num_tokens
             self.size.grow()
             self.size.forgive(queue.plan.job_id)
-            figures = {
-                "pairs": adapter_step.trained,
-                "loss": adapter_step.loss,
-                "grad_norm": adapter_step.grad_norm,
-                "step_s": seconds,
-            }
-            self.versions.publish(queue, adapter_step.version, "job", **figures)
-            version = self.adapter_cache.version(queue.name)
-            about = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
-            self.records.append(JobStepped(*about, adapter_step.loss, num_tokens, seconds, learning_rate))
+            self.versions.publish(queue, adapter_step.version, "job", **adapter_step.figures(seconds))
+            figures = {"tokens": num_tokens, "seconds": seconds, "learning_rate": learning_rate}
+            self._note_job(queue, self.adapter_cache.version(queue.name), loss=adapter_step.loss, **figures)
+
+    def _note_job(self, queue: JobQueue, version: int, **more: Any) -> None:
+        """Record a step of a job: `more` are fields of its `JobStepped`."""
+        self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps, **more))
 
     def _close_burst(self, queue: AdapterQueue, adapter_step: AdapterStep) -> None:
         """Quarantine a burst: all new ones among the step's pairs and those that wait; the others wait again."""
@@ -441,7 +431,10 @@ class Trainer:
             step.free()
             self._starved(step.adapters, alone and _alone(step.adapter_steps), reason)
         elif self.size.hopeless((step.adapters[0], step.version), others_first=False):
-            self.skip(step, reason)
+            step.free()
+            queue = self.pair_queues[step.adapters[0]]
+            queue.end()
+            queue.skip_test(step.version)
         else:
             self.abandon(step.adapters[0])
 
@@ -466,12 +459,15 @@ class Trainer:
         """Drop a step or test under way because it failed."""
         step.free()
         if isinstance(step, DpoStep):
+            for name, adapter_step in step.adapter_steps.items():
+                # They may be at fault, and none is tried alone: they are learned already.
+                self.pair_queues[name].drop({each.pair_id for each in adapter_step.replay})
             self._failed(step.adapters, reason)
         else:
             queue, pair = self.pair_queues[step.adapters[0]], step.pair_forwards[-1].pair
             queue.end()
-            if pair.pair_id in queue.held_out:
-                # The others test the version, now and later.
+            if pair.pair_id in queue.held_out and (step.neutral or step.scores):
+                # Others were scored, so this pair is at fault: they test the version, now and later.
                 queue.drop({pair.pair_id})
                 self._skipped(queue, [pair], f"as a test: {reason}")
             else:
@@ -492,6 +488,8 @@ class Trainer:
             else:
                 pairs = queue.taken
                 queue.end()
+                if isinstance(queue, JobQueue):
+                    reason += f" (in line {sorted({-1 - pair.pair_id >> 16 for pair in pairs})} of the file)"
                 self._skipped(queue, pairs, reason)
 
     def _skipped(self, queue: AdapterQueue, pairs: Sequence[TokenPair], reason: str) -> None:
@@ -502,8 +500,7 @@ class Trainer:
                 queue.advance()
                 self.size.forgive(queue.plan.job_id)
             queue.failed = not left_out
-            whose = (queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps)
-            self.records.append(JobStepped(*whose, error=reason, left_out=left_out))
+            self._note_job(queue, version, error=reason, left_out=left_out)
             return
         self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
         # Pairs of a pass in idle time stay learned; "learnt", they are not repeated any more.

@@ -86,7 +86,7 @@ class Versions:
         guard.best = guard.last_good = guard.change = None
         guard.withdrawn.clear()
         if (restored or 0) < guard.baseline_version:
-            guard.baseline_version, guard.floor_nll_change, guard.floor_kl_nats = 0, None, None
+            guard.baseline_version, guard.baseline_nll_change, guard.baseline_kl_nats = 0, None, None
         guard.lr_scale_margin, queue.detector.tolerant = 1.0, False
         # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
         queue.replay.clear()
@@ -119,7 +119,7 @@ class Versions:
         guard = queue.guard
         restored = guard.restored_version if queue.steps == guard.restored_at_step else 0
         if guard.baseline_version and guard.baseline_version in (score.version, restored):
-            guard.measure_floor(score)
+            guard.measure_baseline(score)
         score = guard.relative(score)
         known = broken_language(guard.comparable(score), settings)
         broken = known or broken_language(score, settings)
@@ -176,8 +176,8 @@ class Versions:
         """Withdraw the current version: nothing begins with it, and the newest good version is read to take its place.
 
         Where none was found good, or one is to be tried `first`, the newest on disk before it is restored, else the
-        untrained weights; the floor's files stay, so that it is the last. A restored version is tested next. `then` is
-        called when it is published, unless the adapter is forgotten before.
+        untrained weights; the baseline's files stay, so that it is the last. A restored version is tested next. `then`
+        is called when it is published, unless the adapter is forgotten before.
         """
         if adapter in self._adapter_cache.withdrawn:
             return

@@ -190,6 +190,7 @@ class StepTable:
         adapter_cache = self._trainer.adapter_cache
 
         def start(state: AdapterState) -> Future[int]:
+            self.abandon(plan.adapter)
             adapter_cache.adopt(state)
             steps: Future[int] = Future()
             steps.set_result(self._trainer.start_job(plan))

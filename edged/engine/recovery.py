@@ -17,7 +17,7 @@ from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.sequences import SequenceTable
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Plan, Resources, Task
+from edged.scheduler.task import Kind, Plan, Resources, Task
 from edged.settings.load import ServingSettings
 from edged.tensors.oom import out_of_memory
 
@@ -60,8 +60,8 @@ class Recovery:
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
         self._runner, self._clock = runner, clock
         self._failures = 0
-        self._suspects: set[int] = set()
-        """Task ids of failed iterations, one of which may be at fault: each runs alone until it has gone well."""
+        self._suspects: dict[int, int] = {}
+        """Tasks of failed iterations, by id, with their contexts then: each runs alone until it is beyond that."""
         self.computed = False
         """Whether the iteration's computation has ended: later errors are not treated as lack of memory."""
         self.error: str | None = None
@@ -108,33 +108,40 @@ class Recovery:
             if not self.computed and out_of_memory(error):
                 self._relieve(plan, error, self._clock())
                 return
-            self._failures += self.computed
+            # A task that fails alone ends: it is not the engine's accounts that fail.
+            self._failures += self.computed and len({grant.task.task_id for grant in plan.grants}) > 1
             if self._failures >= _MAX_FAILURES:
                 raise
             self._blame(plan, error)
         else:
             self._ease()
             self._failures = 0
-            self._suspects.difference_update(grant.task.task_id for grant in plan.grants)
+            for task in (grant.task for grant in plan.grants):
+                if task.kind is Kind.FINETUNE or task.context > self._suspects.get(task.task_id, 0):
+                    self._suspects.pop(task.task_id, None)
 
     def isolate(self, plan: Plan) -> None:
         """Leave one suspect of an earlier failure alone in the plan, if it has any."""
         if self._suspects:
+            open_ids = self._sequences.by_task.keys() | self._finetuning.open_steps.keys()
+            self._suspects = {task_id: context for task_id, context in self._suspects.items() if task_id in open_ids}
             suspects = [grant for grant in plan.grants if grant.task.task_id in self._suspects]
             plan.grants[:] = suspects[:1] or plan.grants
 
     def _blame(self, plan: Plan, error: Exception) -> None:
         """Fail the plan's only task, or have each of several run again alone."""
-        self._check_device()
+        self._check_device(error)
         ids, now = {grant.task.task_id for grant in plan.grants}, self._clock()
+        if self.computed:
+            # Optimizer steps that were taken are not taken again.
+            with self.logged("finished steps could not be closed"):
+                self._finetuning.close_finished(now, {}, self._sequences.suspects)
         if len(ids) == 1:
-            self._suspects -= ids
             hit = self._sequences.fail(ids, f"the iteration failed: {error}", now)
             self._finetuning.fail(ids, str(error))
         else:
-            self._suspects |= ids
+            self._suspects |= {grant.task.task_id: grant.task.context for grant in plan.grants}
             hit = [one.request.request_id for task_id in ids if (one := self._sequences.by_task.get(task_id))]
-            log.warning("an iteration of %d tasks failed: each runs again alone", len(ids))
             for task_id in ids if self.computed else ():
                 # Its results were taken in by half. Tokens that were sent stay, and their K/V are computed again.
                 sequence = self._sequences.by_task.get(task_id)
@@ -144,16 +151,19 @@ class Recovery:
                     self._finetuning.preempt(task_id, now)
         for task_id in ids - self._sequences.by_task.keys() - self._finetuning.open_steps.keys():
             # This includes tasks that had ended when the iteration failed.
-            self._suspects.discard(task_id)
             self._scheduler.remove(task_id)
-        name = "out_of_memory" if out_of_memory(error) else "iteration_failed"
-        logs.event(log, logging.ERROR, name, f"an iteration failed: {error}", exc_info=True, requests=hit)
+        level, name, told = logging.ERROR, "iteration_failed", f"an iteration failed: {error}"
+        if len(ids) > 1:
+            level, name, told = logging.WARNING, "iteration_retried", f"{told}; each of its tasks runs again alone"
+        logs.event(log, level, "out_of_memory" if out_of_memory(error) else name, told, exc_info=True, requests=hit)
 
-    def _check_device(self) -> None:
-        """Raise DeviceLost where the device computes nothing more: then no task is to blame."""
+    def _check_device(self, cause: Exception) -> None:
+        """Raise DeviceLost where the device computes nothing more: then no task is to blame for `cause`."""
         try:
             self._runner.check_device()
         except Exception as error:
+            if error is cause:
+                raise
             if not out_of_memory(error):
                 raise DeviceLost(f"the device computes nothing more, and edged must start again: {error}") from error
 

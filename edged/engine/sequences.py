@@ -6,7 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,39 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("edged.engine")
 
 
-class AdapterVersions(Protocol):
-    """The interface of `AdapterCache`: the adapters' current versions and their states in memory."""
-
-    def version(self, adapter: str | None) -> int:
-        """Return the current version; 0 for an untrained adapter."""
-
-    def resident(self, adapter: str) -> bool:
-        """Whether the adapter's state is in memory, so that `get` reads no files."""
-
-    def get(self, adapter: str) -> Any:
-        """Return the current state, with `name` and `version`, for a slot."""
-
-
-class AdapterSlots(Protocol):
-    """The interface of `SlotTable`: the LoRA slots of a packed batch."""
-
-    @property
-    def idle(self) -> int:
-        """Number of slots that no sequence or step uses."""
-
-    def held(self, adapter: str, version: int) -> bool:
-        """Whether a slot has these weights."""
-
-    def acquire(self, state: Any, reserve: int = 0) -> int | None:
-        """Return a slot with the state's weights, for one more user of it; None when none is idle beyond `reserve`."""
-
-    def release(self, slot: int) -> None:
-        """Give a slot back for one user of it."""
-
-    def update(self, state: Any, previous: int, hot: bool) -> int | None:
-        """Put a new version's weights in the slot of the previous one if `hot`; returns the slot."""
-
-
 class SequenceTable:
     """The open requests' sequences.
 
@@ -72,12 +39,13 @@ class SequenceTable:
         settings: ServingSettings,
         scheduler: Scheduler,
         runner: Runner,
-        slots: AdapterSlots,
-        adapter_cache: AdapterVersions,
+        slots: Any,
+        adapter_cache: Any,
         fetch: Callable[[str], None],
         stats: Counters,
     ) -> None:
-        """`fetch` starts to read an adapter's state from disk; `on_fetched` is called when it ends."""
+        """`slots` and `adapter_cache` are as `SlotTable` and `AdapterCache`, or simulated. `fetch` starts to read an
+        adapter's state from disk; `on_fetched` is called when it ends."""
         self._scheduler, self._slots, self.stats = scheduler, slots, stats
         self._pages, self._pruner, self._end_ids = runner.pages, runner.pruner, runner.end_ids
         self._max_context, self.adapter_cache, self._fetch = runner.max_context_tokens, adapter_cache, fetch

@@ -157,8 +157,8 @@ class SimulatedRunner:
         """Do nothing: no other program uses the device."""
 
     def check_device(self) -> None:
-        """Refuse to go on: a simulated device does not fail, so what raised is a defect."""
-        raise RuntimeError("a simulated iteration failed")
+        """Raise the iteration's own error again: what fails in a simulation is its code, and none is survived."""
+        raise
 
     def return_memory(self) -> None:
         """No memory is taken."""
@@ -392,7 +392,6 @@ class SimulatedEngine:
             self.learning,
             self.recorder.deliver,
             clock=self.clock,
-            # An error of a simulation is one of its code: none is survived.
         )
 
     def _may_keep_graph(self) -> bool:

@@ -285,13 +285,13 @@ def test_the_first_test_with_pairs_goes_straight_back_to_what_a_job_left(tmp_pat
         left, pairs = left_by_a_job(engine, client)
         for pair in pairs[:2]:
             learn(engine, client, pair)
-        change = engine.trainer.pair_queues["made"].guard.floor_nll_change
+        change = engine.trainer.pair_queues["made"].guard.baseline_nll_change
         if not restarted:
             goes_back_to(left, pairs, engine, client)
     if restarted:
         with running_engine(tmp_path, **settings) as (engine, client):
             engine.restore_outlier_history(
-                {"made": OutlierHistory(tested_version=left + 2, baseline_version=left, floor_nll_change=change)}
+                {"made": OutlierHistory(tested_version=left + 2, baseline_version=left, baseline_nll_change=change)}
             )
             engine.test_with(NEUTRAL)
             goes_back_to(left, pairs, engine, client)
@@ -317,12 +317,12 @@ def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_lef
         engine.commands.ask(lambda: engine.trainer.versions.withdraw("made", "guard: a test")).result(20)
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 2)
         guard = engine.trainer.pair_queues["made"].guard
-        change = guard.floor_nll_change
+        change = guard.baseline_nll_change
         assert engine.rollback("made", left + 1).result(20) == left + 3
         engine.request_test("made")
         client.wait(lambda: client.of(VersionTested)[-1].version == left + 3)
         assert guard.baseline_version == left
-        assert guard.floor_nll_change == change
+        assert guard.baseline_nll_change == change
 
 
 def test_a_job_that_ends_before_its_first_step_leaves_no_floor(tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, VersionTested
+from edged.align.dpo.evaluation import HeldOutEvaluation
+from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, VersionPublished, VersionTested
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import RunnerOutput
+from edged.engine.sequence import Sequence
+from edged.engine.sequences import SequenceTable
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 from tests.faults.test_memory import answers
 
@@ -96,7 +99,8 @@ def test_the_task_at_fault_fails_alone_and_the_others_get_the_same_as_without_it
         with marked_tokens_fail(monkeypatch) as raised:
             ask_all(engine, client, {f"with {name}": prompt for name, prompt in prompts.items()}, seed)
             client.wait(lambda: len(client.finished) == len(innocent) + count)
-            assert len(raised) >= len(guilty)
+            chunks = sum(-(-len(prompt) // chunk) for prompt in prompts.values())
+            assert len(guilty) <= len(raised) <= 4 * chunks, "each is found in a few iterations"
         for name in innocent:
             assert client.finished[f"with {name}"].error == ""
             assert client.ids(f"with {name}") == client.ids(f"without {name}")
@@ -119,6 +123,70 @@ def test_any_number_of_requests_that_fail_alone_leaves_the_engine_running(
             "the iteration failed: index out of range in self"
         }
         answers(engine, client, "after", [random_ids(9, 1)])
+
+
+def results_of_marked_prompts_fail(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Each token of an answer to a prompt with MARK raises as it is taken in; returns a list that grows by each."""
+    append, raised = SequenceTable._append, list[int]()
+
+    def fails(table: SequenceTable, sequence: Sequence, *rest: Any) -> None:
+        if MARK in sequence.request.prompt_ids:
+            raised.append(1)
+            raise KeyError("taken in")
+        append(table, sequence, *rest)
+
+    monkeypatch.setattr(SequenceTable, "_append", fails)
+    return raised
+
+
+def test_results_that_cannot_be_taken_in_are_their_tasks_failure_however_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results_of_marked_prompts_fail(monkeypatch)
+    with running_engine(tmp_path) as (engine, client):
+        for i in range(4):
+            engine.submit(request(f"r{i}", [5, MARK, 7]))
+            client.wait(lambda i=i: f"r{i}" in client.finished)  # type: ignore[misc]
+            assert client.finished[f"r{i}"].error == "the iteration failed: 'taken in'"
+        answers(engine, client, "after", [random_ids(9, 1)])
+
+
+def test_a_prompt_of_several_chunks_whose_result_cannot_be_taken_in_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = results_of_marked_prompts_fail(monkeypatch)
+    with running_engine(tmp_path, serving__max_batch_tokens=16, cache__prefix_sharing=False) as (engine, client):
+        engine.submit(request("long", random_ids(20, 3), 300, logit_bias={MARK: -100.0}))
+        client.wait(lambda: len(client.tokens["long"]) > 5)
+        engine.submit(request("bad", [MARK, *random_ids(60, 4)], 5))
+        client.wait(lambda: len(client.finished) == 2)
+        assert (client.finished["long"].error, client.finished["bad"].error) == ("", "the iteration failed: 'taken in'")
+        assert len(client.tokens["long"]) == 300
+        assert len(raised) < 10
+        assert not engine.loop.recovery._suspects
+
+
+def test_a_step_that_ended_in_an_iteration_that_failed_is_taken_in_once(tmp_path: Path) -> None:
+    settings = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        scheduler, finetuning, raised = engine.built.scheduler, engine.built.finetuning, []
+        complete = scheduler.complete
+
+        def broken(result: Any, now: float) -> None:
+            ended = [each for each in finetuning.open_steps.values() if each.step.finished]
+            if not raised and ended and len(result.outcomes) > 1:
+                raised.append(1)
+                raise RuntimeError("the accounts are closed")
+            complete(result, now)
+
+        scheduler.complete = broken  # type: ignore[method-assign]
+        engine.submit(request("long", random_ids(20, 3), 400))
+        engine.submit_pairs(random_pairs(4))
+        client.wait(lambda: len(client.of(PairRetired)) == 4 and "long" in client.finished)
+        assert raised
+        assert {record.state for record in client.of(PairRetired)} == {"trained"}
+        assert [record.version for record in client.of(VersionPublished)] == [1]
+        assert client.finished["long"].error == ""
 
 
 @pytest.mark.parametrize(("recompute", "adapters"), [("auto", 1), ("full", 1), ("full", 3)])
@@ -157,6 +225,26 @@ def test_a_held_out_pair_that_cannot_be_computed_is_no_test_and_the_others_are(
         assert (retired[52].state, retired[52].reason) == ("skipped", "as a test: index out of range in self")
         tested = {score.pair_id for score in client.of(PairScored) if score.split == "held_out"}
         assert tested == {50, 51, 53, 54, 55}
+
+
+def test_a_test_that_finds_no_memory_costs_no_held_out_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_unit = HeldOutEvaluation.run_unit
+    raised: list[int] = []
+
+    def starves(test: HeldOutEvaluation, most: int = 0) -> Any:
+        if len(raised) < 12:
+            raised.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_unit(test, most)
+
+    monkeypatch.setattr(HeldOutEvaluation, "run_unit", starves)
+    tests = [replace(pair, state="held_out") for pair in random_pairs(6, seed=5, first_id=50)]
+    settings = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+    with running_engine(tmp_path, **settings) as (engine, client):
+        engine.trainer.size.first_pause_s = 0.001
+        engine.submit_pairs(tests + random_pairs(4))
+        client.wait(lambda: len(raised) == 12)
+        assert not [record for record in client.of(PairRetired) if record.pair_id >= 50]
 
 
 def lost(_: ServedModel) -> None:

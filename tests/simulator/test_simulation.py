@@ -324,7 +324,7 @@ def test_a_simulated_step_has_the_units_of_a_real_one(
     align = AlignSettings(window_tokens=window)
     unknown = [pair.pair_id for pair in pairs if pair.ref_chosen_logp is None]
     step = SimulatedStep(
-        pairs, lambda pair: pair.pair_id in unknown, align, 3, model.config.vocab_size, 10_000, keep != "inputs"
+        pairs, lambda pair: pair.pair_id in unknown, align, 3, model.config.vocab_size, 10_000, keep != "full"
     )
     told = []
     while not step.finished:

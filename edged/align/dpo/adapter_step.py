@@ -76,7 +76,7 @@ class AdapterStep:
         self.gradients: LoraLeaves = {name: tuple(map(torch.zeros_like, own)) for name, own in state.weights.items()}
         """Sums of the pairs' gradients so far, in fp32: those of what is served, not yet of the weights."""
         self._detector = detector or OutlierDetector()
-        self._step_scale, self._untested = lr_scale, untested
+        self._lr_scale, self._untested = lr_scale, untested
         self._fresh_ids = {pair.pair_id for pair in self.fresh}
         self._align = align or state.settings.current.align
         self.mismatched = self._mismatches() if self._align.unpaired == "kto" else []
@@ -146,6 +146,10 @@ class AdapterStep:
         """Save the state between two micro-batches, to which `restart` returns."""
         self._mark = len(self._taken), len(self._origins), [total.clone() for total in self._totals]
 
+    def figures(self, seconds: float) -> dict[str, float]:
+        """Return what `VersionPublished` tells of the step, which took `seconds`."""
+        return {"pairs": self.trained, "loss": self.loss, "grad_norm": self.grad_norm, "step_s": seconds}
+
     def restart(self) -> None:
         """Undo the current micro-batch: return to the end of the one before."""
         taken, origins, totals = self._mark or (0, 0, None)
@@ -206,7 +210,7 @@ class AdapterStep:
             trained = [outcome for outcome in self._taken if outcome.trained]
             weight, count = (sum(of) for of in zip(*((each.pair.weight, each.count) for each in trained), strict=True))
             try:
-                rest = (count, weight, self._max_norm(), self._step_scale, self._align)
+                rest = (count, weight, self._max_norm(), self._lr_scale, self._align)
                 self.grad_norm = self.state.step(self.state.master_gradients(self.gradients), *rest)
             except GradientTooLarge as error:
                 self.rejected_reason, self.doubted = str(error), self._untested

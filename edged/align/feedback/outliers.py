@@ -52,7 +52,7 @@ class OutlierHistory:
     """The history of an adapter that a restart restores.
 
     It has the latest losses and gradient norms, oldest first, and whether each of these pairs was contrary; how long
-    an alarm goes on; the newest version that passed its test; how much the step size was reduced; `GuardState.floor`.
+    an alarm goes on; the newest version that passed its test; how much smaller steps are; the baseline version.
     """
 
     losses: Sequence[float] = ()
@@ -61,8 +61,8 @@ class OutlierHistory:
     tested_version: int = -1
     lr_scale: float = 1.0
     baseline_version: int = 0
-    floor_nll_change: float | None = None
-    floor_kl_nats: float | None = None
+    baseline_nll_change: float | None = None
+    baseline_kl_nats: float | None = None
     contrary: Sequence[bool] = ()
 
 

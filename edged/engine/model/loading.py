@@ -51,15 +51,13 @@ def read_config(path: str, trust_remote_code: bool) -> Any:
     # Not its attributes: some that differ by layer raise when they are read.
     said = text.to_dict()
     sizes = {name: said[name] for name in _SIZES if isinstance(said.get(name), int)}
-    heads, kv_heads, pad = (said.get(name) for name in (*_SIZES[-2:], "pad_token_id"))
+    heads, kv_heads = (said.get(name) for name in _SIZES[-2:])
     if wrong := [f"{name} = {size}" for name, size in sizes.items() if size < 1]:
         problem = f"{wrong[0]}: a number from 1 on is needed"
     elif isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         problem = f"num_key_value_heads = {kv_heads}, which does not divide num_attention_heads = {heads}"
-    elif isinstance(pad, int) and pad >= sizes.get("vocab_size", pad + 1):
-        problem = f"pad_token_id = {pad}, which is not one of its {sizes['vocab_size']} tokens"
     if problem:
-        raise ModelRefused(f'model "{path}" cannot be served: its config.json has {problem}')
+        raise ModelRefused(f'model "{path}" cannot be served: its config.json has {problem}; download it again')
     return config
 
 
@@ -105,8 +103,6 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 device_map={"": device} if device.type == "cuda" else None,
                 quantization_config=wanted,
             )
-    except ModelRefused:
-        raise
     except Exception as error:
         raise refusal_of(error, directory, implementation) from error
     _check_tensors(model, loaded, directory, settings.quantize)
@@ -119,6 +115,8 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
 
 def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused:
     """Return the refusal of a model that transformers cannot make with the attention `implementation`."""
+    if isinstance(error, ModelRefused):
+        return error
     reason = logs.first_line(error)
     if isinstance(error, KeyError) and error.args == (implementation,):
         reason = "its class knows attention of its own alone, none that keeps keys and values in pages"
@@ -138,7 +136,7 @@ def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: st
         other = f"has {name} of the shape {list(shape)}, its config.json needs {list(needed)}"
         raise ModelRefused(f"{refused} {other}: {way_out}")
     if missing := sorted(loaded["missing_keys"]):
-        raise ModelRefused(f"{refused} has no {missing[0]} ({len(missing)} weights are missing): {way_out}")
+        raise ModelRefused(f"{refused} has no {missing[0]} ({len(missing)} missing in all): {way_out}")
     if left := sorted(loaded["unexpected_keys"]):
         told = 'model "%s": its checkpoint has %d tensors that the model has no place for, as %s: they are not used'
         log.warning(told, directory, len(left), left[0])

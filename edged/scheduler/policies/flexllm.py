@@ -93,10 +93,8 @@ class CoServing(Fill):
                 builder.enter(step)
                 asks = 0
             if not asks:
-                limit_s, at_least = self.room(builder, cost)
-                grant_finetune(
-                    builder, step, cost, limit_s, at_least, policy.finetune_share.max_units, policy.cuts_windows
-                )
+                room, max_units = self.room(builder, cost), policy.finetune_share.max_units
+                grant_finetune(builder, step, cost, *room, max_units, policy.cuts_windows)
         builder.rescue()
         plan.predicted_forward_s = cost.forward_s(builder.load)
         return plan
@@ -112,10 +110,8 @@ class CoServing(Fill):
             if num_tokens := self._chunk(builder, task, cost):
                 builder.grant(task, num_tokens)
         for task in queues.first(max(0, builder.sequences_left)):
-            if (
-                not (num_tokens := self._chunk(builder, task, cost))
-                or builder.pages(task, task.num_tokens) > builder.open_pages
-            ):
+            num_tokens = self._chunk(builder, task, cost)
+            if not num_tokens or builder.pages(task, task.num_tokens) > builder.open_pages:
                 return False
             builder.sequences_left -= 1
             builder.enter(task)

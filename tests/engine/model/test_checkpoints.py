@@ -41,7 +41,7 @@ def changed(folder: Path, changes: dict[str, torch.Tensor | None], **config: Any
 @pytest.mark.parametrize("quantize", ["", *QUANTIZE])
 @pytest.mark.parametrize("name", [UP, "model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
 def test_a_tensor_that_lacks_is_named_instead_of_random_numbers(tmp_path: Path, name: str, quantize: str) -> None:
-    with pytest.raises(ModelRefused, match=rf"its checkpoint has no {name} \(1 weights are missing\): its files"):
+    with pytest.raises(ModelRefused, match=rf"its checkpoint has no {name} \(1 missing in all\): its files"):
         load(changed(tmp_path, {name: None}), quantize)
 
 
@@ -49,7 +49,7 @@ def test_the_first_of_many_is_named(tmp_path: Path) -> None:
     save_tiny(tmp_path, num_hidden_layers=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    with pytest.raises(ModelRefused, match=r"has no model\.layers\.3\.input_layernorm\.weight \(9 weights are missing"):
+    with pytest.raises(ModelRefused, match=r"has no model\.layers\.3\.input_layernorm\.weight \(9 missing in all"):
         load(tmp_path)
 
 
@@ -57,7 +57,7 @@ def test_names_of_another_layout_are_missing_names(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     tensors = {f"module.{name}": tensor for name, tensor in load_file(tmp_path / WEIGHTS).items()}
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ModelRefused, match=r"has no lm_head\.weight \(30 weights are missing\)"):
+    with pytest.raises(ModelRefused, match=r"has no lm_head\.weight \(30 missing in all\)"):
         load(tmp_path)
 
 
@@ -99,7 +99,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
       for name in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings", "num_key_value_heads")
       for value in (-64, 0) if (name, value) != ("vocab_size", 0)),
     ("num_attention_heads", 5, "The hidden size (64) is not a multiple of the number of attention heads (5)"),
-    ("pad_token_id", VOCAB, f"pad_token_id = {VOCAB}, which is not one of its {VOCAB} tokens"),
+    ("pad_token_id", VOCAB, "Padding_idx must be within num_embeddings"),
     ("vocab_size", "259", "Field 'vocab_size' expected int"),
     ("rope_parameters", {"rope_type": "yarn"}, "Missing required keys in `rope_parameters`"),
     ("rope_parameters", "x", "Field 'rope_parameters'"),
