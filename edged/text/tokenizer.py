@@ -129,7 +129,7 @@ class Tokenizer:
         for what, encode in {
             "plain prompts are refused": lambda: self.encode_prompt("a"),
             "chats are refused": lambda: self.render_chat(trial),
-            "answers in chats are not learned": lambda: self.encode_reply(trial, "a"),
+            "answers in chats are not learned": lambda: self.encode_exchange(trial, "a"),
         }.items():
             try:
                 encode()
@@ -170,12 +170,6 @@ class Tokenizer:
         while ids and ids[-1] in self.eos_ids:
             ids.pop()
         return ids
-
-    def encode_reply(self, before: str | Messages, text: str) -> list[int]:
-        """Return the tokens of an answer: those of `encode_exchange` from where they differ from the prompt's alone."""
-        prompt = self.encode_prompt(before) if isinstance(before, str) else self.render_chat(before)
-        ids = self.encode_exchange(before, text)
-        return ids[len(commonprefix([prompt, ids])) :]
 
     def encode_answer(self, text: str) -> list[int]:
         """Return the tokens of a text that continues others; names of special tokens in it are text."""
@@ -284,16 +278,11 @@ class Tokenizer:
             fresh = self.encode_answer(text)
         except TokenizerError:
             fresh = []
-        for end in range(len(ids), 0, -1):
-            shown = self.decode(ids[:end])
-            if text.startswith(shown):
-                for rest in range(min(len(fresh), _WINDOW_TOKENS) + 1):
-                    whole = [*ids[:end], *fresh[len(fresh) - rest :]]
-                    if self.decode(whole) == text:
-                        return whole
-                break
-        else:
-            end = 0
+        end = next(end for end in range(len(ids), -1, -1) if text.startswith(self.decode(ids[:end])))
+        for rest in range(min(len(fresh), _WINDOW_TOKENS) + 1 if end else 0):
+            whole = [*ids[:end], *fresh[len(fresh) - rest :]]
+            if self.decode(whole) == text:
+                return whole
         return fresh or list(ids[:end])
 
 

@@ -331,7 +331,7 @@ def test_a_version_that_a_job_made_counts_as_passed_after_a_restart(store):
 def test_what_a_job_left_is_known_after_a_restart_until_something_else_takes_its_place(store):
     def floor():
         past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
-        return past.baseline_version, past.floor_nll_change
+        return past.baseline_version, past.baseline_nll_change
 
     append(store, published(1, reason="job"), published(2, reason="job"))
     assert floor() == (2, None)
@@ -350,7 +350,7 @@ def test_a_restart_knows_the_highest_kl_of_what_a_job_left(store):
     def tested(version, *kl_nats):
         scores = zip(pairs, kl_nats, strict=False)
         append(store, *(scored(pair, version=version, split="held_out", kl_nats=kl) for pair, kl in scores))
-        return store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].floor_kl_nats
+        return store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].baseline_kl_nats
 
     append(store, published(1, reason="job"), published(2, reason="job"), published(3))
     append(store, published(4, reason="guard: x", restored=2))

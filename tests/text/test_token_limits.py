@@ -45,7 +45,7 @@ ROUTES: dict[str, Callable[[Tokenizer, str], Any]] = {
     "prompt": lambda tokenizer, text: tokenizer.encode_prompt(text),
     "answer": lambda tokenizer, text: tokenizer.encode_answer(text),
     "chat": lambda tokenizer, text: tokenizer.render_chat(chat(text)),
-    "reply": lambda tokenizer, text: tokenizer.encode_reply(chat("a"), text),
+    "reply": lambda tokenizer, text: tokenizer.encode_exchange(chat("a"), text),
     "stored prompt": lambda tokenizer, text: tokenize_pair(tokenizer, stored(text, "a"), 10_000)[0].prompt,
     "stored answer": lambda tokenizer, text: tokenize_pair(tokenizer, stored("a", text), 10_000)[0].chosen,
     "pair": lambda tokenizer, text: demand_rows(tokenizer, {"messages": chat("a"), "chosen": text}),

@@ -104,8 +104,7 @@ class ExampleFile:
             raise FormatError(f'it is of another format ("{shape}") than line {first} ("{wanted}"): use one per file')
         learned_by = _METHODS[example.kind]
         if (method if method in ("supervised", "kto") else "dpo") != learned_by:
-            told = f'"{shape}" is of a file of {example.kind}, which {learned_by} learns: use that method'
-            raise FormatError(told)
+            raise FormatError(f'"{shape}" is of a file of {example.kind}, which {learned_by} learns: use that method')
         for pair in example.pairs:
             self._demand(pair)
         if not wanted:

@@ -31,7 +31,6 @@ class PairTokenizer(Protocol):
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_exchange(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
-    def encode_reply(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
     def encode_answer(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -42,11 +41,9 @@ def demand_rows(tokenizer: PairTokenizer, pair: Mapping[str, Any]) -> None:
     Texts are tokenized only where the tokenizer has tokens that lack one. Raises what the tokenizer raises.
     """
     if tokenizer.rowless:
-        if pair.get("messages"):
-            tokenizer.render_chat(pair["messages"])
-        tokenizer.encode_prompt(pair.get("prompt") or "")
+        before = pair.get("messages") or pair.get("prompt") or ""
         for side in ("chosen", "rejected"):
-            tokenizer.encode_answer(pair.get(side) or "")
+            tokenizer.encode_exchange(before, pair.get(side) or "")
 
 
 def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tuple[TokenPair, str]:

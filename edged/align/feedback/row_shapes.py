@@ -273,10 +273,10 @@ def _parse_preference(row: Pair) -> tuple[Pair, str]:
         raise FormatError('it needs "chosen" and "rejected", both as texts or both as lists of messages')
     chats = [messages_of(side, name) for side, name in zip(sides, names, strict=True)]
     same = 0 if isinstance(row.get("prompt"), list) else _common(*chats)
-    messages, taken = chats[0][:same], start
+    system = {name: row[name] for name in _SYSTEM if name in row}
+    asked, taken = _asked({"prompt": chats[0][:same], **system} if same else row)
+    messages, taken = _as_chat(asked), "; ".join(filter(None, (start if same else "", taken)))
     if not same:
-        asked, taken = _asked(row)
-        messages = _as_chat(asked)
         same = len(messages) if all(chat[: len(messages)] == messages for chat in chats) else 0
     answers = (answer_of(chat[same:], name) for chat, name in zip(chats, names, strict=True))
     return made_pair("messages", messages, *answers), taken

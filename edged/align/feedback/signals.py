@@ -18,7 +18,7 @@ A scalar signal makes a pair when the same prompt of the same adapter has an ans
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
 
 A rating that makes no pair is a row of `pairs` with one answer alone, if an account that teaches the adapter
-(`_Reporter.teaches`) gave it, and by more than dwell or skip. It is learned at once, or waits while `align.unpaired` is
+(`_teaches`) gave it, and by more than dwell or skip. It is learned at once, or waits while `align.unpaired` is
 "off". It is dropped when a pair with that answer is stored, or the opposite rating of it.
 """
 
@@ -87,20 +87,6 @@ class Feedback:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reporter:
-    """The account that reports a signal, and whether [access] grants it the taught user by name."""
-
-    account: str | None = None
-    named: bool = False
-
-    def teaches(self, db: Database, adapter: str) -> bool:
-        return self.named or feedback.teaches(db, self.account, adapter)
-
-
-_NOBODY = _Reporter()
-
-
-@dataclass(frozen=True, slots=True)
 class FeedbackResult:
     """The result of a report: its id and its pairs, or its single rating. `reason` says why there is no pair (yet).
 
@@ -128,7 +114,7 @@ def record_signal(db: Database, report: Feedback, now: datetime, settings: Setti
     if sum(each.account == report.account for each in answer.signals) >= _MAX_SIGNALS:
         which = f'choice {answer.choice.choice} of completion "{completion.id}"'
         raise FeedbackError(f"{which} has {_MAX_SIGNALS} signals of this account: no more are taken", "bad_signal")
-    return _record(db, answer, signal, _Reporter(report.account, learner in report.named))
+    return _record(db, answer, signal, learner in report.named)
 
 
 def unknown_completion(completion_id: str) -> FeedbackError:
@@ -175,8 +161,7 @@ def record_pair(
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.feedback.weight_pair
-    by = _Reporter(account, user in named)
-    pair_id = _insert(db, signal, by, asked, (Side(chosen), Side(rejected)), "pair", weight)
+    pair_id = _insert(db, signal, user in named, asked, (Side(chosen), Side(rejected)), "pair", weight)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -205,10 +190,10 @@ def note_next_turn(
     return None
 
 
-def _record(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter = _NOBODY) -> FeedbackResult:
-    """Store a valid signal with its pairs, unless it is stored already; `by` says who reported it."""
+def _record(db: Database, answer: RatedAnswer, signal: Signal, named: bool = False) -> FeedbackResult:
+    """Store a valid signal with its pairs, unless it is stored already; `named` as for `_teaches`."""
     earlier, untaught = _duplicate(answer, signal), _why_untaught(db, signal.user)
-    alone = not untaught and _counts_alone(db, answer, signal, by)
+    alone = not untaught and _counts_alone(db, answer, signal, named)
     if earlier is not None and (earlier.pair_ids or not alone):
         return FeedbackResult(earlier.id, earlier.pair_ids, earlier.reason, duplicate=True)
     # All signals on an answer are read for each further one: one without pairs is replaced by the next of its kind.
@@ -220,18 +205,18 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter = _
     else:
         feedback.insert_signal(db, signal)
     rated = replace(answer, signals=(*(each for each in answer.signals if each is not former), signal))
-    about = (db, rated, signal, by)
+    about = (db, rated, signal, named)
     pair_ids = [] if untaught else _direct_pairs(*about) + _rating_pairs(*about)
     reason, dropped = "" if pair_ids else untaught or _why_no_pair(rated, signal), []
     # A pair of somebody else's may yet be held: what those who teach have said stays beside it.
-    if pair_ids and (by.account is None or by.teaches(db, signal.user)):
+    if pair_ids and (signal.account is None or _teaches(db, signal, named)):
         sides = [side for pair in feedback.get_pairs(db, pair_ids) for side in (pair.chosen, pair.rejected)]
         dropped = _drop_ratings(db, sides, signal, "a pair with this answer has its place")
     elif alone and not pair_ids:
-        pair_ids, dropped = _single_rating(db, rated, signal, by)
+        pair_ids, dropped = _single_rating(db, rated, signal, named)
         how = "kept" if answer.settings.align.unpaired == "off" else "learned"
         reason = f"{how} as a single rating; {reason}" if pair_ids else reason
-    elif reason == UNPAIRED and by.account and signal.signal not in _WEAK:
+    elif reason == UNPAIRED and signal.account and signal.signal not in _WEAK:
         teachers = f"{signal.user}, an account that [access] names it for, or who taught the adapter first"
         reason += f"; by itself only a rating is learned that {teachers}, gave"
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
@@ -250,23 +235,23 @@ def _duplicate(answer: RatedAnswer, signal: Signal) -> Signal | None:
     return same[-1]
 
 
-def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> list[int]:
+def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, named: bool) -> list[int]:
     """Insert the pairs that the signal alone makes (an edit, a choice between candidates); returns their ids."""
     weight = weight_of(answer.settings.feedback, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, signal, by, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
+        return [_insert(db, signal, named, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
     return [
-        _insert(db, signal, by, asked, (answer.side, other), "chosen", weight)
+        _insert(db, signal, named, asked, (answer.side, other), "chosen", weight)
         for other in candidates
         if _differ(answer.side, other) and not feedback.has_pair(db, answer.side, other)
     ]
 
 
-def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> list[int]:
+def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, named: bool) -> list[int]:
     """Insert the pairs with oppositely rated answers to the same prompt, and with the answer that this one corrects."""
     weight = answer.weight(signal)
     if not weight:
@@ -285,22 +270,27 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, by: _Report
         source = _source(*((signal, partner.rating) if weight > 0 else (partner.rating, signal)))
         least = min(abs(weight), abs(partner.weight(partner.rating)))
         # The pair has the rejected answer's prompt: an answer to its rephrasing is a better answer to it.
-        pair_id = _insert(db, signal, by, rejected.asked, (chosen.side, rejected.side), source, least)
+        pair_id = _insert(db, signal, named, rejected.asked, (chosen.side, rejected.side), source, least)
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
 
 
-def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> bool:
+def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, named: bool) -> bool:
     """Whether a signal is learned from without an opposite one.
 
     No test holds false ratings, as it holds false pairs: so they must come from an account that teaches the adapter.
     """
     said = answer.weight(signal) and answer.side.text.strip() and signal.signal not in _WEAK
-    return bool(said) and by.teaches(db, signal.user)
+    return bool(said) and _teaches(db, signal, named)
 
 
-def _single_rating(db: Database, answer: RatedAnswer, signal: Signal, by: _Reporter) -> tuple[list[int], list[int]]:
+def _teaches(db: Database, signal: Signal, named: bool) -> bool:
+    """Whether a signal's account teaches the adapter; `named`: [access] grants it the user by name."""
+    return named or feedback.teaches(db, signal.account, signal.user)
+
+
+def _single_rating(db: Database, answer: RatedAnswer, signal: Signal, named: bool) -> tuple[list[int], list[int]]:
     """Insert a rating by itself, unless the same was said of its answer; returns ids of (the rating, ones dropped)."""
     weight, side = answer.weight(signal), answer.side
     good = weight > 0
@@ -309,7 +299,7 @@ def _single_rating(db: Database, answer: RatedAnswer, signal: Signal, by: _Repor
     dropped = _drop_ratings(db, [side], signal, "its answer was rated anew")
     source = "thumbs" if signal.signal == "chosen" else _WEIGHED_AS.get(signal.signal, signal.signal)
     sides = (side, Side("")) if good else (Side(""), side)
-    return [_insert(db, signal, by, answer.asked, sides, source, abs(weight))], dropped
+    return [_insert(db, signal, named, answer.asked, sides, source, abs(weight))], dropped
 
 
 def _drop_ratings(db: Database, sides: Sequence[Side], signal: Signal, why: str) -> list[int]:
@@ -325,14 +315,14 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 
 def _insert(
-    db: Database, signal: Signal, by: _Reporter, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
+    db: Database, signal: Signal, named: bool, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
 ) -> int:
     """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
 
     `pair` has the chosen and the rejected answer.
     """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, *pair, state="queued", account=by.account, direct=by.named)
+    row = PairRow(0, *about, *pair, state="queued", account=signal.account, direct=named)
     return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
 
 
