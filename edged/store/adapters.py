@@ -163,9 +163,9 @@ def forget_files(folder: Path, adapter: str, but: str | None) -> None:
     Raises OSError with the first thing that stays; the others are gone then.
     """
     problem: OSError | None = None
-    for base in folder.glob("*"):
-        files = path_in(base, adapter)
-        if base.name != but and files.exists():
+    path_in(folder, adapter)
+    for files in folder.glob(f"*/{adapter}"):
+        if files.parent.name != but:
             try:
                 erase_folder(files)
             except OSError as error:

@@ -23,13 +23,11 @@ def add_run(db: Database, row: Mapping[str, Any]) -> None:
     insert_row(db, "application_runs", row)
 
 
-def latest_runs(db: Database, application: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of each sharer's latest runs of a type, or of each type, in the order in which they ended."""
+def latest_runs(db: Database) -> list[dict[str, Any]]:
+    """Return the rows of each sharer's latest runs of each type, in the order in which they ended."""
     sharers = "PARTITION BY application, coalesce(sharer, user)"
-    ranked = f"""SELECT *, row_number() OVER ({sharers} ORDER BY id DESC) AS age FROM application_runs
-        WHERE :application IS NULL OR application = :application"""
-    sql = f"SELECT * FROM ({ranked}) WHERE age <= {MAX_RUNS} ORDER BY id"
-    return list(db.query(sql, {"application": application}))
+    ranked = f"SELECT *, row_number() OVER ({sharers} ORDER BY id DESC) AS age FROM application_runs"
+    return list(db.query(f"SELECT * FROM ({ranked}) WHERE age <= {MAX_RUNS} ORDER BY id"))
 
 
 def forget_runs(db: Database, application: str, users: Iterable[str]) -> None:

@@ -180,6 +180,8 @@ def m018_shared_adapters(db: Database) -> None:
     db.execute("ALTER TABLE application_runs ADD COLUMN sharer TEXT")
     db.execute("ALTER TABLE jobs ADD COLUMN paused_at INTEGER")
     db.execute("ALTER TABLE jobs ADD COLUMN other_steps INTEGER NOT NULL DEFAULT 0")
+    last = "SELECT max(step) FROM job_events WHERE job_id = jobs.id AND json_extract(data, '$.train_loss') IS NOT NULL"
+    db.execute(f"UPDATE jobs SET paused_at = coalesce(({last}), 0) WHERE paused")
 
 
 MIGRATIONS: tuple[Migration, ...] = (
@@ -223,9 +225,13 @@ def check_schema(db: Database) -> None:
 
 
 def _schema(db: Database) -> set[tuple[str, ...]]:
-    """(Type, name, table, SQL without spaces and quotes) of everything but the tables in which SQLite counts rows."""
+    """(Type, name, table, SQL with single spaces and no quotes) of all but the tables in which SQLite counts rows."""
+
+    def plain(sql: str) -> str:
+        return re.sub(r"\s*([(),])\s*", r"\1", " ".join(sql.replace('"', "").split()))
+
     rows = db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema")
-    found = {(kind, name, table, re.sub(r'[\s"]+', "", sql)) for kind, name, table, sql in rows}
+    found = {(kind, name, table, plain(sql)) for kind, name, table, sql in rows}
     return {row for row in found if row[0] != "table" or row[1] not in ("sqlite_stat1", "sqlite_stat4")}
 
 

@@ -94,6 +94,20 @@ def test_queued_pairs_of_checkpoints_are_not_learned_any_more(tmp_path):
         assert db.execute("SELECT state FROM pairs").fetchall() == [("skipped",)]
 
 
+def test_a_job_that_was_paused_before_knows_at_which_step(tmp_path):
+    path = tmp_path / "edged.db"
+    schemas.load(17, path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        job = db.execute("SELECT id FROM jobs").fetchone()[0]
+        db.execute("UPDATE jobs SET paused = (id = ?), status = 'running', finished_at = NULL", [job])
+        for step in (6, 7):
+            values = (900 + step, "2026-01-01T00:00:00.000000+00:00", job, "info", "", step, '{"train_loss": 0.5}')
+            db.execute("INSERT INTO job_events VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+    Store(path).close()
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT paused_at, other_steps FROM jobs WHERE id = ?", [job]).fetchone() == (7, 0)
+
+
 @pytest.mark.parametrize("version", FROM_BEFORE)
 def test_a_database_from_before_the_first_release_keeps_its_time_of_migration(version, tmp_path):
     path = tmp_path / "edged.db"

@@ -124,15 +124,15 @@ def open_jobs_of_users(db: Database, *names: str) -> list[JobRow]:
     return list(_jobs(db, f"({theirs}) AND {IS_OPEN}", {"names": json.dumps(names)}))
 
 
-def open_job_ids(db: Database, owner: str) -> list[str]:
-    """Return the ids of an owner's open jobs."""
-    return first_column(db, f"SELECT id FROM jobs WHERE owner = ? AND {IS_OPEN}", [owner])
-
-
 def open_job_of(db: Database, adapter: str, base: str = "") -> str:
     """Return the id of the open job (of a `base`, one that is not paused) that makes an adapter; "" for none."""
     sql = f"SELECT id FROM jobs WHERE adapter = ? AND {IS_OPEN} AND (? = '' OR base = ? AND NOT paused)"
     return first_value(db, sql, [adapter, base, base]) or ""
+
+
+def came_since(db: Database, adapter: str, moment: str) -> bool:
+    """Whether a job that makes an adapter came at a moment (ISO, UTC) or later."""
+    return bool(first_value(db, "SELECT count(*) FROM jobs WHERE adapter = ? AND created_at >= ?", [adapter, moment]))
 
 
 def count_jobs(db: Database, owner: str) -> tuple[int, int]:
