@@ -190,12 +190,24 @@ async def _uploaded(
         try:
             async with upload_in_time(services.settings.limits.body_s, size):
                 await _receive(request, archive, most)
-            # One at a time is in memory, for as long as that takes and not while a body comes.
-            async with services.reading_import:
-                await asyncio.to_thread(_unpack, archive, files, most)
-                return await asyncio.to_thread(read_adapter, files, spec)
+            reading = asyncio.ensure_future(_read_upload(services.reading_import, archive, files, most, spec))
+            try:
+                return await asyncio.shield(reading)
+            except asyncio.CancelledError:
+                # The threads read on, in this folder, though the client has left.
+                await asyncio.wait([reading])
+                raise
         except ImportRefused as error:
             raise ApiError(400, f"the adapter is not imported: {error}", code="import_refused") from None
+
+
+async def _read_upload(
+    turn: asyncio.Lock, archive: Path, files: Path, most: int, spec: LoraSpec
+) -> tuple[dict[str, torch.Tensor], AdapterForm]:
+    """Unpack and read an upload: one at a time is in memory, and none while a body comes. Raises ImportRefused."""
+    async with turn:
+        await asyncio.to_thread(_unpack, archive, files, most)
+        return await asyncio.to_thread(read_adapter, files, spec)
 
 
 async def _receive(request: web.Request, target: Path, most: int) -> None:
@@ -238,7 +250,9 @@ def _unpack(archive: Path, folder: Path, most: int) -> None:
                 elif name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
                     # An empty file in its place, so that the refusal can name the format; its bytes are not read.
                     (folder / "adapter_model.bin").touch()
-    except tarfile.TarError as error:
+    except ImportRefused:
+        raise
+    except (tarfile.TarError, ValueError, RecursionError) as error:
         raise ImportRefused(f"the upload is not a tar archive ({error}): send one that is not compressed") from None
 
 

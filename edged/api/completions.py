@@ -22,6 +22,7 @@ from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
+from edged.store import utc_now, utc_text
 from edged.store.completions import Completion
 
 T = TypeVar("T")
@@ -151,7 +152,7 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
         prompt_ids = ids
     return Completion(
         id=("cmpl-" if messages is None else "chatcmpl-") + secrets.token_hex(16),
-        created_at="",
+        created_at=utc_text(utc_now()),
         object="text_completion" if messages is None else "chat.completion",
         model=model,
         prompt_ids=tuple(prompt_ids),

@@ -16,7 +16,7 @@ from edged.api.errors import ApiError, bad_request, send_pieces
 from edged.api.generation import STORED_WITHIN_S
 from edged.api.models import check_tokens
 from edged.api.openai_format import dumps
-from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body
+from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body, reading_turn
 from edged.api.responses import FeedbackProgress, FeedbackTaken, PairProgress
 from edged.api.services import Services, services_of
 from edged.store import utc_now, utc_text
@@ -44,7 +44,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     services.limits.feedback(user)
     told: dict[str, Any] = {"chosen": body.text} if isinstance(body, SignalRequest) else body.model_dump()
     check_tokens(services, told.get("prompt_ids") or (), "prompt_ids")
-    await asyncio.to_thread(demand_rows, services.tokenizer, told)
+    if services.tokenizer.rowless:
+        async with reading_turn(caller.tenant):
+            await asyncio.to_thread(demand_rows, services.tokenizer, told)
     # Shielded from the client's disconnect: feedback that was sent is stored.
     try:
         result = await asyncio.shield(_store(body, caller, services))

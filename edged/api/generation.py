@@ -26,6 +26,7 @@ from edged.runtime.pacer import LAG_S, Pacer
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
+from edged.store.jobs.jobs import came_since
 from edged.store.user_quota import PairQueueFull, StorageFull
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
@@ -298,18 +299,14 @@ class Generation:
         if self.completion.adapter is None:
             return
         try:
-            written = self._write()
+            stored = asyncio.wrap_future(self._write())
         except StoreError as error:
-            self._tell_missing(error)
-            return
-        stored = asyncio.wrap_future(written)
+            return self._tell_missing(error)
         stored.add_done_callback(lambda done: self._tell_missing(done.exception()))
         await asyncio.wait([stored], timeout=STORED_WITHIN_S)
         if not stored.done():
-            told = (
-                "the database is slow, or another program holds it: its record is written later, or said to be missing"
-            )
-            log.warning("completion %s is answered before it is stored: %s", self.completion.id, told)
+            told = "completion %s is answered before it is stored: the database is slow, or another program holds it"
+            log.warning(told, self.completion.id)
 
     def _tell_missing(self, error: BaseException | None) -> None:
         if error is not None:
@@ -395,7 +392,11 @@ class Generation:
 
     def _record(self, db: Database, taught: bool) -> FeedbackResult | None:
         """Write the completion; return its feedback on the answer before it, if `taught` and there is room."""
-        now, quota = utc_now(), self.services.quota
+        now, quota, about = utc_now(), self.services.quota, self.completion
+        if came_since(db, about.adapter or "", about.created_at):
+            # Its user has a name that another account took meanwhile, and would read this.
+            log.warning("completion %s is not stored: a job makes an adapter of its user's name", about.id)
+            return None
         answers = tuple(answer.record() for answer in self.answers)
         completion = replace(self.completion, created_at=utc_text(now), choices=answers, version=self.version)
         insert_completion(db, completion)

@@ -120,10 +120,11 @@ def _note_outcome(request: web.Request, path: str, status: int, error: ApiError 
     services = request.app[LIFECYCLE].services
     if services is None or path not in _ANSWERING or request.app[LIFECYCLE].phase != "ready":
         return
+    tenant = request[CALLER].tenant if CALLER in request else ""
     if error is not None and (status >= 500 or error.code == _BAD_TEXT):
-        services.outcomes.note("requests", error.message)
+        services.outcomes.note("requests", tenant, error.message)
     elif status < 400:
-        services.outcomes.note("requests", broke_off)
+        services.outcomes.note("requests", tenant, broke_off)
 
 
 def _problem(request: web.Request, fields: dict[str, Any]) -> str:

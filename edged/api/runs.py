@@ -317,8 +317,16 @@ class ApplicationRuns:
     async def _forget(self, gone: list[tuple[str, str]]) -> int:
         """Forget ended runs by (user, type), whose rows are deleted; returns how many."""
         runs = [run for key in gone for run in self._ended.pop(key, ())]
-        for sharer, application in dict.fromkeys((run.sharer or run.user, run.application) for run in runs):
-            await self._learn_again(sharer, application)
+        taught = {(run.sharer or run.user, run.application) for run in runs}
+        rows = await asyncio.to_thread(self._store.read, latest_runs) if taught else []
+        for sharer, application in taught:
+            if sharer in self.demand:
+                self.demand[sharer].forget(application)
+                if not self.demand[sharer]:
+                    del self.demand[sharer]
+        for row in rows:
+            if (row["sharer"] or row["user"], row["application"]) in taught:
+                self._learn(row)
         return len(runs)
 
     async def forget_user(self, user: str) -> None:
@@ -330,14 +338,6 @@ class ApplicationRuns:
             if run.user == user:
                 run.features = None
         await self._forget([key for key in self._ended if key[0] == user])
-
-    async def _learn_again(self, sharer: str, application: str) -> None:
-        rows = await asyncio.to_thread(self._store.read, partial(latest_runs, application=application))
-        if sharer in self.demand:
-            self.demand[sharer].forget(application)
-        for row in rows:
-            if sharer == (row["sharer"] or row["user"]):
-                self._learn(row)
 
     def types(self, sees: Callable[[str], bool]) -> list[dict[str, Any]]:
         """Return the types of applications that `sees` allows, by user, the latest last."""

@@ -19,12 +19,16 @@ async def status(request: web.Request) -> Json:
 
     Queues, bins, pages, fine-tuning, device. A caller sees no names but those that it may speak for, and its own.
     """
-    body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request))
-    return visible(body, caller_of(request))
+    caller = caller_of(request)
+    body = await asyncio.to_thread(report, request.app[LIFECYCLE], services_of(request), caller.may("admin"))
+    return visible(body, caller)
 
 
-def report(lifecycle: Lifecycle, services: Services) -> Json:
-    """Build the status as a JSON object. It reads the database: not for the event loop."""
+def report(lifecycle: Lifecycle, services: Services, reasons: bool = False) -> Json:
+    """Build the status as a JSON object. It reads the database: not for the event loop.
+
+    With `reasons` for which the latest requests or pairs failed, which may have words of users.
+    """
     engine, store, problem = services.engine.status(), services.store, ""
     quarantined: int | None = None
     try:
@@ -32,7 +36,7 @@ def report(lifecycle: Lifecycle, services: Services) -> Json:
     except StoreError as error:
         problem = str(error)
     problem = store.suspect or store.problem or problem
-    degraded = [*engine["degraded"], *([problem] if problem else []), *services.outcomes.problems()]
+    degraded = [*engine["degraded"], *([problem] if problem else []), *services.outcomes.problems(reasons)]
     return {
         "version": edged.__version__,
         "verdict": _verdict(services, engine["finetune"], degraded, quarantined),

@@ -31,19 +31,14 @@ def loads(text: str, **options: Any) -> Any:
         value = json.loads(text, parse_float=_number, **options)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
-    if _SURROGATE.search(text) and not _is_text(value):
-        raise ValueError("half a surrogate pair (\\ud800 to \\udfff), which is no character")
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("half a surrogate pair (\\ud800 to \\udfff), which is no character") from None
     return value
 
 
 def _number(text: str) -> int | float:
     number = float(text)
     return int(number) if -_WHOLE < number < _WHOLE and number.is_integer() else number
-
-
-def _is_text(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

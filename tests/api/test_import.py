@@ -316,6 +316,22 @@ def test_a_header_that_takes_long_to_search_is_refused_unread(daemon: LiveDaemon
     assert told.endswith("a header in the archive has 262144 bytes: at most 2048")
 
 
+@pytest.mark.parametrize("headers", [[b"x"] * 1500, [b"L"] * 1500, [b"map=a,b"]], ids=["x", "L", "sparse"])
+def test_headers_that_tarfile_cannot_read_are_refused(daemon: LiveDaemon, headers: list[bytes]) -> None:
+    """A chain of them ends in RecursionError, a map of holes that is none in ValueError."""
+    data = b""
+    for header in headers:
+        member = tarfile.TarInfo("header")
+        content = b"23 GNU.sparse.map=a,b\n" if header == b"map=a,b" else b""
+        member.type, member.size = b"x" if content else header, len(content)
+        data += member.tobuf(tarfile.USTAR_FORMAT) + content.ljust(-(-len(content) // 512) * 512, b"\0")
+    member = tarfile.TarInfo("adapter_config.json")
+    with daemon.http() as http:
+        assert "is not a tar archive" in refusal(http, data + member.tobuf() + bytes(1024))
+        assert http.get("/healthz").status_code == 200
+    assert "Traceback" not in daemon.log
+
+
 def test_a_byte_now_and_then_does_not_hold_an_import_open(daemon: LiveDaemon) -> None:
     with connected(daemon, 1000) as raw:
         answer = trickled(raw, 100)

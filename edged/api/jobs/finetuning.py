@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -173,7 +174,10 @@ async def _changed(request: web.Request, what: str, change: Callable[[JobRunner,
     changed.add_done_callback(lambda _: services.free("change", whose))
     # Shielded from the client's disconnect: it is half changed.
     await asyncio.shield(changed)
-    return _shown(services, await asyncio.to_thread(_found, request, what == "cancel"))
+    row = await asyncio.to_thread(_found, request, what == "cancel")
+    if not owns(caller_of(request), row.owner):
+        row = replace(row, training_file="", validation_file=None, result_file=None, metadata={}, hyperparameters={})
+    return _shown(services, row)
 
 
 async def events(request: web.Request) -> EventList:

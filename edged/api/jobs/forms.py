@@ -71,7 +71,10 @@ class FormReader:
 def _names(head: str) -> tuple[str, str | None]:
     """Return the name of a part and that of its file by its header. Raises ValueError."""
     fields = HeaderParser().parsestr(head.lstrip("\r\n"))
-    name = fields.get_param("name", header="Content-Disposition")
+    try:
+        name, filename = fields.get_param("name", header="Content-Disposition"), fields.get_filename()
+    except TypeError:  # parameters in pieces, some of which have no number
+        name = None
     if name is None:
         raise ValueError("a part has no Content-Disposition with a name")
-    return collapse_rfc2231_value(name), fields.get_filename()
+    return collapse_rfc2231_value(name), filename

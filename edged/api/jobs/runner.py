@@ -88,10 +88,10 @@ class JobRunner:
         self._changes = 0
         """Number of changes after which there may be something to check or train."""
         self._stopping = False
-        self._checked: dict[str, list[ExampleFile]] = {}
-        """The files of open jobs that were checked since the start, by job: that of training, and of validation."""
-        self._checking: dict[str, list[ExampleFile]] = {}
-        """Those of jobs whose check was begun, and has its next turn after other owners'."""
+        self._files: dict[str, tuple[str, list[ExampleFile]]] = {}
+        """Owner and files of jobs whose check was begun, by job: that of training, and of validation."""
+        self._checked: set[str] = set()
+        """Jobs whose files are checked since the start."""
         self._stop_requested: Counter[str] = Counter()
         """Jobs that are to be left, because they are cancelled or paused, with the number of those who ask for it."""
         self._under_way: set[str] = set()
@@ -154,10 +154,7 @@ class JobRunner:
         Raises StoreError.
         """
         count, kept = self.store.read(lambda db: files.stored_files_of(db, owner))
-        ids = self.store.read(lambda db: jobs.open_job_ids(db, owner))
-        indexed = [
-            each for known in (self._checked, self._checking) for job_id in ids for each in known.get(job_id, ())
-        ]
+        indexed = [each for account, opened in list(self._files.values()) if account == owner for each in opened]
         return count, kept + sum(each.index_bytes for each in indexed)
 
     def plan(self, job: jobs.JobRow) -> JobPlan:
@@ -289,7 +286,7 @@ class JobRunner:
 
     def _check(self, job: jobs.JobRow) -> None:
         """Check a job's files as far as its turn goes, and settle its hyperparameters then. Raises JobFailed."""
-        checked, turn_ends_s = self._checking.setdefault(job.id, []), time.monotonic() + _CHECK_TURN_S
+        (_, checked), turn_ends_s = self._files.setdefault(job.id, (job.owner, [])), time.monotonic() + _CHECK_TURN_S
 
         def stopped() -> bool:
             nonlocal turn_ends_s
@@ -318,7 +315,7 @@ class JobRunner:
             status = "queued" if job.status == "validating_files" else job.status
             columns: dict[str, Any] = {"examples": examples, "hyperparameters": settled, "status": status}
             if self.store.write(lambda db: jobs.update_job(db, job.id, **columns)).result():
-                self._checked[job.id] = self._checking.pop(job.id)
+                self._checked.add(job.id)
                 unused.pop_all()
                 self.run_soon()
 
@@ -347,7 +344,8 @@ class JobRunner:
 
     def _close_files(self, job_id: str) -> None:
         """Give the room of a job's indexes back."""
-        for examples in (*self._checking.pop(job_id, ()), *self._checked.pop(job_id, ())):
+        self._checked.discard(job_id)
+        for examples in self._files.pop(job_id, ("", []))[1]:
             examples.close()
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -492,7 +490,7 @@ class JobRunner:
 
     def _validation(self, job: jobs.JobRow, plan: JobPlan) -> tuple[JobPlan, int]:
         """Return the plan of a job's validation batches, and the number of those after each epoch but the last."""
-        valid = replace(plan, examples=len(self._checked[job.id][1]), epochs=1)
+        valid = replace(plan, examples=len(self._files[job.id][1][1]), epochs=1)
         return valid, min(valid.steps, -(-_VALIDATED * valid.steps // valid.examples))
 
     def _validate(self, job: jobs.JobRow, plan: JobPlan, done: int) -> None:
@@ -533,7 +531,7 @@ class JobRunner:
         if job.method == "kto":
             most //= 2  # each prompt is also computed with another one's answer
         file_name = jobs.FILES[which]
-        for line, example in self._checked[job.id][which].read(plan.batch(step)):
+        for line, example in self._files[job.id][1][which].read(plan.batch(step)):
             for turn, pair in enumerate(example):
                 if self._must_stop(job.id):
                     raise _JobStopped

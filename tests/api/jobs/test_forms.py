@@ -87,6 +87,10 @@ async def test_a_boundary_is_taken_as_it_is_written() -> None:
         (b"--XbX\r\nContent-Disposition: form-data\r\n\r\nx\r\n--XbX--", "Content-Disposition with a name"),
         (b"--XbX\r\n\r\nx\r\n--XbX--", "Content-Disposition with a name"),
         (FILE + b"x\r\n--XbX--" + b"\n" * 5000, "goes on after"),
+        (
+            b"--XbX\r\nContent-Disposition: form-data; name=file; filename*=a; filename*0=b\r\n\r\nx\r\n--XbX--",
+            "Content-Disposition with a name",
+        ),
     ],
 )
 async def test_what_is_no_form_is_refused(body: bytes, told: str) -> None:

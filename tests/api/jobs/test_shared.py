@@ -89,3 +89,29 @@ def test_who_speaks_for_an_adapter_may_cancel_the_job_that_makes_it(shared: Live
         assert bob.fine_tuning.jobs.cancel(made.id).status == "cancelled"
         assert admin.fine_tuning.jobs.retrieve(made.id).status == "cancelled"
         assert upload(bob, chats(1))
+
+
+def test_a_job_that_is_paused_and_resumed_amid_anothers_pairs_loses_no_step_and_no_pair(shared: LiveDaemon) -> None:
+    bob = Client(BOB, shared.socket)
+    assert Client("root", shared.socket).call("DELETE", "/v1/adapters/soup").status == 200
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 1}}}
+    taught = []
+    with speaking(shared, ANN) as ann:
+        jobs = ann.fine_tuning.jobs
+        made = jobs.create(model="tiny", training_file=upload(ann, preferences(400)), suffix="soup", method=method)
+        until(lambda: any("training loss" in event.message for event in jobs.list_events(made.id).data))
+        for turn in range(8):
+            jobs.pause(made.id)
+            for number in range(16):
+                pair = {
+                    "user": "soup",
+                    "prompt": f"{turn} {number}? " + "word " * 120,
+                    "chosen": "yes",
+                    "rejected": "no",
+                }
+                taught.append(bob.post("/v1/feedback", pair).json["id"])
+            jobs.resume(made.id)
+        job = ended(ann, made.id, within_s=120)
+        assert (job.status, job.error) == ("succeeded", None)
+        until(lambda: all(bob.get(f"/v1/feedback/{each}").json["pairs"][0]["state"] != "queued" for each in taught))
+    assert "Traceback" not in shared.log
