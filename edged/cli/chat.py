@@ -50,10 +50,10 @@ def chat(client: Client, user: str | None, **options: Any) -> None:
 
         base = f"the base model {model}; --user NAME makes it learn from you"
         whose = f"{user}'s adapter of {model}" if user else base
-        click.secho(f"{whose}. /help lists the commands.", dim=True)
+        echo(f"{whose}. /help lists the commands.", dim=True)
     for item in client.get("/v1/adapters")["adapters"]:
         if item["adapter"] == user and (waiting := held(item)):
-            click.secho(waiting, dim=True)
+            echo(waiting, dim=True)
     for line in _lines():
         if not conversation.handle(line):
             break
@@ -137,10 +137,10 @@ class Conversation:
                     self._offer()
                 case "/pace":
                     self._smooth = argument.strip() != "off"
-                    click.secho("word by word" if self._smooth else "as it is made", dim=True)
+                    echo("word by word" if self._smooth else "as it is made", dim=True)
                 case "/new":
                     self._clear()
-                    click.secho("a new conversation", dim=True)
+                    echo("a new conversation", dim=True)
                 case "/help":
                     echo(HELP)
                 case _ if self._candidates and text in map(str, range(1, CANDIDATES + 1)):
@@ -201,9 +201,9 @@ class Conversation:
             if isinstance(ended, DaemonError):
                 raise
             self._client.close()
-            return click.secho(" (stopped)", dim=True)
+            return echo(" (stopped)", dim=True)
         self._settle(StoredAnswer(completion_id, 0, text))
-        return click.secho(" (cut at the token limit)" if reason == "length" else "", dim=True)
+        return echo(" (cut at the token limit)" if reason == "length" else "", dim=True)
 
     def _regenerate(self) -> None:
         """Generate another answer; with a user, send feedback that the last answer was not wanted."""
@@ -233,7 +233,7 @@ class Conversation:
         for index, candidate in enumerate(self._candidates, 1):
             echo(f"{index}  ", nl=False, bold=True)
             echo(candidate.text)
-        click.secho("1 or 2 chooses; anything else goes on without choosing", dim=True)
+        echo("1 or 2 chooses; anything else goes on without choosing", dim=True)
 
     def _pick(self, number: str) -> None:
         """Make candidate `number` (from 1) the answer and send feedback that it was chosen over the others."""
@@ -257,7 +257,7 @@ class Conversation:
     def _noted(self, result: dict[str, Any]) -> None:
         pairs = len(result["pair_ids"])
         what = result.get("reason") or (f"{pairs} pair{'s' * (pairs > 1)} to learn from" if pairs else "no pair yet")
-        click.secho(f"noted: {what}", dim=True)
+        echo(f"noted: {what}", dim=True)
         if pairs:
             self._open.append(result["id"])
             self._look_after(PATIENCE_S)
@@ -279,7 +279,7 @@ class Conversation:
                 self._open.append(feedback_id)
             if found["settled"] or latest:
                 said = "; ".join(dict.fromkeys(pair["text"] for pair in found["pairs"]))
-                click.secho(f"  {said}", dim=True)
+                echo(f"  {said}", dim=True)
 
 
 def _lines() -> Iterator[str]:

@@ -18,6 +18,7 @@ import click
 from edged.cli.options import asks_daemon, explain_os_errors, json_option, with_client
 from edged.cli.output import echo, make_table, moment, number, print_json, progress_bar, short, show_progress
 from edged.client.client import Client, DaemonError, Refused
+from edged.runtime.printable import printable
 
 MAX_SHOWN = 20
 """Most problems of lines that are listed; --json lists all."""
@@ -230,7 +231,7 @@ def export(client: Client, format_: str, texts: bool, output: Path | None, **onl
     rows = _converted(client.json_lines(f"/v1/feedback?{asked}"), format_, texts, left_out)
     written = explain_os_errors(f"{output or 'stdout'} cannot be written")
     with written, nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8") as file:
-        count = sum(bool(file.write(json.dumps(row, ensure_ascii=False) + "\n")) for row in rows)
+        count = sum(bool(file.write(printable(json.dumps(row, ensure_ascii=False)) + "\n")) for row in rows)
     for reason, times in left_out.items():
         echo(f"{times} pairs left out: {reason}", err=True)
     if output is not None:

@@ -190,7 +190,7 @@ class _Form:
     path: Path
 
     def __iter__(self) -> Iterator[bytes]:
-        name = os.fsencode(self.path.name).decode("utf-8", "replace").replace('"', "'")
+        name = os.fsencode(self.path.name).decode("utf-8", "replace").translate(dict.fromkeys(map(ord, '"\r\n'), "'"))
         head = 'Content-Disposition: form-data; name="purpose"\r\n\r\nfine-tune'
         file = f'Content-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
         yield f"--{_BOUNDARY}\r\n{head}\r\n--{_BOUNDARY}\r\n{file}".encode()
