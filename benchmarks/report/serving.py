@@ -21,7 +21,7 @@ STRATEGIES = {
 }
 """The paper's busy share of the strategy that each policy follows: periodic, continuous or hybrid."""
 MEAN_TTFT = ReportFigure("ttft_ms.mean", "TTFT mean ms")
-MEAN_LEARNING = ReportFigure("finetune.latency_ms.mean", "learnt after mean ms", 0)
+MEAN_LEARNING = ReportFigure("finetune.latency_ms.mean", "learned after mean ms", 0)
 _LATENCIES = (("TTFT", MEAN_TTFT, "ms"), ("TBT", MEAN_TBT, "ms"), ("fine-tuning", MEAN_LEARNING, "ms"))
 _PARTS = ("prefill", "decode", "finetune")
 

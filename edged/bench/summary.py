@@ -44,7 +44,7 @@ ATTAINMENT = ReportFigure("slo.ttft_within_factor_share", "first tokens in time"
 REQUESTS_IN_TIME = ReportFigure("slo.requests_in_time_share", "requests in time", 3)
 THROUGHPUT = ReportFigure("throughput.output_tokens_per_s", "output tokens/s")
 PAIRS = ReportFigure("finetune.pairs_trained", "pairs trained", 0)
-LEARNING = ReportFigure("finetune.latency_ms.p50", "learnt after p50 ms", 0)
+LEARNING = ReportFigure("finetune.latency_ms.p50", "learned after p50 ms", 0)
 CLPD = ReportFigure("alignment.clpd_nats", "CLPD nats", 3, rather="arrivals.clpd_nats")
 WIN_RATE = ReportFigure("alignment.win_rate", "win rate", 3, rather="arrivals.win_rate")
 METRICS = (

@@ -137,7 +137,7 @@ function drawSoon() {
 function draw() {
   const { adapter, rows, versions, current, counts } = shown;
   byId("figures").hidden = !counts;
-  setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learnt` +
+  setText(byId("progress"), !counts ? "" : `version ${number(current)} · ${number(counts.pairs_trained)} of ${plural(counts.pairs_seen, "pair")} learned` +
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
   setText(byId("learning-title"), adapter ? `What ${adapter}'s adapter learned` : "Learning");
   setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : nothingOf(adapter));

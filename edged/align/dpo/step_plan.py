@@ -36,32 +36,32 @@ class StepPlan:
         layers: int,
         vocab_size: int,
         max_tokens: int,
-        keep_graph: bool,
+        keeps_graph: bool,
         adapters: int = 1,
     ) -> None:
         """`max_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
-        With `keep_graph` groups of at most a window keep their graph, or its costly results: no product is computed
+        With `keeps_graph` groups of at most a window keep their graph, or its costly results: no product is computed
         twice.
         """
-        self.needs_reference, self.keep_graph = needs_reference, keep_graph
+        self.needs_reference, self.keeps_graph = needs_reference, keeps_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)
         self._align, self._window, self._layers, self._adapters = align, align.window_tokens, layers, adapters
-        self._groups = groups_of(pairs, min((1 if keep_graph else 2) * align.window_tokens, max_tokens))
+        self._groups = groups_of(pairs, min((1 if keeps_graph else 2) * align.window_tokens, max_tokens))
         self.groups_done = -1
         self.next_group()
 
     @property
     def following(self) -> Sequence[TokenPair]:
         """The next group's pairs, whose packed forward may be computed ahead: the weights stay until the step ends."""
-        return self._groups[0] if self._groups and not self.keep_graph else ()
+        return self._groups[0] if self._groups and not self.keeps_graph else ()
 
     def next_group(self) -> None:
         """Make the next group the current one."""
         self.pairs = self._groups.pop(0)
         self.groups_done += 1
         self._rows = sum(pair.num_tokens for pair in self.pairs)
-        self.graphed = self.keep_graph and self._rows <= self._window
+        self.graphed = self.keeps_graph and self._rows <= self._window
         """Whether the current group's graph is kept."""
         self.restart()
 

@@ -527,7 +527,7 @@ class JobRunner:
 
         No other pairs have their ids. Raises JobFailed.
         """
-        most, tokens, total = self.engine.max_pair_tokens, list[TokenPair](), 0
+        most, pairs, total = self.engine.max_pair_tokens, list[TokenPair](), 0
         if job.method == "kto":
             most //= 2  # each prompt is also computed with another one's answer
         file_name = jobs.FILES[which]
@@ -549,12 +549,12 @@ class JobRunner:
                 if total > _MAX_STEP_TOKENS:
                     if which:
                         self._warn_of_example(job, file_name, f"line {line}: too many tokens for a batch", "left out")
-                        return tokens
+                        return pairs
                     told = f"step {step + 1} has more than {_MAX_STEP_TOKENS} tokens: lower batch_size"
                     raise JobFailed(told, "invalid_hyperparameters", "hyperparameters")
                 state: PairState = "held_out" if which else "queued"
-                tokens.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
-        return tokens
+                pairs.append(replace(made, pair_id=-1 - (line << 16 | turn), trusted=True, state=state))
+        return pairs
 
     def _warn_of_example(self, job: jobs.JobRow, name: str, what: str, fate: str) -> None:
         """Warn of the first example of a job's file that is cut, or left out."""

@@ -14,14 +14,14 @@ from edged.settings.load import AlignSettings
 PAIRS = [TokenPair(number, "ann", (1,) * 20, (2,) * 6, (3,) * 4) for number in range(3)]
 
 
-def plan(keep_graph: bool) -> StepPlan:
+def plan(keeps_graph: bool) -> StepPlan:
     """Of two layers, where the first pair alone needs a reference; two pairs of 30 tokens make a group."""
-    align = AlignSettings(window_tokens=60 if keep_graph else 30)
-    return StepPlan(PAIRS, lambda pair: pair.pair_id == 0, align, 2, 100, 1000, keep_graph)
+    align = AlignSettings(window_tokens=60 if keeps_graph else 30)
+    return StepPlan(PAIRS, lambda pair: pair.pair_id == 0, align, 2, 100, 1000, keeps_graph)
 
 
 def test_a_group_that_computes_layers_again_has_a_unit_for_each_layer_and_window() -> None:
-    made = plan(keep_graph=False)
+    made = plan(keeps_graph=False)
     assert made.units == [("score", 10), ("head", 20), *[("layer", 30)] * 4]
     assert made.begin_backward([(0, 30)]) == [(0, 30)]
     assert made.units == [("layer", 30)] * 2, "the other pair is known well enough"
@@ -33,7 +33,7 @@ def test_a_group_that_computes_layers_again_has_a_unit_for_each_layer_and_window
 
 
 def test_a_kept_graph_goes_back_as_a_whole() -> None:
-    made = plan(keep_graph=True)
+    made = plan(keeps_graph=True)
     assert made.units == [*[("graph", 60)] * 2, ("score", 10), ("head", 20), *[("grad", 60)] * 2]
     made.begin_backward([(30, 60)])
     assert made.units == [("grad", 60)] * 2
@@ -46,7 +46,7 @@ def test_a_kept_graph_goes_back_as_a_whole() -> None:
 def test_logits_are_computed_of_the_rows_that_a_loss_scores(loss: str, rejected: tuple[int, ...], scored: int) -> None:
     pair = TokenPair(1, "ann", (1,) * 20, (2,) * 6, rejected)
     align = AlignSettings(window_tokens=60, loss=loss)
-    made = StepPlan([pair], lambda pair: False, align, 2, 100, 1000, keep_graph=False)
+    made = StepPlan([pair], lambda pair: False, align, 2, 100, 1000, keeps_graph=False)
     assert made.units == [("head", scored), *[("layer", pair.num_tokens)] * 2, ("step", 1)]
 
 
