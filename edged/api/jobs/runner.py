@@ -337,7 +337,7 @@ class JobRunner:
             raise JobFailed(told, f"invalid_{name}", name) from None
         (_, kept), (bound, max_mb) = self.kept_of(job.owner), stored_bound(self.settings.current)
         if waits and kept > max_mb << 20:
-            told = f"with the index of the file's lines {kept} bytes are kept of you, and {bound} = {max_mb}"
+            told = f"with the index of the file's lines {kept} bytes of you are stored, and {bound} = {max_mb}"
             raise JobFailed(f"{told}: delete files, or cancel other jobs", "storage_full", name)
         for told, count in checked[place].taken.items() if waits and checked[place].complete else ():
             self._tell(job.id, f"{name.replace('_', ' ').capitalize()}, {count} examples: {told}")

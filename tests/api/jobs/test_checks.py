@@ -40,7 +40,7 @@ def test_the_index_of_a_jobs_file_is_in_its_owners_quota(tmp_path: Path) -> None
         made = client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
         failed = ended(client, made.id)
         assert (failed.status, failed.error.code, failed.error.param) == ("failed", "storage_full", "training_file")
-        assert "1382400 bytes are kept of you, and jobs.files_mb = 1" in failed.error.message
+        assert "1382400 bytes of you are stored, and jobs.files_mb = 1" in failed.error.message
         client.files.delete(file_id)
         file_id = upload(client, LINE * (600 << 5))
         made = client.fine_tuning.jobs.create(model="tiny", training_file=file_id)
@@ -65,7 +65,7 @@ def test_a_job_that_is_paused_and_resumed_without_end_leaves_few_rows() -> None:
         with live as daemon, speaking(daemon, ANN) as ann:
             made = ann.fine_tuning.jobs.create(model="tiny", training_file=upload(ann, LINE * (1 << 18)))
             with pytest.raises(openai.RateLimitError, match="30 changes of jobs a minute"):
-                toggle(ann, made.id, 40)
+                toggle(ann, made.id, 120)
             told = [event.message for event in ann.fine_tuning.jobs.list_events(made.id, limit=100)]
             assert told.count("The job is paused") == told.count("The job goes on") == 1
             assert ann.fine_tuning.jobs.cancel(made.id).status == "cancelled"
