@@ -82,7 +82,8 @@ def _adapter(model: ServedModel, align: AlignSettings, index: int) -> AdapterSta
     """Return an adapter whose A and B are random."""
     shapes = {name: (linear.in_features, linear.out_features) for name, linear in model.lora.linears.items()}
     spec = LoraSpec(shapes, align.rank, align.alpha, "", model.fingerprint, ())
-    state = AdapterState(f"selftest {index}", spec.form, Live(Settings(align=align)), model.device)
+    # The name seeds the weights: with others, rounding in 16 bits may choose other experts.
+    state = AdapterState(f"trial {index}", spec.form, Live(Settings(align=align)), model.device)
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for _, b in state.weights.values():
