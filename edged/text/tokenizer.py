@@ -113,7 +113,7 @@ class Tokenizer:
         """Raise TokenizerError, which names the largest of the `ids`, unless all are tokens of the model."""
         if (largest := max(ids, default=0)) >= self.vocab_size:
             named = f' ("{self.rowless[largest]}")' if largest in self.rowless else ""
-            raise TokenizerError(f"token id {largest}{named} is not one of this model's {self.vocab_size}")
+            raise TokenizerError(f"token id {largest}{named} is not one of this model's {self.vocab_size} tokens")
 
     def problems(self) -> list[str]:
         """Return what in the tokenizer's files does not fit the model, for people to mend: the start is not refused."""
