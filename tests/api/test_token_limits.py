@@ -20,7 +20,7 @@ from tests.api.test_bad_input import refused
 from tests.models import VOCAB, byte_tokenizer, save_tiny
 
 CHAT, TEXT, FEEDBACK = "/v1/chat/completions", "/v1/completions", "/v1/feedback"
-NAMED = f'token id {VOCAB} ("smiley") is not one of this model\'s {VOCAB}'
+NAMED = f'token id {VOCAB} ("smiley") is not one of this model\'s {VOCAB} tokens'
 BEYOND = f"token id {VOCAB}"
 
 
