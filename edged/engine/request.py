@@ -7,7 +7,8 @@ from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace, Reader
 from edged.scheduler.task import ServiceClass
 
-FinishReason = Literal["stop", "length", "cancelled", "error"]
+FinishReason = Literal["stop", "length", "cancelled", "error", "dropped"]
+"""The reason why a request ended; only a candidate is "dropped"."""
 
 
 class EngineBusy(RuntimeError):
@@ -55,6 +56,15 @@ class Request:
     """Speed of the person who reads the answer while it is made, if anybody does."""
     run: str = ""
     run_cost: float = 0.0
+    candidate: bool = False
+    """Whether its answer is one of several to choose from: it is dropped where its room is wanted."""
+    delivery: Literal["tokens", "block", "next_block"] = "tokens"
+    """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a request of a client's, and not a candidate or a further block of an answer."""
+        return not self.candidate and self.delivery != "next_block"
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""

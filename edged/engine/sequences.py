@@ -17,15 +17,19 @@ from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, T
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
+from edged.scheduler.cost.prices import Load
+from edged.scheduler.planning.slo import MARGIN
 from edged.scheduler.reader import GOOD_QOE, Reader
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome
+from edged.scheduler.task import Kind, Plan, ServiceClass, Task, TaskOutcome
 from edged.settings.load import ServingSettings
 
 if TYPE_CHECKING:
     from edged.engine.interfaces import Runner
 
 log = logging.getLogger("edged.engine")
+_ENTERS_S = 0.02
+"""Time within which a prompt that finds room enters; after it candidates make room."""
 
 
 class SequenceTable:
@@ -49,7 +53,7 @@ class SequenceTable:
         self._scheduler, self._slots, self.stats = scheduler, slots, stats
         self._pages, self._pruner, self._end_ids = runner.pages, runner.pruner, runner.end_ids
         self._max_context, self.adapter_cache, self._fetch = runner.max_context_tokens, adapter_cache, fetch
-        self._pins = settings.on_update == "pin"
+        self._pins, self._max_sequences = settings.on_update == "pin", settings.max_sequences
         self.by_task: dict[int, Sequence] = {}
         """Sequences of open requests by task id."""
         self._by_request: dict[str, Sequence] = {}
@@ -60,6 +64,8 @@ class SequenceTable:
         self._events: list[Event] = []
         self.suspects: deque[tuple[str, int]] = deque()
         """(adapter, version) of answers that were not finite; `StepTable.close_finished` removes them."""
+        self._candidates: dict[int, Sequence] = {}
+        """Sequences of candidates by task id, the oldest first."""
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
@@ -83,7 +89,7 @@ class SequenceTable:
         task_id, num_tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
         task = Task(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
         task.run, task.run_cost = request.run, request.run_cost
-        task.tenant = request.fairness_key or request.user or request.adapter or ""
+        task.tenant, task.candidate = request.fairness_key or request.user or request.adapter or "", request.candidate
         if request.pace is not None:
             # Nobody expects a first token before the prompt can be computed.
             ttft_s = max(request.pace.ttft_s, self._scheduler.cost.prompt_s(num_tokens, 0))
@@ -100,7 +106,10 @@ class SequenceTable:
         # Set before it is scheduled, because deadlines decide which sequence waits for the other.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.num_tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
-        self.stats.totals.requests += 1
+        if request.candidate:
+            self._candidates[task_id] = sequence
+            self.stats.totals.candidates += 1
+        self.stats.totals.requests += request.counts
         self._enter(sequence)
 
     def refuse_late(self, request: Request, factor: float, now: float) -> None:
@@ -165,6 +174,8 @@ class SequenceTable:
 
     def prepare(self, now: float) -> None:
         """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
+        if self._candidates:
+            self._drop_candidates(now)
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots(now)
         if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
@@ -281,17 +292,21 @@ class SequenceTable:
         return f"{who} answers with numbers that are not finite"
 
     def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
-        stats, task, token = self.stats, sequence.task, drawn.token_ids[row]
-        if not sequence.first_token_s:
+        stats, task, token, request = self.stats, sequence.task, drawn.token_ids[row], sequence.request
+        first = not sequence.first_token_s
+        if first:
             sequence.first_token_s = now
-            stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
-        else:
-            stats.tbt.add(now - sequence.last_token_s, now <= task.deadline_s, task.service)
+        if request.delivery == "tokens" and not request.candidate:
+            if first:
+                stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
+            else:
+                stats.tbt.add(now - sequence.last_token_s, now <= task.deadline_s, task.service)
         if task.reader is not None:
             task.reader.take(now)
         sequence.last_token_s = now
         sequence.token_ids.append(token)
-        stats.totals.output_tokens += 1
+        stats.totals.candidate_tokens += request.candidate
+        stats.totals.output_tokens += not request.candidate
         event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
         self._events.append(event)
 
@@ -301,6 +316,7 @@ class SequenceTable:
         if retire:
             self._scheduler.remove(task_id)
         self.by_task.pop(task_id, None)
+        self._candidates.pop(task_id, None)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:
@@ -308,7 +324,11 @@ class SequenceTable:
             self._pages.free(sequence)
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
-        self.stats.outcomes[reason] += 1
+        if sequence.request.counts:
+            self.stats.outcomes[reason] += 1
+        if sequence.request.delivery == "block" and not sequence.request.candidate and sequence.first_token_s:
+            # The first token of a block leaves with its last.
+            self.stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, sequence.task.service)
         reader = sequence.task.reader
         if reader is not None and reader.num_tokens:
             self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
@@ -323,8 +343,11 @@ class SequenceTable:
         sequence.slot = NO_SLOT
 
     def preempt(self, task_id: int, now: float) -> None:
-        """Free a sequence's pages; all its tokens are recomputed when there is room."""
+        """Free a sequence's pages; all its tokens are recomputed when there is room. A candidate is dropped."""
         sequence = self.by_task[task_id]
+        if sequence.request.candidate:
+            self._drop(sequence, now)
+            return
         self._pages.share(sequence)
         self._pages.free(sequence)
         self.move(sequence, SequenceStatus.WAITING)
@@ -335,6 +358,55 @@ class SequenceTable:
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
         self.stats.totals.preemptions += 1
+
+    # -- candidates --------------------------------------------------------------------------------------------------
+
+    def spare_rows(self, num_tokens: int, now: float) -> int:
+        """Return how many candidates of `num_tokens` each find room that nothing else needs; any thread may ask.
+
+        A row more is free below the cost model's knee, where a forward reads the weights anyway. Beyond it the decodes
+        must keep half of the time until their tokens are due, and where all that runs is one user's, their own time is
+        theirs to use. Half of the pages and a quarter of the sequences stay free.
+        """
+        tasks = [sequence.task for sequence in list(self.by_task.values())]
+        served = [task for task in tasks if not task.candidate]
+        if any(_waits(task, now) for task in served):
+            return 0
+        pages = self._pages
+        each = -(-num_tokens // pages.page_size) + 1
+        by_pages = (pages.available - pages.pool.capacity // 2) // each
+        by_sequences = self._max_sequences * 3 // 4 - len(tasks)
+        return max(0, min(by_pages, by_sequences, self._rows_in_time(tasks, served)))
+
+    def _rows_in_time(self, tasks: list[Task], served: list[Task]) -> int:
+        """Return how many rows more leave each decode the time that it has, of those that `spare_rows` may give."""
+        if len({task.tenant for task in served}) < 2:
+            return self._max_sequences
+        cost, targets = self._scheduler.cost, self._scheduler.targets
+        context = sum(task.context - task.pruned for task in tasks)
+
+        def forward_s(rows: int) -> float:
+            return cost.priced_s(Load(decodes=rows, context=context * rows // max(1, len(tasks))))
+
+        due_s = targets.tbt_s(ServiceClass.INTERACTIVE, forward_s(len(served)))
+        rows = cost.free_tokens(Load(decodes=len(tasks)))
+        while rows < self._max_sequences and forward_s(len(tasks) + rows + 1) <= MARGIN * due_s:
+            rows += 1
+        return rows
+
+    def _drop_candidates(self, now: float) -> None:
+        """Drop the latest candidates, as many as there is no room for any more."""
+        served = [sequence.task for sequence in self.by_task.values() if not sequence.request.candidate]
+        short = self._pages.available < self._pages.pool.capacity // 4
+        room = min(self._rows_in_time(served, served), self._max_sequences - len(served))
+        if short or any(_waits(task, now) for task in served):
+            room = 0
+        for sequence in list(self._candidates.values())[max(0, room) :]:
+            self._drop(sequence, now)
+
+    def _drop(self, sequence: Sequence, now: float) -> None:
+        self.stats.totals.candidates_dropped += 1
+        self._end(sequence, "dropped", now)
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -412,6 +484,11 @@ class SequenceTable:
         """Return and remove the events since the last call."""
         events, self._events = self._events, []
         return events
+
+
+def _waits(task: Task, now: float) -> bool:
+    """Whether a prompt finds no room, for which candidates are dropped."""
+    return task.kind is Kind.PREFILL and not task.held_pages and now > task.arrival_s + _ENTERS_S
 
 
 def _waits_long(task: Task, now: float) -> bool:

@@ -94,6 +94,8 @@ class Task:
     nothing."""
     queue_key: tuple[float, int] = (math.inf, 0)
     """Place of a prompt in its queue, by the order's key when it was filed."""
+    candidate: bool = False
+    """Whether its answer is one of several to choose from: its pages are taken first."""
     reader: Reader | None = None
     """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 

@@ -143,6 +143,12 @@ class Totals:
 
     requests: int = 0
     output_tokens: int = 0
+    candidate_tokens: int = 0
+    """Tokens of answers that were drawn to choose from, beside the first of each; `output_tokens` has none of them."""
+    candidates: int = 0
+    """Number of such answers, and blocks of answers."""
+    candidates_dropped: int = 0
+    """Number of them that were dropped, since their room was wanted."""
     prompt_tokens: int = 0
     finetune_tokens: int = 0
     optimizer_steps: int = 0

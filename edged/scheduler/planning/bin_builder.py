@@ -199,7 +199,9 @@ class BinBuilder:
         self._adapters = adapters
 
     def _victims(self, spared: Task | None, holders: list[Task]) -> Iterator[Task]:
-        """Yield the tasks that hold pages in the order of preemption: fine-tuning, then the sequences `holders`."""
+        """Yield the tasks that hold pages in the order of preemption: candidates, fine-tuning, the other `holders`."""
+        yield from (task for task in reversed(holders) if task.candidate and task is not spared)
+        holders = [task for task in holders if not task.candidate]
         steps = [task for task in self._queues.finetunes if task.held_pages and task is not spared]
         yield from sorted(steps, key=lambda task: (task.next_unit - len(task.units), task.context))
         yield from (task for task in self._victim_order(holders) if task is not spared)
