@@ -27,7 +27,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "align": frozenset(
         {
             *("enabled", "beta", "loss", "unpaired", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
-            *("weight_decay", "max_grad_norm", "epochs", "idle_replay"),
+            *("weight_decay", "max_grad_norm", "epochs", "practice"),
             *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "recompute", "fill_ahead"),
         }
     ),

@@ -153,7 +153,7 @@ def test_a_learning_rate_changed_at_run_time_is_the_next_steps(tmp_path: Path) -
         moved = []
         for i, rate in enumerate((1e-3, 1e-9)):
             engine.configure(
-                adopted(engine.settings, settings(align__learning_rate=rate, align__idle_replay=0))
+                adopted(engine.settings, settings(align__learning_rate=rate, align__practice=False))
             ).result(10)
             before = engine.weights("ann").result(10)[1]
             engine.submit_pairs(random_pairs(4, seed=i, first_id=1 + 4 * i))

@@ -213,7 +213,7 @@ class LogEvents:
 
     def _published(self, record: VersionPublished) -> None:
         level, name, left_out = logging.INFO, "version", 0
-        if record.reason in ("trained", "repeated", "job"):
+        if record.reason in ("trained", "practised", "job"):
             missed = self._trained.left_out(record.adapter)
             if missed is None:
                 return

@@ -11,7 +11,7 @@ from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
-from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_idle_replay
+from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_practice
 from edged.align.guard import GuardState, PreferenceChange
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
@@ -63,7 +63,7 @@ class AdapterQueue:
     step: FinetuneStep | None = None
     """The step or test under way; other adapters may share it."""
     taken: list[TokenPair] = field(default_factory=list)
-    """Pairs that the step under way took from the queue, or from `replay` for a pass in idle time."""
+    """Pairs that the step under way took from the queue, or from `practice`."""
     steps: int = 0
     """Number of steps that ended: seeds a step's replay pairs, whichever adapters share it, however often it begins."""
     alone: bool = False
@@ -73,12 +73,10 @@ class AdapterQueue:
     unreadable: bool = False
     """Whether its files could not be read: it has no work before they can be."""
     loss: float = FIRST_LOSS
-    idle_versions: int = 0
-    """Number of the latest versions made by passes in idle time that no test has seen."""
-    tested_losses: dict[int, float] = field(default_factory=dict)
-    """Losses of held-out pairs at their latest test, by pair id."""
-    passes_help: bool = True
-    """Whether further passes over learned pairs may help: a test after some showed no gain, and no new pair came."""
+    practice: deque[TokenPair] = field(default_factory=deque)
+    """The daemon's own pairs, which are trained on while the person's own leave time."""
+    practice_versions: int = 0
+    """Number of the latest versions that practice made and no test has seen."""
 
     @property
     def tested(self) -> bool:
@@ -87,8 +85,8 @@ class AdapterQueue:
 
     @property
     def pairs(self) -> int:
-        """Number of the adapter's pairs that wait for training or are in a step; not those of a pass in idle time."""
-        return len(self.queue) + (0 if is_idle_replay(self.taken) else len(self.taken))
+        """Number of the adapter's pairs that wait for training or are in a step; not practice."""
+        return len(self.queue) + (0 if is_practice(self.taken) else len(self.taken))
 
     # -- pairs in ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +103,6 @@ class AdapterQueue:
                 self.queue.append(pair)
             return None
         contradicts = self.detector.note(pair)
-        self.passes_help |= pair.state == "queued"
         if pair.state != "queued":
             self.replay.append(pair)
         elif pair.trusted or pair.epochs_done:
@@ -146,10 +143,10 @@ class AdapterQueue:
         few = len(pairs) - guard.min_pairs
         return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
-    def finish_test(self, test: HeldOutEvaluation, least: int) -> tuple[list[PairScored], list[Record]]:
+    def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
         """Quarantine a test's outlying new held-out pairs; returns (scores that the guard may use, records).
 
-        Scores of single ratings are the guard's alone. `least` is `guard.min_pairs`.
+        Scores of single ratings are the guard's alone.
         """
         used: list[PairScored] = []
         records: list[Record] = []
@@ -166,21 +163,14 @@ class AdapterQueue:
             if not scored.rating:
                 records += [scored, first] if new else [scored]
         self.unscored -= {scored.pair_id for scored in used}
-        self._note_gain({scored.pair_id: scored.loss for scored in used}, least)
+        self.practice_versions = 0
         return used, records
-
-    def _note_gain(self, losses: dict[int, float], least: int) -> None:
-        """End the passes in idle time where they did not lower the mean loss of at least so many held-out pairs."""
-        common = losses.keys() & self.tested_losses.keys()
-        if self.idle_versions and len(common) >= least:
-            self.passes_help = sum(losses[pair_id] - self.tested_losses[pair_id] for pair_id in common) < 0
-        self.tested_losses, self.idle_versions = losses, 0
 
     def skip_test(self, version: int) -> None:
         """Give up the failed test of a version; the next versions will be tested."""
         self.guard.tested_version, self.guard.test_soon = version, False
         self.unscored.clear()
-        self.idle_versions = 0
+        self.practice_versions = 0
 
     def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
         """Queue and return the held-out pairs that are too old or too many, of those that were scored."""
@@ -199,20 +189,17 @@ class AdapterQueue:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def idle_replay_pairs(self, align: AlignSettings) -> list[TokenPair]:
-        """Return the next pairs of a pass in idle time: learned ones, those first that were trained on least often."""
-        if not (align.idle_replay and self.passes_help) or self.queue or self.waiting or self.guard.change is not None:
-            return []
-        often = align.epochs + align.idle_replay
-        left = [pair for pair in self.replay if pair.state == "trained" and pair.epochs_done < often]
-        return sorted(left, key=lambda pair: pair.epochs_done)[: align.micro_batch_pairs]
+    def practice_pairs(self, align: AlignSettings) -> list[TokenPair]:
+        """Return the next pairs of practice; none while the person's own wait."""
+        waits = self.queue or self.waiting or self.guard.change is not None
+        return [] if waits or not align.practice else list(islice(self.practice, align.micro_batch_pairs))
 
     def draw(self, align: AlignSettings) -> StepBatch:
-        """Draw the next step's pairs, which stay in the queue until `begin`; where none are queued, a pass's."""
+        """Draw the next step's pairs, which stay in the queue until `begin`; where none are queued, practice."""
         if self.one_by_one:
             align = align.model_copy(update={"micro_batch_pairs": 1, "replay_share": 0.0})
         if not self.queue:
-            return StepBatch(self.idle_replay_pairs(align), [])
+            return StepBatch(self.practice_pairs(align), [])
         fresh = list(islice(self.queue, align.micro_batch_pairs))
         share = len(fresh) * align.replay_share
         if not share or not self.replay:
@@ -223,15 +210,15 @@ class AdapterQueue:
         return StepBatch(fresh, chance.sample(list(self.replay), min(len(self.replay), wanted)))
 
     def begin(self, draw: StepBatch) -> None:
-        """Take these pairs from the queue, or from the learned ones, for the next step."""
+        """Take these pairs from the queue, or from practice, for the next step."""
         self.taken = draw.fresh
         for pair in draw.fresh:
-            (self.replay if pair.state == "trained" else self.queue).remove(pair)
+            (self.practice if pair.practice else self.queue).remove(pair)
 
     def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
         """Return the pairs of a step that was not taken, or only `pairs` of them, to the head of their queue."""
         for pair in reversed(self.taken if pairs is None else pairs):
-            (self.replay if pair.state == "trained" else self.queue).appendleft(pair)
+            (self.practice if pair.practice else self.queue).appendleft(pair)
         self.step, self.taken = None, []
 
     def end(self) -> None:
@@ -247,18 +234,14 @@ class AdapterQueue:
 
         Direct pairs are added to a change of preferences under observation.
         """
-        # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
-        norm = None if adapter_step.rated or is_idle_replay(adapter_step.fresh) else adapter_step.grad_norm
+        if is_practice(adapter_step.fresh):
+            return []
+        # Gradients of single ratings are smaller than those of pairs.
+        norm = None if adapter_step.rated else adapter_step.grad_norm
         self.detector.learn([(each.pair, each.loss, each.verdict) for each in adapter_step.outcomes], norm)
         records = []
         for outcome in adapter_step.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if is_idle_replay(adapter_step.fresh):
-                # It stays learned, by the version that learned it first; "learnt", it is not repeated any more.
-                helps = outcome.trained and not adapter_step.rejected_reason
-                self.replay.append(replace(pair, epochs_done=done) if helps else replace(pair, state="learnt"))
-                records += [pair.retired("trained", 0, done)] if helps else []
-                continue
             if self.guard.change is not None and pair.first_party and not pair.epochs_done:
                 longer = len(pair.chosen) - len(pair.rejected)
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
@@ -334,8 +317,8 @@ class PairQueues:
         self._ready: dict[str, None] = {}
         self._gathering: dict[str, None] = {}
         """Adapters whose queued pairs wait for others (`align.accumulate_s`), those due first first."""
-        self._idle_replay: dict[str, None] = {}
-        """Adapters without other work whose learned pairs are, or are to be, trained on again in idle time."""
+        self._practising: dict[str, None] = {}
+        """Adapters without other work that have practice."""
         self._waiting: dict[str, None] = {}
         """Adapters with pairs beyond `feedback.pairs_per_hour`."""
         self._alarmed: dict[str, None] = {}
@@ -354,7 +337,7 @@ class PairQueues:
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
-        for names in (self._changed, self._ready, self._idle_replay, self._gathering, self._waiting, self._alarmed):
+        for names in (self._changed, self._ready, self._practising, self._gathering, self._waiting, self._alarmed):
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
@@ -369,11 +352,8 @@ class PairQueues:
             _list(self._gathering, name, bool(queue.queue) and not due)
             ready = idle and (due or self.test_due(queue))
             _list(self._ready, name, ready)
-            _list(
-                self._idle_replay,
-                name,
-                is_idle_replay(queue.taken) or (idle and not ready and queue.idle_replay_pairs(align)),
-            )
+            # One whose step has ended is listed anew, behind the others.
+            _list(self._practising, name, idle and not ready and queue.practice_pairs(align))
             _list(self._waiting, name, queue.waiting)
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
             self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
@@ -392,17 +372,10 @@ class PairQueues:
 
     # -- adapters with work ------------------------------------------------------------------------------------------
 
-    def idle_replay(self) -> str:
-        """Return an adapter whose learned pairs are, or are to be, trained on again in idle time; "" without one."""
+    def practising(self) -> list[str]:
+        """Return the adapters that have practice and no other work, the one that has waited longest first."""
         self.recount()
-        for name in list(self._idle_replay):
-            queue = self.queues[name]
-            if is_idle_replay(queue.taken) or queue.idle_replay_pairs(self._settings.current.align):
-                return name
-            # The settings have changed since it was counted.
-            self._changed[name] = None
-        self.recount()
-        return ""
+        return list(self._practising)
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""
@@ -437,8 +410,8 @@ class PairQueues:
             return True
         if queue.queue:
             return False
-        # Versions of passes in idle time alone wait for each other.
-        alone = behind == queue.idle_versions and queue.idle_replay_pairs(settings.align)
+        # Versions of practice alone wait for each other.
+        alone = behind == queue.practice_versions and queue.practice_pairs(settings.align)
         return bool(queue.unscored) or (behind > 0 and not alone)
 
     def testable(self, queue: AdapterQueue) -> bool:

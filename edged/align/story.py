@@ -19,9 +19,9 @@ _SOURCES = {
     **{"rephrase": "rephrasing", "dwell": "reading time", "pair": "explicit pair"},
 }
 """The stored `source` of a pair in a word."""
-_STEPS = ("trained", "repeated", "job")
+_STEPS = ("trained", "practised", "job")
 _MADE = {
-    "repeated": "went over the latest pairs again in idle time",
+    "practised": "practised on answers of its own",
     "job": "learned a fine-tuning job's file",
     "imported": "was imported",
     "rebuilt": "was trained anew with TRL",

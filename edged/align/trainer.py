@@ -27,7 +27,7 @@ from edged.align.feedback.pair import (
     TokenPair,
     VersionPublished,
     VersionTested,
-    is_idle_replay,
+    is_practice,
 )
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
@@ -143,6 +143,14 @@ class Trainer:
                     reason = "newer pairs are kept as the test"
                     outgrown = queue.outgrown(guard)
                     self.records += [old.retired("queued", version, old.epochs_done, reason) for old in outgrown]
+
+    def practise(self, adapter: str, pairs: Sequence[TokenPair]) -> None:
+        """Take in practice of an adapter, in place of what is left of the last; none where a job trains it."""
+        queue = self.pair_queues[adapter]
+        if not isinstance(queue, JobQueue):
+            fits = (pair for pair in pairs if pair.num_tokens <= self.max_tokens)
+            queue.practice.clear()
+            queue.practice.extend(fits)
 
     def start_job(self, plan: JobPlan) -> int:
         """Begin to train an adapter by a job's plan; its state is resident. Returns the number of steps it took."""
@@ -312,16 +320,16 @@ class Trainer:
         guard, change = queue.guard, queue.guard.change
         self.steps += 1
         self.size.grow()
-        if is_idle_replay(adapter_step.fresh):
-            queue.idle_versions += 1
+        if is_practice(adapter_step.fresh):
+            queue.practice_versions += 1
         else:
-            queue.idle_versions = 0
+            queue.practice_versions = 0
             self.trained_tokens += sum(outcome.pair.num_tokens for outcome in adapter_step.outcomes if outcome.trained)
             guard.third_party_since_best += sum(
                 -1 if outcome.pair.first_party else 1 for outcome in adapter_step.outcomes
             )
         verdict = change.verdict if change is not None else ""
-        reason = "repeated" if is_idle_replay(adapter_step.fresh) else "trained"
+        reason = "practised" if is_practice(adapter_step.fresh) else "trained"
         if change is not None and verdict == "change":
             reason = f"trained: {change.summary}"
         self.versions.publish(queue, adapter_step.version, reason, **adapter_step.figures(seconds))
@@ -383,7 +391,7 @@ class Trainer:
     def _close_failed(self, queue: AdapterQueue, adapter_step: AdapterStep) -> None:
         """Quarantine pairs whose loss is not finite and queue the others again; where all or none are so, skip all."""
         sick = {each.pair.pair_id: each.loss for each in adapter_step.outcomes if not math.isfinite(each.loss)}
-        if 0 < len(sick) < len(adapter_step.fresh) and not is_idle_replay(adapter_step.fresh):
+        if 0 < len(sick) < len(adapter_step.fresh) and not is_practice(adapter_step.fresh):
             queue.put_back([pair for pair in adapter_step.fresh if pair.pair_id not in sick])
             for pair in (pair for pair in adapter_step.fresh if pair.pair_id in sick):
                 reason = f"outlying: its loss is {sick[pair.pair_id]}"
@@ -401,7 +409,7 @@ class Trainer:
         self.size.forgive((queue.name, test.version))
         if test.neutral:
             self.pair_queues.neutral = test.neutral
-        scores, records = queue.finish_test(test, settings.min_pairs)
+        scores, records = queue.finish_test(test)
         self.records += records
         if test.version and test.version == self.adapter_cache.version(queue.name):
             if len(scores) == len(queue.held_out):
@@ -441,13 +449,13 @@ class Trainer:
     def _starved(self, adapters: Collection[str], alone: bool, reason: str) -> None:
         """Queue the pairs of a starved step again; a single one (`alone`) goes last, and is skipped once hopeless."""
         for queue in [self.pair_queues[name] for name in adapters]:
-            repeated = is_idle_replay(queue.taken)
+            practised = is_practice(queue.taken)
             queue.put_back()
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False, max_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
-            elif repeated:
-                queue.passes_help = False
+            elif practised:
+                queue.practice.clear()
             elif alone:
                 pair = queue.queue.popleft()
                 if self.size.hopeless(pair.pair_id):
@@ -502,10 +510,10 @@ class Trainer:
             queue.failed = not left_out
             self._note_job(queue, version, error=reason, left_out=left_out)
             return
-        self.records.append(StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs), reason))
-        # Pairs of a pass in idle time stay learned; "learnt", they are not repeated any more.
-        queue.replay.extend(replace(pair, state="learnt") for pair in pairs if pair.state == "trained")
-        new = [pair for pair in pairs if pair.state != "trained"]
+        self.records.append(
+            StepSkipped(queue.name, version, tuple(pair.pair_id for pair in pairs if pair.pair_id > 0), reason)
+        )
+        new = [pair for pair in pairs if not pair.practice]
         self.records += [pair.retired("skipped", version, pair.epochs_done, reason) for pair in new]
 
 

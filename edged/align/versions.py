@@ -106,7 +106,7 @@ class Versions:
         self._adapter_cache.replace(state)
         guard = queue.guard
         guard.tested_version, guard.restored_version, guard.restored_at_step = state.version, version or 0, queue.steps
-        queue.idle_versions, queue.tested_losses = 0, {}
+        queue.practice_versions = 0
         self.publish(queue, parent, reason, restored=version)
 
     # -- the guard ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def visible(body: Json, caller: Caller) -> Json:
     """Return a status with the caller, and without names of adapters that the caller may not speak for."""
     learning, may, sees = body["finetune"], caller.speaks_for, caller.sees
     named: Json = {key: [name for name in learning[key] if may(name)] for key in ("active_adapters", "alarms")}
-    named["repeating"] = learning["repeating"] if may(learning["repeating"]) else ""
+    named["practising"] = learning["practising"] if may(learning["practising"]) else ""
     forgetting = {name: stage for name, stage in body["forgetting"].items() if may(name)}
     fairness, readers = (
         {**body[part], "users": {name: told for name, told in body[part]["users"].items() if sees(name)}}

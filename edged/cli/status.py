@@ -117,7 +117,7 @@ def facts(data: dict[str, Any]) -> Renderable:
     if data["readers"]["qoe_mean"] is not None:
         reader_rows(table, data["readers"], data["scheduler"]["lent_s"])
     active = f" (now: {', '.join(tuning['active_adapters'])})" if tuning["active_adapters"] else ""
-    active = f" (now over the latest of {tuning['repeating']} again)" if tuning["repeating"] else active
+    active = f" ({tuning['practising']} practises)" if tuning["practising"] else active
     pairs = f"{tuning['pairs_queued']} pairs queued, {tuning['pairs_trained']} trained, {tuning['steps']} steps"
     speed = f"{number(rates['pairs_per_s'], 2)} pairs/s, {number(rates['finetune_tokens_per_s'], 0)} tok/s"
     table.add_row("fine-tuning", pairs + active, "learning", speed)

@@ -200,6 +200,11 @@ class Engine:
         """End a request; its FinishEvent has this `reason`. Unknown or finished ids are ignored."""
         self.commands.offer(lambda: self.sequences.cancel(request_id, reason, time.monotonic()))
 
+    def spare_rows(self, num_tokens: int) -> int:
+        """Return how many candidates of `num_tokens` each find room that nothing else needs."""
+        waits = self._requests_waiting > 1 or self.error or self.commands.stopping
+        return 0 if waits else self.sequences.spare_rows(num_tokens, time.monotonic())
+
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def submit_pairs(self, pairs: list[TokenPair]) -> None:
@@ -207,6 +212,10 @@ class Engine:
         if pairs:
             # An engine that has ended trains no more; the pairs stay queued in the store.
             self.commands.offer(lambda: self.finetuning.submit(pairs))
+
+    def practise(self, adapter: str, pairs: list[TokenPair]) -> None:
+        """Train an adapter on practice while people's own pairs leave time, in place of what is left of the last."""
+        self.commands.offer(lambda: self.finetuning.practise(adapter, pairs))
 
     def withdraw(self, pair_ids: Collection[int]) -> None:
         """Train no more on these pairs."""

@@ -15,7 +15,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierHistory
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_idle_replay
+from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_practice
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FinetuneStep
 from edged.align.trainer import Trainer
@@ -58,8 +58,8 @@ class StepTable:
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
         self.pairs_queued = self.pairs_waiting = 0
-        self.idle_replay_due = False
-        """Whether learned pairs are to be trained on again in idle time."""
+        self.practice_due = False
+        """Whether there is practice to train on."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
@@ -82,6 +82,11 @@ class StepTable:
             return
         self._trainer.pair_queues.tick(time.monotonic())
         self._trainer.submit(pairs)
+
+    def practise(self, adapter: str, pairs: list[TokenPair]) -> None:
+        """Hand practice to the trainer."""
+        if self.trains:
+            self._trainer.practise(adapter, pairs)
 
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
@@ -126,24 +131,21 @@ class StepTable:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        if not (ready or self.open_steps) and (adapter := self._trainer.pair_queues.idle_replay()):
-            if not sum(self._scheduler.counts().values()):
-                self._try_begin(adapter, now, 0, False)
-            elif self._trainer.pair_queues.queues[adapter].idle_versions:
-                # Its versions waited for further passes, which must wait for requests.
-                self._trainer.pair_queues[adapter].guard.test_soon = True
+        if not (ready or self.open_steps):
+            for adapter in self._trainer.pair_queues.practising()[:1]:
+                self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
 
     def _make_way(self, ready: bool, slots_wanted: bool) -> None:
-        """Take the step of a job or a pass out of the way of people's own pairs and of requests; it begins again.
+        """Take the step of a job or of practice out of the way of people's own pairs and of requests; it begins again.
 
-        It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them. A pass
-        also ends for its adapter's own work, and for a job.
+        It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
+        Practice also ends for its adapter's own work, and for a job.
         """
         bulk = [open_step for open_step in self.open_steps.values() if open_step.task.bulk]
         for open_step in list(bulk):
             queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
             wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
-            if wanted and is_idle_replay(queue.taken):
+            if wanted and is_practice(queue.taken):
                 self.abandon(queue.name)
                 bulk.remove(open_step)
         if not bulk:
@@ -307,7 +309,7 @@ class StepTable:
         """
         queues, totals = self._trainer.pair_queues, self._stats.totals
         self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
-        self.idle_replay_due = bool(queues.idle_replay())
+        self.practice_due = bool(queues.practising())
         if self._trainer.records:
             records, self._trainer.records = self._trainer.records, []
             for record in records:
@@ -355,8 +357,8 @@ class StepTable:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
-            "repeating": next((name for name in bulk if name not in self._trainer.jobs), ""),
-            "idle_replay_due": self.idle_replay_due,
+            "practising": next((name for name in bulk if name not in self._trainer.jobs), ""),
+            "practice_due": self.practice_due,
             "steps": self._trainer.steps,
             "active_adapters": list(open_steps[0].step.adapters) if open_steps else [],
             "testing": any(not isinstance(open_step.step, DpoStep) for open_step in open_steps),
@@ -408,7 +410,7 @@ class StepTable:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or is_idle_replay(self._trainer.pair_queues.queues[adapter].taken)
+        task.bulk = adapter in self._trainer.jobs or is_practice(self._trainer.pair_queues.queues[adapter].taken)
         open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now)
         self._sync(open_step)
         self._scheduler.add(task, now)

@@ -91,7 +91,7 @@ function placed(rows, versions) {
 }
 
 /** Whether a version is a step's, as most are: of new pairs, of learned ones in idle time, or of a job. */
-export const isTrained = (version) => ["trained", "repeated", "job"].includes(version.reason);
+export const isTrained = (version) => ["trained", "practised", "repeated", "job"].includes(version.reason);
 
 function marks(rows, versions) {
   const shown = placed(rows, versions);

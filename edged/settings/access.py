@@ -138,6 +138,7 @@ class LimitSettings(Section):
     requests_per_minute: Limit = setting(0, "completions that a user may ask for; 0: no limit")
     tokens_per_minute: Limit = setting(0, "tokens of a user's prompts and answers; 0: no limit")
     concurrent_requests: Limit = setting(0, "a user's answers at once, n choices count n; 0: no limit")
+    best_of: int = setting(16, "answers that a request's best_of may have drawn", ge=1)
     feedback_per_minute: Limit = setting(0, "signals and pairs of a user; 0: no limit")
     queued_pairs: Limit = setting(5000, "a user's pairs that may wait to be learned, if align.enabled; 0: no limit")
     stored_mb: Limit = setting(0, "what is kept of a user / 2^20; 0: no limit")

@@ -29,7 +29,8 @@ log = logging.getLogger("edged.settings")
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
 RENAMED = {
-    "align.idle_passes": "align.idle_replay",
+    "align.idle_passes": "align.practice",
+    "align.idle_replay": "align.practice",
     "cache.spill": "cache.offload",
     "cache.spill_mb": "cache.offload_mb",
     "model.short_layers": "model.cpu_kernels",
@@ -92,6 +93,12 @@ class ServingSettings(Section):
     max_queue: Count = setting(1024, "requests that may wait; beyond it the API answers 429")
     max_batch_tokens: int = setting(1024, "tokens of one iteration's forward", ge=16)
     default_max_tokens: Count = setting(512, "answer length when the request names none")
+    best_of: str = setting(
+        "auto",
+        "answers that a user's taste model chooses from: auto (4, once it is sure), off, or a number; drawn in room"
+        " that nothing else needs",
+        pattern=r"auto|off|[1-9]\d?",
+    )
     on_update: Literal["hot", "pin"] = setting(
         "hot", 'a new version reaches running answers ("hot") or only later ones ("pin")'
     )
@@ -209,9 +216,12 @@ class AlignSettings(Section):
     rank: Count = setting(16, "LoRA rank")
     alpha: Positive = setting(32.0, "LoRA alpha; the update is scaled by alpha / rank")
     target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
+    kl_budget: Positive = setting(
+        0.3, "most KL to the base, in nats a token of an adapter's own answers, that practice goes to"
+    )
     epochs: Count = setting(1, "times that a pair is trained on")
-    idle_replay: int = setting(
-        2, "further times, in idle time, that the latest pairs are trained on while held-out pairs improve", ge=0
+    practice: bool = setting(
+        True, "learn further from answers that an adapter draws in spare time, as its user's taste model judges them"
     )
     micro_batch_pairs: Count = setting(4, "pairs of one optimizer step")
     accumulate_s: float = setting(
@@ -230,6 +240,11 @@ class AlignSettings(Section):
     )
     max_loaded_adapters: Count = setting(64, "adapters kept in memory when idle; others are read from disk")
     max_active_adapters: Count = setting(32, "adapters held in the model at once")
+
+    @field_validator("practice", mode="before")
+    @classmethod
+    def _was_a_number(cls, value: Any) -> Any:
+        return value if isinstance(value, bool) or not str(value).isdigit() else int(value) > 0
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -108,7 +108,7 @@ def usual(db: Database, adapter: str) -> tuple[Sequence[float], Sequence[float],
     ).fetchall()
     # Gradients of single ratings and of learned pairs are smaller than those of new pairs.
     norms = f"""SELECT grad_norm FROM adapter_versions AS v
-                    WHERE adapter = :adapter AND grad_norm > 0 AND reason <> 'repeated'
+                    WHERE adapter = :adapter AND grad_norm > 0 AND reason NOT IN ('repeated', 'practised')
                     AND NOT EXISTS (SELECT 1 FROM pairs WHERE adapter = :adapter AND trained_version = v.version
                         AND '' IN (chosen, rejected))
                     ORDER BY version DESC LIMIT {LATEST}"""

@@ -61,7 +61,12 @@ class LiveDaemon:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.model = folder, model
         self.socket, self.data, self.log_file = folder / "edged.sock", folder / "data", folder / "log"
-        ours = {"model__path": model, "api__socket": self.socket, "store__data_dir": self.data, "align__idle_replay": 0}
+        ours = {
+            "model__path": model,
+            "api__socket": self.socket,
+            "store__data_dir": self.data,
+            "align__practice": False,
+        }
         named = {f"EDGED_{name.upper()}": str(value) for name, value in {**ours, **settings}.items()}
         named |= environ or {}
         self.process = _forked.Process(target=_serve, args=(named, str(self.log_file), download_s), daemon=True)

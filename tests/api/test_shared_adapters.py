@@ -63,7 +63,7 @@ def test_alarms_name_an_adapter_to_those_who_may_speak_for_it(daemon: LiveDaemon
 def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
     body = {
         "forgetting": {"ann": "vacuuming", "bob": "vacuuming"},
-        "finetune": {"active_adapters": ["ann", "bob"], "alarms": ["ann", "bob"], "repeating": "ann", "steps": 3},
+        "finetune": {"active_adapters": ["ann", "bob"], "alarms": ["ann", "bob"], "practising": "ann", "steps": 3},
         "fairness": {
             "users": {"ann": {"counter": 1.0}, "bob": {"counter": 2.0}},
             "runs": [{"user": "ann"}, {"user": "bob"}],
@@ -74,7 +74,7 @@ def test_a_status_for_another_has_no_name_that_is_not_its_own() -> None:
     assert visible(body, bob) == {
         "caller": {"name": "bob", "roles": ["train", "use"], "users": ["bob"]},
         "forgetting": {"bob": "vacuuming"},
-        "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "repeating": "", "steps": 3},
+        "finetune": {"active_adapters": ["bob"], "alarms": ["bob"], "practising": "", "steps": 3},
         "fairness": {"users": {"bob": {"counter": 2.0}}, "runs": [{"user": "bob"}]},
         "readers": {"qoe_mean": 0.9, "users": {"bob": {"qoe_mean": 1.0}}},
     }

@@ -90,15 +90,11 @@ class BuiltEngine(Engine):
 def running_engine(
     tmp_path: Path, kind: str = "llama", data: str = "data", fails: bool = False, **settings: Any
 ) -> Iterator[tuple[BuiltEngine, Client]]:
-    """An engine on a saved tiny model, which `fails` or not; `settings` are section__key overrides.
-
-    Without `align__idle_replay` there are none, so that it ends when its pairs are learned.
-    """
+    """An engine on a saved tiny model, which `fails` or not; `settings` are section__key overrides."""
     model = tmp_path / f"model-{kind}"
     if not model.exists():
         save_tiny(model, kind)
     overrides = {"model.device": str(DEVICE), "model.dtype": "float32", "cache.page_size": 8, "cache.memory_mb": 4}
-    overrides["align.idle_replay"] = 0
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     made: Settings = load_settings(environ={}, overrides=overrides)
     client = Client()

@@ -105,7 +105,7 @@ def test_a_full_disk_stops_no_answer_loses_no_acknowledged_feedback_and_teaches_
     settings = {
         "store__save_every_s": 0.1,
         "align__replay_share": 0,
-        "align__idle_replay": 0,
+        "align__practice": False,
         "guard__held_out_share": 0,
     }
     with small_disk(tmp_path / "data"), running(tmp_path, model, **settings) as daemon, daemon.http() as http:

@@ -19,7 +19,7 @@ from tests.models import save_tiny
 SETTINGS = {
     "store__save_every_s": 0.1,
     "align__replay_share": 0,
-    "align__idle_replay": 0,
+    "align__practice": False,
     "align__micro_batch_pairs": 2,
     "guard__held_out_share": 0,
     "feedback__pairs_per_hour": 0,

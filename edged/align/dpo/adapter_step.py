@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -83,6 +84,8 @@ class AdapterStep:
         """Every rated answer's prompt with another one's answer, where the loss is KTO's: they are scored first."""
         self._origins: list[float] = []
         """Log-ratios of the `mismatched` ones so far."""
+        self._ratios: list[float] = []
+        """Log-ratios per token of practice pairs' answers: they are the adapter's own, so their mean is its KL."""
         self._taken: list[PairOutcome] = []
         """Outcomes of all pairs so far."""
         self._mark: tuple[int, int, list[torch.Tensor]] | None = None
@@ -146,9 +149,16 @@ class AdapterStep:
         """Save the state between two micro-batches, to which `restart` returns."""
         self._mark = len(self._taken), len(self._origins), [total.clone() for total in self._totals]
 
-    def figures(self, seconds: float) -> dict[str, float]:
+    def figures(self, seconds: float) -> dict[str, Any]:
         """Return what `VersionPublished` tells of the step, which took `seconds`."""
-        return {"pairs": self.trained, "loss": self.loss, "grad_norm": self.grad_norm, "step_s": seconds}
+        kl = sum(self._ratios) / len(self._ratios) if self._ratios else None
+        return {
+            "pairs": self.trained,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "step_s": seconds,
+            "kl_nats": kl,
+        }
 
     def restart(self) -> None:
         """Undo the current micro-batch: return to the end of the one before."""
@@ -170,10 +180,14 @@ class AdapterStep:
         origin = max(0.0, sum(self._origins) / len(self._origins)) if self._origins else 0.0
         loss = example_loss(pair, answers, self._align, origin)
         fresh = pair.pair_id in self._fresh_ids
-        verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if fresh else Verdict()
+        judged = fresh and not pair.practice
+        verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if judged else Verdict()
         train = loss.loss >= self._align.loss_threshold and not verdict.why
         known = replace(pair, ref_chosen_logp=answers[0].ref_logp, ref_rejected_logp=answers[1].ref_logp)
-        new = fresh and not pair.epochs_done and not pair.single
+        if pair.practice and not pair.imitate:
+            tokens = sum(answer.num_tokens for answer in answers[:2])
+            self._ratios.append(sum(answer.ratio for answer in answers[:2]) / max(tokens, 1))
+        new = judged and not pair.epochs_done and not pair.single
         score = pair_score(pair, self.version, "prequential", answers, loss) if new else None
         self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.objective, loss.count))
         return loss if train else None
@@ -184,7 +198,7 @@ class AdapterStep:
 
     def _max_norm(self) -> float:
         """The largest usual gradient norm; infinite where all new pairs to train on are trusted."""
-        trained = [outcome.pair.trusted for outcome in self.outcomes if outcome.trained]
+        trained = [outcome.pair.trusted or outcome.pair.practice for outcome in self.outcomes if outcome.trained]
         return math.inf if trained and all(trained) else self._detector.max_norm()
 
     def finish(self) -> None:
@@ -192,7 +206,11 @@ class AdapterStep:
 
         `error`, `burst`, `doubted` and `rejected_reason` tell why it was not taken.
         """
-        new = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.trusted)]
+        new = [
+            outcome
+            for outcome in self.outcomes
+            if not (outcome.pair.epochs_done or outcome.pair.trusted or outcome.pair.practice)
+        ]
         judged = [outcome for outcome in new if not outcome.pair.single]
         burst = self._detector.burst([outcome.verdict for outcome in judged])
         # A change of preferences begins as a burst of the user's own signals.

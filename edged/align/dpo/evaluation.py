@@ -115,7 +115,11 @@ class HeldOutEvaluation:
             self.neutral.append(pair)
             self._neutral_logp += sum(answer.logp for answer in answers[:2])
         else:
-            mean_kl = sum(kl[pair_forward.owners][:2]) / max(sum(answer.num_tokens for answer in answers[:2]), 1)
+            # People's own texts are far from the base by nature, before an answer has changed.
+            own = pair.own if any(pair.own) else (True, True)
+            measured = [at for at in range(2) if own[at]]
+            tokens = sum(answers[at].num_tokens for at in measured)
+            mean_kl = sum(kl[pair_forward.owners][at] for at in measured) / max(tokens, 1)
             loss = example_loss(pair, answers, self.align)
             self.scores.append(pair_score(pair, self.version, "held_out", answers, loss, mean_kl))
         self.free()

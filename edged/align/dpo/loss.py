@@ -170,8 +170,12 @@ def example_loss(
 ) -> ExampleLoss:
     """The loss of a pair, or of a single rating: see `rating_loss`.
 
-    Where single ratings are not learned, a good answer alone is an example of "sft" and "dft".
+    An answer that is imitated has its NLL per token. Where single ratings are not learned, a good answer alone is an
+    example of "sft" and "dft".
     """
+    if pair.imitate:
+        # One example counts as one pair, however long it is.
+        return ExampleLoss(-answers[0].mean, (-1.0 / max(answers[0].num_tokens, 1), 0.0))
     if pair.single and not (pair.chosen and align.unpaired == "off" and align.loss in ("sft", "dft")):
         return rating_loss(answers, bool(pair.chosen), align.beta, origin)
     return preference_loss(answers, align)

@@ -33,6 +33,12 @@ class TokenPair:
     """Whether a version that had learned it was taken back: it was admitted and judged before."""
     first_party: bool = False
     """Whether it is a choice or an edit by the adapter's own account: many contrary ones are a change."""
+    practice: bool = False
+    """Whether the daemon made it of its own answers: it is trained on once, unjudged, and is in no store."""
+    imitate: bool = False
+    """Whether `chosen`, its only answer, is learned token by token (NLL), and not as a rating."""
+    own: tuple[bool, bool] = (True, True)
+    """Whether the model itself gave the chosen and the rejected answer."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,16 +48,16 @@ class TokenPair:
     @property
     def single(self) -> bool:
         """Whether it is a rating of one answer: a good one has no `rejected`, a bad one no `chosen`."""
-        return not (self.chosen and self.rejected)
+        return not (self.imitate or (self.chosen and self.rejected))
 
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
         """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
 
 
-def is_idle_replay(pairs: Sequence[TokenPair]) -> bool:
-    """Whether a step's own pairs are those of a pass in idle time: learned ones."""
-    return bool(pairs) and pairs[0].state == "trained"
+def is_practice(pairs: Sequence[TokenPair]) -> bool:
+    """Whether a step's own pairs are practice."""
+    return bool(pairs) and pairs[0].practice
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +96,7 @@ class PairScored:
 
 @dataclass(frozen=True, slots=True)
 class PairRetired:
-    """The record that a pair's training ended (CheckEnd) or made progress: with `state` "queued" epochs are left.
-
-    A pass in idle time over a learned pair credits no version with it: `version` is 0.
-    """
+    """The record that a pair's training ended (CheckEnd) or made progress: with `state` "queued" epochs are left."""
 
     pair_id: int
     adapter: str
@@ -107,8 +110,8 @@ class PairRetired:
 class VersionPublished:
     """The record of an adapter's new version.
 
-    `reason` is "trained", "trained: ..." (preferences have changed), "repeated" (a pass over learned pairs in idle
-    time), "job" (a step of a fine-tuning job), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
+    `reason` is "trained", "trained: ..." (preferences have changed), "practised" (a step over the daemon's own
+    pairs), "job" (a step of a fine-tuning job), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
     `restored` is the earlier version whose weights these are, 0 the untrained ones.
     """
 
@@ -121,6 +124,8 @@ class VersionPublished:
     grad_norm: float | None = None
     step_s: float = 0.0
     restored: int | None = None
+    kl_nats: float | None = None
+    """Of a step of practice: KL to the base per token of the answers in it, which the adapter gave by itself."""
     step_scale: float = 1.0
     """Share of the step size that is left to the adapter after broken versions."""
 

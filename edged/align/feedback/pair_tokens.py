@@ -100,6 +100,7 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
         again=row.note.startswith(TAKEN_BACK),
         first_party=row.direct,
         trusted=row.trusted,
+        own=(stored[0] is not None, stored[1] is not None),
     )
     return pair, "; ".join(notes)
 
