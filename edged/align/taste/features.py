@@ -1,0 +1,262 @@
+"""Named features of a text: words, how it begins and ends, length, marks, case, and small lists of related words.
+
+Must not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from zlib import crc32
+
+import numpy as np
+
+_MAX_CHARS = 12_000
+_WORD = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
+    r"|[^\W\d_](?:[^\W_]|[\u0300-\u036f\u0900-\u0dff]|['’](?=\w))*|\d+"
+)
+"""A word; a character alone in scripts that put no spaces between words."""
+_SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)|[。！？]+|\n+")
+_LIST_LINE = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)
+_MARKS = {
+    "!": "exclamation mark", "?": "question mark", ",": "comma", ":": "colon", ";": "semicolon", "-": "dash",
+    "(": "bracket", '"': "quotation mark", "*": "asterisk", "'": "apostrophe", "...": "ellipsis",
+}  # fmt: skip
+_SAME_MARK = {"！": "!", "？": "?", "，": ",", "：": ":", "；": ";", "–": "-", "—": "-", "（": "(", "“": '"', "„": '"',
+              "«": '"', "’": "'", "…": "...", "。": "."}  # fmt: skip
+_KINDS = {
+    "addresses the reader": "you your yours yourself you're you'll you've you'd",
+    "speaks of itself": "i me my mine i'm i'd i'll i've we our us",
+    "careful words": "may might could perhaps maybe possibly probably likely usually generally often sometimes seems "
+    "seem appears around about roughly can should depends typically somewhat rather",
+    "formal words": "certainly please kindly gladly unfortunately therefore approximately recommend suggest advisable "
+    "sufficient prior assist pleasure delighted regret trust require requires additionally however furthermore "
+    "ensure consider important essential consult would shall upon dear sincerely regards welcome course",
+    "casual words": "sure yeah yep nope hey hi okay ok gonna wanna gotta kinda just super pretty neat awesome stuff "
+    "tons cool grab pop stick throw toss chuck bit guys fun folks lol thing things",
+    "warm words": "great good wonderful enjoy happy love lovely delicious perfect best beautiful amazing excellent fun "
+    "nice glad excited fantastic favorite favourite easy fresh delightful thank thanks tasty success welcome",
+    "dark words": "not no never don't can't won't bad avoid unfortunately problem problems sorry risk harmful wrong "
+    "difficult hard worse worst danger dangerous pain fail isn't doesn't",
+    "greeting": "hello hi hey dear greetings welcome good",
+    "thanks": "thank thanks grateful appreciate",
+    "metric units": "c km cm mm m ml l kg g gram grams litre litres liter liters metre metres meter meters celsius "
+    "kilometers kilometres kilograms centimeters centimetres",
+    "imperial units": "f mile miles inch inches foot feet yard yards pound pounds lb lbs ounce ounces oz quart quarts "
+    "cup cups fahrenheit tablespoon tablespoons teaspoon teaspoons gallon gallons",
+    "reasons": "because since so therefore thus hence as",
+    "examples": "example instance such like including eg e.g",
+    "order words": "first second third then next finally last lastly after before step",
+    "number words": "one two three four five six seven eight nine ten",
+}
+_KIND_OF: dict[str, list[str]] = {}
+for _kind, _list in _KINDS.items():
+    for _word in _list.split():
+        _KIND_OF.setdefault(_word, []).append(_kind)
+_COMMANDS = (
+    "use try put take make keep add let go get start begin cook boil place set turn open check choose find buy "
+    "bring pack walk drink eat avoid read write look wash clean cut mix heat bake stick grab pop just please "
+    "simply wear always remember ensure consider rinse store leave don't do give ask call visit practice create "
+    "pick"
+)
+_STARTS = {
+    "a command": frozenset(_COMMANDS.split()),
+    "a greeting": frozenset(_KINDS["greeting"].split()),
+}
+_LENGTHS = (5, 10, 15, 20, 25, 30, 40, 60, 100, 200)
+SCALES = {
+    "word": 0.35, "pair": 0.3, "start": 0.6, "start2": 0.4, "last": 0.4, "opens": 1.0, "end": 1.0, "has": 0.8,
+    "rate": 0.5, "kind": 0.8, "kindrate": 0.6, "short": 0.5, "length": 0.8, "sentences": 0.8, "shape": 0.8,
+}  # fmt: skip
+"""The prior's standard deviation of a feature's weight, by the kind of feature (the part of its name before ":")."""
+_WHOLE = frozenset({"last", "end", "short", "length", "sentences"})
+"""Kinds that only a whole text has, not its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """The features of one text: `names`, their `hashes`, and `values` in units of their prior's standard deviation."""
+
+    names: tuple[str, ...]
+    hashes: np.ndarray
+    values: np.ndarray
+
+
+_cache: OrderedDict[tuple[str, bool], Features] = OrderedDict()
+_CACHE_TEXTS = 4096
+_CACHE_LONG_CHARS = 2000
+_lock = Lock()
+
+
+def features(text: str, ended: bool = True) -> Features:
+    """Return the features of `text`; `ended` False: of a beginning, whose end and length mean nothing."""
+    key = (text, ended)
+    with _lock:
+        if (found := _cache.get(key)) is not None:
+            _cache.move_to_end(key)
+            return found
+    named = extract(text[:_MAX_CHARS])
+    if not ended:
+        named = {name: value for name, value in named.items() if kind_of(name) not in _WHOLE}
+    names = tuple(named)
+    hashes = np.array([crc32(name.encode("utf-8", "replace")) for name in names], np.int64)
+    made = Features(names, hashes, np.array([value * SCALES[kind_of(name)] for name, value in named.items()]))
+    with _lock:
+        _cache[key] = made
+        while len(_cache) > _CACHE_TEXTS:
+            _cache.popitem(last=False)
+    return made
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a feature: the part of its name before ":"."""
+    return name.partition(":")[0]
+
+
+def subject_of(name: str) -> str:
+    """Return what a feature is about, which near-duplicates share: "!" of "end:!", "has:!" and "rate:!"."""
+    if name == "opens:exclamation":
+        return "!"
+    kind, _, rest = name.partition(":")
+    return {"kind": "kind", "kindrate": "kind", "short": "length:", "length": "length:"}.get(kind, "") + rest
+
+
+def extract(text: str) -> dict[str, float]:
+    """Return the features of `text` by name, before their scales."""
+    out: dict[str, float] = {}
+    text = text.strip()
+    words = _WORD.findall(text)
+    lower = [word.lower().replace("’", "'") for word in words]
+    count = len(words)
+    if not count and not text:
+        return {"shape:empty": 1.0}
+    norm = min(1.0, (25 / max(count, 1)) ** 0.5)
+    for word in set(lower):
+        out[f"word:{word}"] = norm
+    for one, two in set(pairwise(lower)):
+        out[f"pair:{one} {two}"] = norm
+    _of_place(text, lower, out)
+    _of_marks(text, count, out)
+    _of_kinds(lower, out)
+    _of_length(text, count, out)
+    _of_shape(text, words, out)
+    return out
+
+
+def _of_place(text: str, lower: list[str], out: dict[str, float]) -> None:
+    if lower:
+        out[f"start:{lower[0]}"] = 1.0
+        out[f"last:{lower[-1]}"] = 1.0
+        out[f"start2:{' '.join(lower[:2])}"] = 1.0
+        for name, openers in _STARTS.items():
+            if lower[0] in openers:
+                out[f"opens:{name}"] = 1.0
+    last = _SAME_MARK.get(text[-1], text[-1])
+    category = unicodedata.category(last)[0]
+    out["end:" + ({"L": "letter", "N": "digit", "M": "letter"}.get(category) or last)] = 1.0
+    first_end = _SENTENCE_END.search(text)
+    if first_end and "!" in first_end[0]:
+        out["opens:exclamation"] = 1.0
+
+
+def _of_marks(text: str, count: int, out: dict[str, float]) -> None:
+    found: dict[str, int] = {}
+    for char in text:
+        if char.isalpha() or char == " ":
+            continue
+        name = _SAME_MARK.get(char, char)
+        if name not in _MARKS:
+            if name.isdigit():
+                name = "digit"
+            elif name == "\n":
+                name = "line break"
+            elif unicodedata.category(char) == "So" and ord(char) > 0x2000:
+                found[char] = found.get(char, 0) + 1
+                name = "emoji"
+            elif unicodedata.category(char)[0] not in "PS" or char == ".":
+                continue
+        found[name] = found.get(name, 0) + 1
+    for name, times in found.items():
+        out[f"has:{name}"] = 1.0
+        out[f"rate:{name}"] = math.log1p(times) + 10 * min(times / max(count, 10), 0.3)
+
+
+def _of_kinds(lower: list[str], out: dict[str, float]) -> None:
+    found: dict[str, int] = {}
+    for word in lower:
+        for kind in _KIND_OF.get(word, ()):
+            found[kind] = found.get(kind, 0) + 1
+        if "'" in word:
+            found["contractions"] = found.get("contractions", 0) + 1
+    for kind, times in found.items():
+        out[f"kind:{kind}"] = 1.0
+        out[f"kindrate:{kind}"] = math.log1p(times) + 5 * times / max(len(lower), 10)
+
+
+def _of_length(text: str, count: int, out: dict[str, float]) -> None:
+    out["length:long"] = math.log1p(count or len(text)) - 3.0
+    for most in _LENGTHS:
+        if count <= most:
+            out[f"short:{most}"] = 1.0
+    sentences = sum(1 for part in _SENTENCE_END.split(text) if part and part.strip())
+    out[f"sentences:{min(sentences, 6)}"] = 1.0
+
+
+def _of_shape(text: str, words: list[str], out: dict[str, float]) -> None:
+    letters = [word for word in words if word[0].isalpha()]
+    if letters:
+        size = sum(map(len, letters)) / len(letters)
+        out["shape:long words"] = 2 * (size - 4.3)
+        out["shape:very long words"] = 5 * sum(len(word) >= 8 for word in letters) / len(letters) - 0.5
+        if text == text.lower() != text.upper():
+            out["shape:lower case"] = 1.0
+        elif text == text.upper() != text.lower():
+            out["shape:upper case"] = 1.0
+        if text[0].isalpha() and text[0] == text[0].lower() != text[0].upper():
+            out["shape:starts small"] = 1.0
+        capitals = sum(word[0].isupper() for word in letters)
+        out["shape:capitals"] = 4 * capitals / len(letters) - 0.5
+    if len(_LIST_LINE.findall(text)) >= 2:
+        out["shape:list"] = 1.0
+
+
+def describe(name: str) -> str:
+    """Return a feature in words, as a person reads it."""
+    kind, _, rest = name.partition(":")
+    mark = _MARKS.get(rest, rest)
+    if kind == "end":
+        return {"letter": "ends without a mark", "digit": "ends with a digit", "?": "ends with a question"}.get(
+            rest, f"ends with {_article(mark)}"
+        )
+    if kind in ("has", "rate"):
+        return f"{mark}s" if mark in ("digit", "line break", "emoji") or rest in _MARKS else f'"{rest}"'
+    if kind == "opens":
+        return "opens with an exclamation" if rest == "exclamation" else f"starts with {rest}"
+    if kind == "sentences":
+        return {"0": "no sentence", "1": "exactly one sentence", "6": "six sentences or more"}.get(
+            rest, f"exactly {rest} sentences"
+        )
+    texts = {
+        "word": f'the word "{rest}"',
+        "pair": f'"{rest}"',
+        "start": f'starts with "{rest}"',
+        "start2": f'starts with "{rest}"',
+        "last": f'the last word "{rest}"',
+        "short": f"at most {rest} words",
+        "length": "long",
+    }
+    shapes = {"lower case": "all lower case", "upper case": "all capitals", "starts small": "a small letter first",
+              "list": "a list", "capitals": "many capitals", "empty": "empty"}  # fmt: skip
+    return texts.get(kind) or shapes.get(rest, rest)
+
+
+def _article(mark: str) -> str:
+    if mark not in _MARKS.values():
+        return f'"{mark}"'
+    return f"an {mark}" if mark[0] in "aeiou" else f"a {mark}"

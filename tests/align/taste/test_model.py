@@ -1,0 +1,155 @@
+"""The taste model: what it prefers, how sure it is, and what it says that it believes."""
+
+import random
+
+import numpy as np
+import pytest
+
+from edged.align.taste.model import Opinion, Taste
+
+STARTS = ("Bake it", "Let it rest", "Walk to the station", "Open the window", "Read the manual", "Water the plant")
+MIDDLES = ("for ten minutes", "before noon", "with some care", "at the table", "near the river", "as you like")
+
+
+def prompt(number: int) -> str:
+    return (
+        f"{random.Random(number).choice(('How do I', 'When should I', 'Can I'))} {STARTS[number % 6].lower()} {number}"
+    )
+
+
+def answer(rng: random.Random, mark: str) -> str:
+    sentences = [f"{rng.choice(STARTS)} {rng.choice(MIDDLES)}" for _ in range(rng.randint(1, 3))]
+    return ". ".join(sentences) + mark
+
+
+def picks(count: int, liked: str = "!", start: int = 0, at_s: float = 0.0) -> list[Opinion]:
+    """Picks of one of four answers: the one that ends with `liked`."""
+    out = []
+    for number in range(start, start + count):
+        rng = random.Random(number)
+        others = [answer(rng, mark) for mark in ".!?" if mark != liked] + [answer(rng, ".")]
+        chosen = answer(rng, liked)
+        out += [Opinion(prompt(number), chosen, other, 1.0, at_s + number) for other in others]
+    return out
+
+
+def share_liked(taste: Taste, liked: str = "!", asked: int = 40) -> float:
+    """Share of unseen prompts for which the best of four answers ends with `liked`."""
+    hits = 0
+    for number in range(1000, 1000 + asked):
+        rng = random.Random(number)
+        answers = [answer(rng, mark) for mark in "!..?"]
+        rng.shuffle(answers)
+        hits += answers[int(np.argmax(taste.scores(prompt(number), answers)))].endswith(liked)
+    return hits / asked
+
+
+def test_five_picks_show_on_unseen_prompts():
+    assert share_liked(Taste.fit(picks(5))) >= 0.9
+
+
+def test_ten_picks_the_other_way_change_its_mind():
+    assert share_liked(Taste.fit(picks(20) + picks(10, liked="?", start=20)), "?") >= 0.8
+
+
+def test_it_is_sure_of_a_taste_and_not_of_chance():
+    rng = random.Random(0)
+    chance = [
+        Opinion(each.prompt, *rng.sample([each.chosen, each.rejected], 2), weight=1.0, at_s=each.at_s)
+        for each in picks(20)
+    ]
+    assert Taste.fit(picks(10)).sure > 0.8
+    assert Taste.fit(chance).sure < 0.65
+    assert Taste.fit([]).sure == 0.5
+
+
+def test_signals_that_contradict_each_other_leave_it_unsure():
+    there = picks(6)
+    back = [Opinion(each.prompt, each.rejected, each.chosen, 1.0, each.at_s) for each in there]
+    taste = Taste.fit(there + back)
+    assert taste.sure <= 0.55
+    assert taste.preference("p", "Bake it!", "Bake it.") == pytest.approx(0.5, abs=0.1)
+
+
+def test_ratings_alone_teach():
+    ratings = []
+    for number, each in enumerate(picks(20)):
+        good = number % 3 == 0
+        ratings.append(Opinion(each.prompt, each.chosen if good else "", "" if good else each.rejected, 1.0, number))
+    assert share_liked(Taste.fit(ratings[:20])) >= 0.8
+
+
+def test_preference_is_between_the_two_and_grows_with_evidence():
+    few, many = (Taste.fit(picks(n)).preference("How do I", "Bake it!", "Bake it.") for n in (1, 20))
+    assert 0.5 < few < many < 1
+    back = Taste.fit(picks(20)).preference("How do I", "Bake it.", "Bake it!")
+    assert back == pytest.approx(1 - many)
+
+
+def test_scores_apart_know_nothing_of_the_prompts_own_opinions():
+    lone = Opinion("Only here", "Zebra zebra.", "Quagga quagga.", 1.0, 99.0)
+    taste = Taste.fit([*picks(5), lone])
+    both = ["Zebra zebra.", "Quagga quagga."]
+    seen, apart = taste.scores("Only here", both), taste.scores_apart("Only here", both)
+    without = Taste.fit(picks(5)).scores("Only here", both)
+    assert seen[0] - seen[1] > 0.1
+    assert apart[0] - apart[1] == pytest.approx(without[0] - without[1], abs=0.05)
+
+
+def test_likes_tells_what_was_chosen_from_what_was_rejected():
+    taste = Taste.fit(picks(20))
+    rng = random.Random(7)
+    good = [taste.likes("new", answer(rng, "!")) for _ in range(20)]
+    bad = [taste.likes("new", answer(rng, ".")) for _ in range(20)]
+    assert np.mean(np.array(good) > 0.5) > 0.8
+    assert np.mean(np.array(bad) < 0.5) > 0.8
+
+
+def test_beliefs_say_the_taste_in_words():
+    belief = Taste.fit(picks(10)).beliefs()[0]
+    assert (belief.text, belief.likes, belief.agree, belief.of) == ("ends with an exclamation mark", True, 10, 10)
+
+
+def test_a_struck_belief_has_no_part_and_no_double():
+    taste = Taste.fit(picks(10), struck=["end:!"])
+    assert not any("exclamation" in each.text for each in taste.beliefs(20))
+    scores = taste.scores("p", ["Bake it!", "Bake it,"])
+    assert abs(scores[0] - scores[1]) < 0.5 * abs(
+        np.subtract(*Taste.fit(picks(10)).scores("p", ["Bake it!", "Bake it,"]))
+    )
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("", ""),
+        ("", "b"),
+        ("a", ""),
+        ("a", "a"),
+        ("x " * 5000, "y"),
+        ("你好，世界！", "再见。"),
+        ("😀🎉", "ok"),
+        ("\n", "\t "),
+    ],
+)
+def test_any_text_is_taken(texts):
+    taste = Taste.fit([Opinion("", *texts, weight=1.0, at_s=0.0)])
+    assert np.isfinite(taste.scores("", ["", "a", "你好", "\ud800"])).all()
+    assert 0 <= taste.preference("", "a", "b") <= 1
+    assert 0 <= taste.likes("p", "a") <= 1
+    assert 0.5 <= taste.sure <= 1
+    taste.beliefs()
+
+
+def test_a_beginning_is_not_judged_by_its_end():
+    taste = Taste.fit(picks(10))
+    one, other = taste.scores("p", ["Bake it,", "Bake it-"], ended=False)
+    assert abs(one - other) < 2
+    assert taste.scores("p", ["Wow! Bake it", "Bake it"], ended=False)[0] > 0
+
+
+def test_the_same_opinions_in_any_order_make_the_same_taste():
+    opinions = picks(10)
+    mixed = random.Random(1).sample(opinions, len(opinions))
+    answers = ["Bake it!", "Let it rest.", "Go?"]
+    assert Taste.fit(opinions).scores("p", answers) == pytest.approx(Taste.fit(mixed).scores("p", answers), abs=1e-6)
