@@ -17,10 +17,12 @@ from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
 from edged.api.outcomes import LatestOutcomes
+from edged.api.practice import Practice
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
 from edged.api.status import report
+from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
@@ -80,6 +82,7 @@ def assemble(
         answers.on_records(records)
         outcomes.on_records(records)
         job_runner.on_records(records)
+        practice.on_records(records)
         return recorded
 
     engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)
@@ -93,7 +96,12 @@ def assemble(
     journal = Journal(store, facts["fingerprint"])
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, tokenizer, engine, event_router, feed.tell_answer)
-    feedback_intake = FeedbackIntake(store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes)
+    tastes = Tastes(store, event_router.loop)
+    practice = Practice(store, tokenizer, engine, event_router, tastes, live)
+    tastes.changed = practice.on_taste
+    feedback_intake = FeedbackIntake(
+        store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit
+    )
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
     job_runner = JobRunner(*about, feedback_intake.release)
     monitor = DeviceMonitor(facts["device"])
@@ -111,6 +119,8 @@ def assemble(
         feedback_intake=feedback_intake,
         version_answers=answers,
         job_runner=job_runner,
+        tastes=tastes,
+        practice=practice,
         monitor=monitor,
         admission=TenantQueue(
             lambda: queue_sizes(live.current.serving),

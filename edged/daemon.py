@@ -160,6 +160,7 @@ class Daemon:
         services.engine.start()
         services.monitor.start()
         services.job_runner.start()
+        services.practice.start()
         self._lifecycle.services, self._lifecycle.phase = services, "ready"
         # Maintenance counts all rows first, which takes long in a large database.
         services.maintenance.start()
@@ -184,12 +185,14 @@ class Daemon:
             if isinstance(outcome, Exception):
                 log.error("an adapter was not forgotten to the end: %s", outcome)
         started = time.monotonic()
+        await services.practice.close()
         await _in_thread(lambda: engine.stop(drain_s))
         # Governors hold the engine back to its end; a reading may take long, and must not block the event loop.
         await _in_thread(services.monitor.stop)
         await runner.cleanup()
         await _in_thread(services.job_runner.close)
         services.feedback_intake.close()
+        services.tastes.close()
         await _in_thread(services.maintenance.stop)
         journal.flush()
         if failed := engine.error or services.store.failed:

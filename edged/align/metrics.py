@@ -6,8 +6,9 @@ model (TRL's names) stand beside them.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sqlite_utils import Database
@@ -16,8 +17,8 @@ AdapterSummary = dict[str, Any]
 RECENT_PAIRS = 50
 """Number of latest pairs in the `_recent` means and the series' running means."""
 
-_FIRST_PAIRS = 10
-"""Fewest pairs for a verdict on how well an adapter predicts them."""
+_FIRST_ANSWERS = 6
+"""Fewest answers for a verdict on them."""
 _DEVIATIONS = 1.96
 """Standard deviations within which 95 % of a normal distribution lie."""
 
@@ -32,14 +33,37 @@ _MEANS = {
 }
 
 
-def summaries(db: Database) -> list[AdapterSummary]:
-    """The `summary` of every adapter that has a pair or a version, by name."""
+@dataclass(frozen=True, slots=True)
+class Liked:
+    """How many answers a user's taste model likes, each as (liked, of), fitted without the opinions on their prompts.
+
+    `served` are the latest answers as the user got them; `adapter` and `base` gave theirs by themselves, unchosen.
+    """
+
+    served: tuple[int, int] = (0, 0)
+    adapter: tuple[int, int] = (0, 0)
+    base: tuple[int, int] = (0, 0)
+
+    def report(self) -> dict[str, dict[str, Any] | None]:
+        """Return each share with its number of answers and 95 % interval; None where there are no answers."""
+        return {
+            name: {"share": liked / of, "answers": of, "interval": wilson(liked, of)} if of else None
+            for name, (liked, of) in (("served", self.served), ("adapter", self.adapter), ("base", self.base))
+        }
+
+
+NOT_JUDGED = Liked()
+"""What is known where no answer was judged."""
+
+
+def summaries(db: Database, liked: Mapping[str, Liked] = MappingProxyType({})) -> list[AdapterSummary]:
+    """The `summary` of every adapter that has a pair or a version, by name, with what is `liked` of some."""
     names = db.execute("SELECT adapter FROM pairs UNION SELECT adapter FROM adapter_versions ORDER BY 1").fetchall()
-    return [found for (name,) in names if (found := summary(db, name)) is not None]
+    return [found for (name,) in names if (found := summary(db, name, liked.get(name, NOT_JUDGED))) is not None]
 
 
-def summary(db: Database, adapter: str) -> AdapterSummary | None:
-    """One adapter's metrics; None for an adapter without pairs and versions.
+def summary(db: Database, adapter: str, liked: Liked = NOT_JUDGED) -> AdapterSummary | None:
+    """One adapter's metrics, and what is `liked` of its answers; None for an adapter without pairs and versions.
 
     Keys: adapter, version, pairs_seen, pairs_trained, pairs_queued, pairs_held_out, pairs_skipped,
     pairs_quarantined, ratings_queued (single ratings among those queued), held (a sentence on pairs that wait for a
@@ -48,7 +72,8 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     held_out_reward_accuracy, held_out_kl_nats of the latest version that was tested, held_out_version;
     neutral_nll_change of the latest version that was tested, relative to the base; answer_tokens_recent and
     answer_repetition_recent of the latest RECENT_PAIRS answers; updated_at. Means over nothing are None.
-    reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals, [low, high]; verdict is a sentence.
+    reward_accuracy_recent_interval and win_rate_recent_interval are 95 % intervals, [low, high]; liked is
+    `Liked.report`, and verdict a sentence.
     """
 
     def row(sql: str) -> dict[str, Any]:
@@ -74,7 +99,7 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
                FROM pairs WHERE adapter = :adapter"""
         ),
         **row(f"SELECT {means} {prequential}"),
-        **_judged(row(f"SELECT {_COUNTS} FROM ({latest})"), row(f"SELECT {_COUNTS} {prequential}")),
+        **_intervals(row(f"SELECT {_COUNTS} FROM ({latest})")),
         **row(f"SELECT {recent} FROM ({latest})"),
         **latest_test(db, adapter),
         **row(
@@ -93,37 +118,39 @@ def summary(db: Database, adapter: str) -> AdapterSummary | None:
     pairs, why = found["pairs_quarantined"], found.pop("quarantine_reason")
     found["held"] = f"{pairs} pair{'s' * (pairs > 1)} of {adapter} {'are' if pairs > 1 else 'is'} held: {why}"
     found["held"] = found["held"] if pairs else ""
+    found |= {"liked": liked.report(), "verdict": verdict(liked, found["pairs_seen"])}
     return found if found["pairs_seen"] or found["version"] else None
 
 
-_COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct, total(reward_margin != 0) AS decided"
+_COUNTS = "count(*) AS pairs, sum(win) AS won, sum(reward_correct) AS correct"
 
 
-def _judged(counts: dict[str, Any], ever: dict[str, Any]) -> AdapterSummary:
-    """The verdict on recent pairs: intervals of their shares, and a sentence. An untrained adapter's margins are 0.
+def _intervals(counts: dict[str, Any]) -> AdapterSummary:
+    """The 95 % intervals of recent pairs' reward accuracy and win rate, [low, high]; None without pairs."""
+    shares = {"reward_accuracy": "correct", "win_rate": "won"}
+    return {
+        f"{name}_recent_interval": wilson(counts[key], counts["pairs"]) if counts["pairs"] else None
+        for name, key in shares.items()
+    }
 
-    Where they are no better than chance it says whether all pairs were `ever`: picks between answers that follow a
-    taste alike are.
+
+def verdict(liked: Liked, pairs: int) -> str:
+    """A sentence on whether the answers are what the user likes: better than chance, or not followed yet.
+
+    Chance is what the base's answers reach, and half where none of them were judged.
     """
-    pairs, decided = counts["pairs"], int(counts["decided"])
-    correct, won = (wilson(counts[key], pairs) if pairs else None for key in ("correct", "won"))
-    if decided < _FIRST_PAIRS or correct is None:
-        verdict = f"too early to tell: {decided} pair{'s' * (decided != 1)}"
-    else:
-        low, high = (100 * end for end in correct)
-        share, of = f"{100 * counts['correct'] / pairs:.0f}", f"of the last {pairs} pairs"
-        if low > 50 or high < 50:
-            verdict = f"{'better' if low > 50 else 'worse'} than chance: {share} % {of} ({low:.0f} to {high:.0f})"
-        else:
-            about = f"{share} ± {(high - low) / 2:.0f} % {of}"
-            verdict = f"not better than chance yet: {about}"
-            low, high = (100 * end for end in wilson(ever["correct"], ever["pairs"]))
-            if low > 50:
-                whole = (
-                    f"{100 * ever['correct'] / ever['pairs']:.0f} % of all {ever['pairs']} ({low:.0f} to {high:.0f})"
-                )
-                verdict = f"better than chance before, {whole}, and not now: {about}"
-    return {"reward_accuracy_recent_interval": correct, "win_rate_recent_interval": won, "verdict": verdict}
+    hits, of = liked.served if liked.served[1] >= _FIRST_ANSWERS else liked.adapter
+    if of < _FIRST_ANSWERS:
+        return f"too early to tell: {pairs} pair{'s' * (pairs != 1)}"
+    base_known = liked.base[1] >= _FIRST_ANSWERS
+    base = liked.base[0] / liked.base[1] if base_known else 0.5
+    low, high = wilson(hits, of)
+    kind = "better than chance" if low > base else "worse than chance" if high < base else "not followed yet"
+    told = f"{kind}: {hits / of:.0%} of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
+    told = told.replace("%", " %")
+    if liked.served[1] >= _FIRST_ANSWERS and liked.adapter[1] >= _FIRST_ANSWERS:
+        told += f", {100 * liked.adapter[0] / liked.adapter[1]:.0f} % of those that the adapter gives unchosen"
+    return f"{told}, {100 * base:.0f} % of the base's" if base_known else told
 
 
 def wilson(hits: float, count: int) -> list[float]:
@@ -175,13 +202,13 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
     """The last `limit` versions, newest first.
 
     Keys: version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk; of its test
-    held_out_reward_accuracy over held_out_pairs, kl_nats per token, and neutral_nll_change; the answer to the
-    adapter's first prompt; tested_at, and the problem for which it was taken back ("" where it passed).
+    held_out_reward_accuracy over held_out_pairs, kl_nats per token, and neutral_nll_change; own_kl_nats of practice; the
+    answer to the adapter's first prompt; tested_at, and the problem for which it was taken back ("" where it passed).
     """
     rows = db.query(
         """SELECT version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk,
                held_out_reward_accuracy, coalesce(held_out_pairs, 0) AS held_out_pairs, kl_nats,
-               neutral_nll / neutral_base_nll - 1.0 AS neutral_nll_change, answer,
+               own_kl_nats, neutral_nll / neutral_base_nll - 1.0 AS neutral_nll_change, answer,
                tested_at, problem
            FROM adapter_versions LEFT JOIN (
                SELECT version, avg(reward_correct) AS held_out_reward_accuracy, count(*) AS held_out_pairs,

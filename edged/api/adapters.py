@@ -6,6 +6,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextvars import copy_context
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -31,6 +32,7 @@ from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
 from edged.store.jobs.jobs import checkpoint_of, open_job_of
+from edged.store.preferences import struck
 
 _SERIES_PAIRS = 500
 MAX_SERIES_PAIRS = 100_000
@@ -48,8 +50,11 @@ async def list_adapters(request: web.Request) -> dict[str, Any]:
     """
     services, caller = services_of(request), caller_of(request)
 
+    liked = {name: await services.practice.liked(name) for name in services.tastes.fitted if caller.speaks_for(name)}
+
     def listed() -> list[dict[str, Any]]:
-        known, answered = services.store.read(metrics.summaries), services.store.read(last_answers)
+        known = services.store.read(lambda db: metrics.summaries(db, liked))
+        answered = services.store.read(last_answers)
         root = services.engine.adapter_files.root
         return [
             {
@@ -71,14 +76,21 @@ async def get_adapter(request: web.Request) -> dict[str, Any]:
     """
     services, name = services_of(request), adapter_name(request)
     limit = queried_integer(request, "limit", _SERIES_PAIRS, 1, MAX_SERIES_PAIRS)
+    liked = await services.practice.liked(name)
 
     def read(db: Database) -> dict[str, Any]:
-        summary = metrics.summary(db, name)
+        summary = metrics.summary(db, name, liked)
         if summary is None:
             raise unknown_adapter(name)
-        return {**summary, "versions": metrics.versions(db, name), "series": metrics.series(db, name, limit)}
+        versions, series = metrics.versions(db, name), metrics.series(db, name, limit)
+        return {**summary, "struck": sorted(struck(db, name)), "versions": versions, "series": series}
 
-    return _current(services, await asyncio.to_thread(services.store.read, read))
+    found = _current(services, await asyncio.to_thread(services.store.read, read))
+    # The words of a user are for those who may teach that user.
+    if not caller_of(request).may("train"):
+        return {**found, "beliefs": None, "struck": None}
+    taste = await services.tastes.of(name)
+    return {**found, "beliefs": [asdict(each) for each in taste.beliefs()] if taste is not None else []}
 
 
 async def rollback(request: web.Request) -> RolledBack:

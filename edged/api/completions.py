@@ -10,8 +10,10 @@ from typing import Any, Literal, TypeVar
 from aiohttp import web
 
 from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
+from edged.align.taste.opinions import question_of
 from edged.api import openai_format
 from edged.api.access import caller_of
+from edged.api.best_of import Chooser, chooser_of
 from edged.api.connections import has_begun
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Generation
@@ -59,7 +61,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     # Each job would give its owner further limits.
     tenant = caller.tenant if named is None or caller.job_adapters.owner(named) else named
     # Refuse before the work of tokenizing what can be refused there.
-    limits.demand(tenant, body.choices)
+    if body.drawn > (most := services.settings.limits.best_of) and body.drawn > body.choices:
+        raise bad_request(f'"best_of" = {body.best_of} is more than limits.best_of = {most}', "best_of")
+    limits.demand(tenant, body.drawn)
     completion = await _record(services, body, model, adapter or body.user, caller.tenant)
     sampling = _sampling(services, body, len(completion.prompt_ids))
     if body.stream_options is not None and not body.stream:
@@ -70,8 +74,11 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     name_request(request, completion.id)
     prompt_tokens = len(completion.prompt_ids)
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
-    max_tokens = prompt_tokens + body.choices * sampling.max_tokens
-    generation = Generation(services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace)
+    max_tokens = prompt_tokens + body.drawn * sampling.max_tokens
+    chooser = await _chooser(services, body, completion, sampling)
+    generation = Generation(
+        services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace, chooser
+    )
     with counted(services, generation, names, max_tokens):
         headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
         try:
@@ -82,6 +89,8 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
             async for _ in generation.updates():
                 pass
             await generation.store()
+            if generation.chosen_of > 1 or body.best_of:
+                headers["X-Edged-Best-Of"] = str(generation.chosen_of)
         except BaseException:
             # The client disconnected (the handler is cancelled), or it will get an error.
             generation.abandon()
@@ -109,7 +118,7 @@ def counted(services: Services, generation: Generation, names: RunNames, max_tok
 
     Raises LimitReached.
     """
-    known, tenant, choices = generation.completion, generation.tenant, len(generation.answers)
+    known, tenant, choices = generation.completion, generation.tenant, generation.body.drawn
     services.limits.begin(tenant, choices, max_tokens)
     try:
         said = known.prompt or "\n".join(message["content"] for message in known.messages or ())
@@ -122,6 +131,17 @@ def counted(services: Services, generation: Generation, names: RunNames, max_tok
             services.runs.end(run, len(known.prompt_ids), answers)
     finally:
         services.limits.end(tenant, choices, max_tokens - generation.num_tokens)
+
+
+async def _chooser(services: Services, body: Body, completion: Completion, sampling: Sampling) -> Chooser | None:
+    """Return what chooses the answer among several; None where it is not chosen, or by its likelihood."""
+    if (body.choices > 1 and body.best_of is None) or (body.drawn == body.choices and body.best_of is not None):
+        return None
+    taste = await services.tastes.of(completion.adapter)
+    question = question_of(completion.messages, completion.prompt)
+    if body.best_of is None:
+        return chooser_of(services, taste, question, sampling)
+    return Chooser(taste, question, 1) if taste is not None else None
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:

@@ -59,6 +59,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
             whole &= forgetting.deleted(adapter, partial(forget_files, folder, adapter, store.read(served_base)))
             services.engine.block_saves(adapter, not whole)
             gone += [adapter] if whole else []
+        services.tastes.renew()
         # And what the engine recorded of them meanwhile.
         store.write(lambda db: forget_learning(db, *erased.adapters)).result()
         if not learned and gone == erased.adapters and not any(erased.rows.values()):

@@ -44,6 +44,8 @@ class FeedbackIntake:
     """The base model's fingerprint: what was learned on another model waits until that one is served again."""
     on_records: Callable[[Sequence[Record]], None] = lambda records: None
     """Called with the records of pairs that cannot be learned, once they are on disk."""
+    on_pairs: Callable[[str], None] = lambda adapter: None
+    """Called with each adapter that stored pairs are of, whether they can be learned or not."""
 
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
@@ -138,9 +140,10 @@ class FeedbackIntake:
         if not self.settings.current.align.enabled:
             self._withheld.update(pair_ids)
             return
-        pairs: list[TokenPair] = []
+        pairs, adapters = list[TokenPair](), set[str]()
         in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model)) if not job.paused}
         for row in self._rows(pair_ids):
+            adapters.add(row.adapter)
             if row.state == "skipped":
                 # Dropped since it was to be submitted.
                 continue
@@ -158,6 +161,8 @@ class FeedbackIntake:
             if note and note != row.note:
                 self.store.write(partial(set_pair_note, pair_id=row.id, note=note))
         self.engine.submit_pairs(pairs)
+        for adapter in adapters:
+            self.on_pairs(adapter)
 
     def _skip(self, row: PairRow, reason: str) -> None:
         """Record a pair that could not be tokenized as skipped."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from sqlite_utils import Database
@@ -16,11 +17,12 @@ from sqlite_utils import Database
 from edged.align.feedback.signals import FeedbackResult, note_next_turn
 from edged.align.language import repetition
 from edged.api.admission import LimitReached
+from edged.api.best_of import Blocks, Chooser
 from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun
 from edged.api.services import Services
-from edged.engine.request import Event, FinishEvent, Request, TokenEvent
+from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.runtime.pacer import LAG_S, Pacer
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
@@ -33,6 +35,8 @@ from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 log = logging.getLogger("edged.api")
 STORED_WITHIN_S = 5.0
 """Time for which an answer, or feedback, waits for the database."""
+_LEAST_WAIT_S = 0.25
+"""The least time for which candidates are waited for after the first answer."""
 _TEACHES_NOTHING = "completion %s teaches nothing about the answer before: %s"
 
 
@@ -71,6 +75,11 @@ class ChoiceText:
         """Whether a stream has sent a chunk of this choice."""
         self.pacer: Pacer | None = None
         """Holds text back where the stream is to be smooth."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log-probability of its tokens, where they were asked for; -inf of an empty answer."""
+        return fmean(entry.logprob for entry in self._logprobs) if self._logprobs else -math.inf
 
     @property
     def stopped(self) -> bool:
@@ -165,6 +174,8 @@ class Generation:
     """Whether this turn may count as feedback against the answer before it: the caller may train."""
     pace: Pace | None = None
     """The pace at which each of the answers is read, if any is."""
+    chooser: Chooser | None = None
+    """The chooser of the answer among several, where it is the user's taste model that chooses."""
     run: ApplicationRun = field(init=False)
     """The run of an application that it belongs to, once it is known."""
 
@@ -172,8 +183,16 @@ class Generation:
         self.created_s = int(time.time())
         self.answers = [
             ChoiceText(index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops)
-            for index in range(self.body.choices)
+            for index in range(self.body.drawn)
         ]
+        self.chosen_of = 1
+        """The number of answers, or of continuations of a block, that the answer was chosen from."""
+        self.unchosen_tokens = 0
+        """Tokens of the answers that a request's `best_of` drew and that were not chosen."""
+        self._candidates: dict[str, ChoiceText] = {}
+        """Answers that are drawn beside the first in room that nothing else needs, by request."""
+        self._blocks: Blocks | None = None
+        self._drawing: asyncio.Task[None] | None = None
         reading = self.body.reading
         if reading is not None and self.pace is not None and reading.deliver == "smooth":
             words_per_s, lag_s = self.pace.tokens_per_s / TOKENS_PER_WORD, math.inf if reading.speech else LAG_S
@@ -230,12 +249,74 @@ class Generation:
             self._queue.put_nowait(error)
 
     def _submit(self, answer: ChoiceText, asked_s: float) -> None:
-        """Submit an admitted choice to the engine."""
+        """Submit an admitted choice to the engine, and candidates beside it where there is room."""
+        services = self.services
+        request = self._request(answer)
+        if self.chooser is not None and self.body.stream:
+            blocks = self._blocks = Blocks(services, request, self.chooser, asked_s, self._queue.put_nowait)
+            self._drawing = asyncio.create_task(blocks.run())
+            return
+        services.event_router.expect(request.request_id, self._queue)
+        try:
+            services.engine.submit(request, asked_s)
+        except Exception:
+            services.event_router.drop(request.request_id)
+            services.admission.leave(self.fairness_key)
+            self._cancel()
+            raise
+        self._inside.add(answer.request_id)
+        if self.chooser is not None:
+            self._submit_candidates(request, self.chooser)
+
+    def _submit_candidates(self, request: Request, chooser: Chooser) -> None:
+        """Submit further draws of the only answer, as many as find room that nothing else needs."""
+        services = self.services
+        rows = services.engine.spare_rows(len(request.prompt_ids) + request.sampling.max_tokens)
+        for index in range(1, min(chooser.rows, 1 + rows)):
+            name = f"{self.completion.id}-{index}"
+            answer = ChoiceText(index, name, services.tokenizer, self.sampling, self.body.stops)
+            services.event_router.expect(name, self._queue)
+            try:
+                services.engine.submit(replace(request, request_id=name, pace=None, candidate=True))
+            except (EngineBusy, RequestRefused):
+                services.event_router.drop(name)
+                return
+            self._candidates[name] = self._unfinished[name] = answer
+
+    def choose(self) -> None:
+        """Keep the answers that the user is expected to like best, of those that were drawn, once all have ended.
+
+        Without a taste model the likeliest ones are kept, as OpenAI's API has it.
+        """
+        drawn = [*self.answers, *(each for each in self._candidates.values() if each.reason in ("stop", "length"))]
+        self.chosen_of = max(len(drawn), self._blocks.chosen_of if self._blocks else 1)
+        if len(drawn) > self.body.choices:
+            best = self._ranked(drawn)[: self.body.choices]
+            self.unchosen_tokens = sum(len(each.token_ids) for each in self.answers if each not in best)
+            if self._candidates:
+                self.unchosen_tokens = 0
+            for index, answer in enumerate(best):
+                answer.index = index
+            self.answers = best
+
+    def _ranked(self, drawn: list[ChoiceText]) -> list[ChoiceText]:
+        """Return answers, the best first."""
+        if self.chooser is None:
+            return sorted(drawn, key=lambda each: each.mean_logprob, reverse=True)
+        scores = self.chooser.taste.scores(self.chooser.question, [each.text for each in drawn])
+        # An empty answer is chosen where there is no other.
+        order = sorted(range(len(drawn)), key=lambda at: (bool(drawn[at].text.strip()), scores[at]), reverse=True)
+        return [drawn[at] for at in order]
+
+    def _request(self, answer: ChoiceText) -> Request:
+        """Return an answer's request to the engine."""
         services, known, sampling = self.services, self.completion, self.sampling
         if sampling.seed is not None:
             # A seed must not make all choices equal.
             sampling = replace(sampling, seed=sampling.seed + answer.index)
-        request = Request(
+        if len(self.answers) > self.body.choices and sampling.logprobs is None and self.chooser is None:
+            sampling = replace(sampling, logprobs=0)
+        return Request(
             request_id=answer.request_id,
             prompt_ids=known.prompt_ids,
             sampling=sampling,
@@ -248,20 +329,12 @@ class Generation:
             run=self.run.key,
             run_cost=self.run.predicted,
         )
-        services.event_router.expect(request.request_id, self._queue)
-        try:
-            services.engine.submit(request, asked_s)
-        except Exception:
-            services.event_router.drop(request.request_id)
-            services.admission.leave(self.fairness_key)
-            self._cancel()
-            raise
-        self._inside.add(answer.request_id)
 
     @property
     def num_tokens(self) -> int:
         """The number of tokens of the prompt and of all answers so far."""
-        return len(self.completion.prompt_ids) + sum(len(answer.token_ids) for answer in self.answers)
+        drawn = sum(len(answer.token_ids) for answer in self.answers)
+        return len(self.completion.prompt_ids) + self.unchosen_tokens + drawn
 
     async def updates(self) -> AsyncIterator[list[ChoiceText]]:
         """Yield the choices that have new events, or text that leaves now, until all have ended.
@@ -287,6 +360,8 @@ class Generation:
                     self._apply(event, answer)
                     touched[answer.index] = answer
             if touched:
+                if not self._unfinished:
+                    self.choose()
                 yield list(touched.values())
 
     async def store(self) -> None:
@@ -367,16 +442,27 @@ class Generation:
         self._first_came.set()
         if isinstance(event, TokenEvent):
             if answer.push(event):
+                if self._blocks is not None:
+                    self._blocks.stop()
                 self.services.engine.cancel(answer.request_id, "stop")
             return
         answer.end(event)
         del self._unfinished[event.request_id]
+        if event.request_id in self._candidates:
+            return
         self._inside.discard(event.request_id)
         self.services.admission.leave(self.fairness_key)
+        if self._candidates.keys() & self._unfinished.keys():
+            # Candidates have as long again as the first answer took.
+            asyncio.get_running_loop().call_later(max(_LEAST_WAIT_S, event.total_s), self._drop_candidates)
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":
             raise ApiError(503, "the daemon stopped before the answer was complete", code="cancelled")
+
+    def _drop_candidates(self) -> None:
+        for request_id in self._candidates.keys() & self._unfinished.keys():
+            self.services.engine.cancel(request_id, "dropped")
 
     def _cancel(self) -> None:
         if self._entering is not None:
@@ -387,6 +473,12 @@ class Generation:
             # The engine has it until it looks at its commands, and its place is taken so long.
             self.services.event_router.drop(request_id, partial(self.services.admission.leave, self.fairness_key))
             self.services.engine.cancel(request_id)
+        for request_id in self._candidates.keys() & self._unfinished.keys():
+            self.services.event_router.drop(request_id)
+            self.services.engine.cancel(request_id)
+        if self._drawing is not None and not self._drawing.done():
+            self._drawing.cancel()
+            self.services.admission.leave(self.fairness_key)
         self._inside.clear()
         self._unfinished.clear()
 

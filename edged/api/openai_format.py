@@ -58,9 +58,13 @@ def usage(generation: Generation) -> Json:
 
 
 def fingerprint(generation: Generation) -> str:
-    """The name of the weights that answered: `ADAPTER@VERSION`, or `base` for no adapter or one without a version."""
-    version = generation.version
-    return f"{generation.completion.adapter}@{version}" if version else "base"
+    """The name of the weights that answered: `ADAPTER@VERSION`, or `base` for no adapter or one without a version.
+
+    `+taste@VERSION` follows where a taste model has chosen the answer.
+    """
+    version, chooser = generation.version, generation.chooser
+    weights = f"{generation.completion.adapter}@{version}" if version else "base"
+    return f"{weights}+taste@{chooser.taste.version}" if chooser and generation.chosen_of > 1 else weights
 
 
 def full(generation: Generation) -> Json:
@@ -99,9 +103,11 @@ def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
         choices.append({**end, "logprobs": None, "finish_reason": answer.reason})
     head = _head(generation, chunk=True)
     made = [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
+    if answer.finish is not None and generation.chosen_of > 1:
+        made[-1]["edged"] = {"best_of": generation.chosen_of}
     if answer.finish is not None and answer.finish.reader is not None:
         reader = answer.finish.reader
-        made[-1]["edged"] = {
+        made[-1]["edged"] = made[-1].get("edged", {}) | {
             "qoe": round(reader.qoe, 4),
             "qoe_paper": round(reader.qoe_paper, 4),
             "stall_ms": round(reader.stall_s * 1e3, 1),

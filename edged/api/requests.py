@@ -231,6 +231,7 @@ class _Generation(Body):
     model: str | None = None
     user: OptionalUser = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stops = None
@@ -259,6 +260,19 @@ class _Generation(Body):
             if isinstance(body, dict) and body.get(name) not in _NEUTRAL:
                 _refuse(f'"{name}" is not supported: leave it out')
         return body
+
+    @model_validator(mode="after")
+    def _best_of_n(self) -> Self:
+        if self.best_of is not None and self.best_of < self.choices:
+            _refuse(f'"best_of" = {self.best_of} is less than "n" = {self.choices}: ask for as many at least')
+        if self.best_of is not None and self.best_of > self.choices and self.stream:
+            _refuse('"best_of" over "n" cannot be streamed: an answer is chosen when all are there; leave "stream" out')
+        return self
+
+    @property
+    def drawn(self) -> int:
+        """The number of answers that are drawn for `choices`; those of temperature 0 would all be equal."""
+        return self.choices if self.temperature == 0 else self.best_of or self.choices
 
     @property
     def labels(self) -> dict[str, str]:
@@ -344,13 +358,6 @@ class CompletionRequest(_Generation):
         AfterValidator(_one_prompt),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: int | None = None
-
-    @model_validator(mode="after")
-    def _best_of_n(self) -> CompletionRequest:
-        if self.best_of not in (None, self.n or 1):
-            _refuse('"best_of" other than "n" is not supported: leave it out')
-        return self
 
     @property
     def top_alternatives(self) -> int | None:

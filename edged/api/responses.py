@@ -196,6 +196,7 @@ class Adapter(Answer):
     loss: float | None
     reward_accuracy_recent_interval: list[float] | None
     win_rate_recent_interval: list[float] | None
+    liked: dict[str, dict[str, Any] | None]
     verdict: str
     clpd_per_token_recent: float | None
     chosen_logratio_per_token_recent: float | None
@@ -228,15 +229,31 @@ class AdapterVersion(Answer):
     held_out_reward_accuracy: float | None
     held_out_pairs: int
     kl_nats: float | None
+    own_kl_nats: float | None
     neutral_nll_change: float | None
     tested_at: str | None
     problem: str | None
     answer: str | None
 
 
-class AdapterDetail(Adapter):
-    """One adapter with its versions, newest first, and a row for each of its latest pairs, oldest first."""
+class TasteBelief(Answer):
+    """What a user's taste model believes: `agree` of the `of` signals that tell agree; `key` strikes it."""
 
+    key: str
+    text: str
+    likes: bool
+    agree: int
+    of: int
+
+
+class AdapterDetail(Adapter):
+    """One adapter with its versions, newest first, and a row for each of its latest pairs, oldest first.
+
+    `beliefs` and `struck` are for callers that may teach the user; None for others.
+    """
+
+    beliefs: list[TasteBelief] | None
+    struck: list[str] | None
     versions: list[AdapterVersion]
     series: list[dict[str, Any]]
 

@@ -16,8 +16,10 @@ from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
 from edged.api.jobs.runner import JobRunner
 from edged.api.outcomes import LatestOutcomes
+from edged.api.practice import Practice
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
+from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
@@ -49,6 +51,8 @@ class Services:
     feedback_intake: FeedbackIntake
     version_answers: VersionAnswers
     job_runner: JobRunner
+    tastes: Tastes
+    practice: Practice
     monitor: DeviceMonitor
     admission: TenantQueue
     runs: ApplicationRuns

@@ -23,9 +23,10 @@ async def get_story(request: web.Request) -> Story:
     Further what waits and why, with the step that settles it, and each version's answer to the adapter's first prompt.
     """
     services, name = services_of(request), adapter_name(request)
+    liked = await services.practice.liked(name)
 
     def read(db: Database) -> tuple[Any, ...]:
-        known = metrics.summary(db, name), story.events(db, name), metrics.versions(db, name)
+        known = metrics.summary(db, name, liked), story.events(db, name), metrics.versions(db, name)
         job = open_job_of(db, name, services.feedback_intake.ref_model)
         return *known, count_unpaired(db, name, UNPAIRED), first_pair(db, name), job
 

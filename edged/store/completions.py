@@ -89,6 +89,23 @@ def content_text(message: Message) -> str:
     return "\n".join(str(part["text"]) for part in parts if isinstance(part, dict) and "text" in part)
 
 
+def latest_prompts(db: Database, adapter: str, most: int) -> list[Completion]:
+    """The latest completions of an adapter with different prompts, at most so many, newest first, without choices."""
+    sql = """SELECT * FROM completions WHERE rowid IN (
+                 SELECT max(rowid) FROM (SELECT rowid, prompt_key FROM completions WHERE adapter = ?
+                                         ORDER BY created_at DESC LIMIT 1000) GROUP BY prompt_key)
+             ORDER BY created_at DESC LIMIT ?"""
+    return [record_of(Completion, row, choices=()) for row in db.query(sql, [adapter, most])]
+
+
+def latest_answers(db: Database, adapter: str, most: int) -> list[Completion]:
+    """The latest whole answers of an adapter to requests for one, at most so many, newest first."""
+    sql = """SELECT * FROM completions WHERE adapter = ? AND choice_count = 1 AND EXISTS (
+                 SELECT 1 FROM choices WHERE completion_id = completions.id AND finish_reason IN ('stop', 'length'))
+             ORDER BY created_at DESC LIMIT ?"""
+    return [_completion(db, row) for row in db.query(sql, [adapter, most])]
+
+
 def insert_completion(db: Database, completion: Completion) -> None:
     """Add a completion with its choices."""
     row = field_values(completion) | {"prompt_key": completion.prompt_key}

@@ -197,6 +197,16 @@ def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> lis
     return [_pair(rows[pair_id]) for pair_id in pair_ids if pair_id in rows]
 
 
+def latest_pairs(db: Database, adapter: str, most: int) -> list[PairRow]:
+    """The latest pairs and single ratings of an adapter, at most so many, oldest first; held and dropped ones are not.
+
+    A pair that could not be trained on, such as a long one, is a preference all the same.
+    """
+    sql = f"""SELECT {_COLUMNS} FROM pairs WHERE adapter = ? AND state <> 'quarantined' AND {_NOT_DROPPED}
+              ORDER BY id DESC LIMIT ?"""
+    return [_pair(row) for row in db.query(sql, [adapter, most])][::-1]
+
+
 def first_pair(db: Database, adapter: str) -> PairRow | None:
     """The oldest pair that an adapter was given; None for none."""
     row = next(db.query(f"SELECT {_COLUMNS} FROM pairs WHERE adapter = ? ORDER BY id LIMIT 1", [adapter]), None)

@@ -184,10 +184,17 @@ def m018_shared_adapters(db: Database) -> None:
     db.execute(f"UPDATE jobs SET paused_at = coalesce(({last}), 0) WHERE paused")
 
 
+def m020_own_kl(db: Database) -> None:
+    """The KL to the base of an adapter's own answers, as steps of practice see it."""
+    for table in ("adapter_versions", "shelved_versions"):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN own_kl_nats REAL")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
     m018_shared_adapters,
+    m020_own_kl,
 )
 
 

@@ -50,7 +50,7 @@ def test_a_step_of_practice_tells_the_kl_of_the_answers_in_it(tmp_path: Path) ->
             seen = len(client.of(VersionPublished))
             engine.practise("ann", practice(4))
             client.wait(lambda seen=seen: len(client.of(VersionPublished)) == seen + 1)
-    first, second = (version.kl_nats for version in client.of(VersionPublished))
+    first, second = (version.own_kl_nats for version in client.of(VersionPublished))
     assert first == 0.0, "an untrained adapter answers as the base"
     assert second is not None and second != 0.0
 
@@ -107,7 +107,9 @@ def test_an_imitated_answer_becomes_likelier_by_its_nll(tmp_path: Path) -> None:
             client.wait(lambda seen=seen: len(client.of(VersionPublished)) == seen + 1)
     losses = [version.loss for version in client.of(VersionPublished)]
     assert losses == sorted(losses, reverse=True)
-    assert all(version.kl_nats is None for version in client.of(VersionPublished)), "its text is not the adapter's own"
+    assert all(version.own_kl_nats is None for version in client.of(VersionPublished)), (
+        "its text is not the adapter's own"
+    )
 
 
 def test_practice_that_cannot_be_computed_is_dropped_and_told(tmp_path: Path) -> None:

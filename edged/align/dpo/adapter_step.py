@@ -157,7 +157,7 @@ class AdapterStep:
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "step_s": seconds,
-            "kl_nats": kl,
+            "own_kl_nats": kl,
         }
 
     def restart(self) -> None:

@@ -124,7 +124,7 @@ class VersionPublished:
     grad_norm: float | None = None
     step_s: float = 0.0
     restored: int | None = None
-    kl_nats: float | None = None
+    own_kl_nats: float | None = None
     """Of a step of practice: KL to the base per token of the answers in it, which the adapter gave by itself."""
     step_scale: float = 1.0
     """Share of the step size that is left to the adapter after broken versions."""

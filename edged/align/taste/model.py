@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -83,6 +84,10 @@ class Taste:
             self._doubt_contradicted()
         self._solve()
         self.sure = self._sureness()
+        self.prompts = len({each.prompt for each in self._opinions})
+        """Number of prompts that it has opinions on."""
+        self.version = len(opinions)
+        """Number of the opinions that it was made of: it changes with each signal."""
 
     @classmethod
     def fit(cls, opinions: Sequence[Opinion], struck: Collection[str] = (), embed: Embed | None = None) -> Taste:
@@ -118,7 +123,7 @@ class Taste:
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
         score = (self.scores_apart if apart else self.scores)(prompt, [answer])[0]
-        slope, threshold = self._threshold()
+        slope, threshold = self._threshold
         return float(_sigmoid(slope * (score - threshold)))
 
     def beliefs(self, most: int = 6) -> list[Belief]:
@@ -226,6 +231,7 @@ class Taste:
             return float(np.clip(0.5 + 0.5 * (right / total - 0.5), 0.5, 1.0))
         return float((right + 1) / (total + 2))
 
+    @cached_property
     def _threshold(self) -> tuple[float, float]:
         """Return the slope and the threshold that tell what was chosen from what was rejected, prompts left out."""
         good: list[float] = []

@@ -1,0 +1,29 @@
+"""A user's opinions, read from the store: the pairs and single ratings that the taste model is fitted to."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+from edged.align.taste.model import Opinion
+from sqlite_utils import Database
+
+from edged.store.completions import content_text
+from edged.store.feedback import PairRow, latest_pairs
+
+MOST_OPINIONS = 1000
+"""Number of the latest signals that count."""
+
+
+def opinions_of(db: Database, adapter: str) -> list[Opinion]:
+    """A user's latest opinions, oldest first; those that are held, were dropped, or are the daemon's own are not."""
+    return [opinion_of(row) for row in latest_pairs(db, adapter, MOST_OPINIONS)]
+
+
+def opinion_of(row: PairRow) -> Opinion:
+    """The opinion that a pair is."""
+    at_s = datetime.fromisoformat(row.created_at).timestamp()
+    return Opinion(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text, row.weight, at_s)
+
+
+def question_of(messages: Sequence[Mapping[str, object]] | None, prompt: str | None) -> str:
+    """The text under which answers are compared: a chat's last message, or the prompt."""
+    return content_text(messages[-1]) if messages else prompt or ""

@@ -1,0 +1,96 @@
+"""The taste models of users: fitted to their signals on a thread of their own, and kept while they are in use."""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+from edged.align.taste.model import Taste
+from edged.align.taste.opinions import opinions_of
+from edged.store import Store
+from edged.store.preferences import struck
+
+log = logging.getLogger("edged.api")
+SURE = 0.6
+"""P(a taste model's choice beats a random candidate) from which on it chooses answers, and labels practice."""
+_MOST_KEPT = 64
+"""Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
+_FIT_WITHIN_S = 0.2
+"""Time for which a request waits for a model that is not in memory."""
+
+
+class Tastes:
+    """The taste model of each user that has given signals. Used on the event loop, but for `refit` and `renew`."""
+
+    def __init__(self, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+        self._store, self._loop = store, loop
+        self._fitted: OrderedDict[str, Taste | None] = OrderedDict()
+        """Models by adapter; None for one without signals."""
+        self._fits: dict[str, Future[Taste | None]] = {}
+        """Fits that are queued or under way."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="edged-taste")
+        self.changed: Callable[[str], None] = lambda adapter: None
+        """Called on the event loop when an adapter's model was fitted anew."""
+
+    async def of(self, adapter: str | None) -> Taste | None:
+        """Return an adapter's model; None where it has none, or its fit takes longer than a request may wait."""
+        if adapter is None:
+            return None
+        if adapter not in self._fitted:
+            fit = self._fits.get(adapter) or self._fit(adapter)
+            await asyncio.wait([asyncio.wrap_future(fit)], timeout=_FIT_WITHIN_S)
+        if adapter in self._fitted:
+            self._fitted.move_to_end(adapter)
+        return self._fitted.get(adapter)
+
+    @property
+    def fitted(self) -> list[str]:
+        """The adapters whose models are in memory."""
+        return [name for name, taste in self._fitted.items() if taste is not None]
+
+    def refit(self, adapter: str) -> None:
+        """Fit an adapter's model to the signals that the store has now; any thread may call this."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._fit, adapter)
+
+    def renew(self) -> None:
+        """Fit all models anew, since signals were erased; any thread may call this."""
+        for adapter in list(self._fitted):
+            self.refit(adapter)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _fit(self, adapter: str) -> Future[Taste | None]:
+        """Queue a fit; one that waits already will read the signals when its turn comes."""
+        waiting = self._fits.get(adapter)
+        if waiting is not None and not waiting.running() and not waiting.done():
+            return waiting
+        fit = self._fits[adapter] = self._thread.submit(self._fit_now, adapter)
+        fit.add_done_callback(partial(self._tell, adapter))
+        return fit
+
+    def _fit_now(self, adapter: str) -> Taste | None:
+        opinions, keys = self._store.read(lambda db: (opinions_of(db, adapter), struck(db, adapter)))
+        return Taste.fit(opinions, keys) if opinions else None
+
+    def _tell(self, adapter: str, fit: Future[Taste | None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._done, adapter, fit)
+
+    def _done(self, adapter: str, fit: Future[Taste | None]) -> None:
+        if self._fits.get(adapter) is fit:
+            del self._fits[adapter]
+        if fit.cancelled():
+            return
+        if error := fit.exception():
+            log.error("the taste model of %s could not be fitted: %s", adapter, error)
+        self._fitted[adapter] = None if error else fit.result()
+        self._fitted.move_to_end(adapter)
+        while len(self._fitted) > _MOST_KEPT:
+            self._fitted.popitem(last=False)
+        self.changed(adapter)
