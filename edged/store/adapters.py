@@ -11,6 +11,7 @@ from edged.store.data_dir import erase_folder, path_in
 from edged.store.feedback import last_pair_id
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
+from edged.store.preferences import undo_distilled
 from edged.store.rows import NAMED, first_value, insert_row, update_rows
 
 _JOBS = f"SELECT id FROM jobs WHERE owner IN {NAMED} OR adapter IN {NAMED}"
@@ -104,7 +105,8 @@ def set_version_saved(db: Database, adapter: str, version: int, path: str, remov
 def drop_newer(db: Database, adapter: str, version: int) -> None:
     """Forget the versions after `version`, which were lost, with their held-out scores."""
     newer = "adapter = ? AND version > ?"
-    db.execute(f"DELETE FROM adapter_versions WHERE {newer}", [adapter, version])
+    if db.execute(f"DELETE FROM adapter_versions WHERE {newer}", [adapter, version]).rowcount:
+        undo_distilled(db, adapter)
     db.execute(f"DELETE FROM alignment_metrics WHERE {newer} AND split = 'held_out'", [adapter, version])
 
 
@@ -117,7 +119,10 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
     signals = f"user IN {NAMED} OR completion_id IN ({said})"
     pairs = f"""adapter IN {NAMED} OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
-    learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
+    learning = (
+        *("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions"),
+        *("preferences", "struck_beliefs"),
+    )
     of_pairs = f"adapter IN {NAMED} OR pair_id IN (SELECT id FROM pairs WHERE {pairs})"
     deletions = {
         **dict.fromkeys(("alignment_metrics", "quarantine"), of_pairs),
@@ -132,7 +137,7 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
         "jobs": f"id IN ({_JOBS})",
     }
     named = {"names": json.dumps(adapters), "files": json.dumps(file_ids_of_user(db, adapters[-1]))}
-    for table in ("pairs", "signals"):
+    for table in ("pairs", "signals", "preferences"):
         db.execute(f"UPDATE {table} SET account = NULL WHERE account IN {NAMED}", named)
     db.execute(f"UPDATE application_runs SET sharer = NULL WHERE sharer IN {NAMED}", named)
     ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,

@@ -13,6 +13,7 @@ from sqlite_utils import Database
 
 from edged.store.backup import VERSION_MANIFEST
 from edged.store.data_dir import ADAPTERS_FOLDER
+from edged.store.preferences import undo_distilled
 from edged.store.quarantine import HELD
 from edged.store.rows import first_value
 
@@ -72,6 +73,7 @@ def serve_base(db: Database, fingerprint: str, learn: bool = False) -> bool:
         if before is not None:
             _shelve(db, before)
             _unshelve(db, fingerprint)
+            undo_distilled(db)
         db.execute("DELETE FROM served_base")
         db.execute("INSERT INTO served_base VALUES (?)", [fingerprint])
     if learn:

@@ -27,13 +27,13 @@ _OTHERS = {
     "completions": "user IS NOT :name AND adapter IS NOT :name",
     "choices": "completion_id IN (SELECT id FROM completions WHERE user IS NOT :name AND adapter IS NOT :name)",
     "signals": "user != :name",
-    "pairs": "adapter != :name",
+    **dict.fromkeys(("pairs", "preferences", "struck_beliefs"), "adapter != :name"),
 }
 """SQL's conditions, by table, on rows of other users, who may have said the same words by themselves."""
 _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps", "application_runs"),
-    *("files", "jobs", "job_events", "job_checkpoints"),
+    *("files", "jobs", "job_events", "job_checkpoints", "preferences", "struck_beliefs"),
 )
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),
@@ -133,6 +133,7 @@ def _texts_of(db: Database, name: str) -> tuple[str, ...]:
         f"{last_message} {own}",
         f"SELECT text FROM choices WHERE completion_id IN (SELECT id {own})",
         "SELECT text FROM signals WHERE user = :name",
+        "SELECT text FROM preferences WHERE adapter = :name",
         "SELECT chosen AS text FROM pairs WHERE adapter = :name",
         "SELECT rejected AS text FROM pairs WHERE adapter = :name",
         "SELECT prompt AS text FROM pairs WHERE adapter = :name",

@@ -184,8 +184,19 @@ def m018_shared_adapters(db: Database) -> None:
     db.execute(f"UPDATE jobs SET paused_at = coalesce(({last}), 0) WHERE paused")
 
 
-def m020_own_kl(db: Database) -> None:
-    """The KL to the base of an adapter's own answers, as steps of practice see it."""
+def m019_preferences(db: Database) -> None:
+    """What users wrote about the answers they want, and what they struck of what was believed about them."""
+    db.execute("""
+        CREATE TABLE preferences (
+            adapter TEXT PRIMARY KEY,
+            text TEXT NOT NULL,
+            created_at TEXT NOT NULL,
+            account TEXT,
+            distilled REAL NOT NULL
+        )""")
+    columns = "adapter TEXT NOT NULL, key TEXT NOT NULL, created_at TEXT NOT NULL, PRIMARY KEY (adapter, key)"
+    db.execute(f"CREATE TABLE struck_beliefs ({columns})")
+    # The KL to the base of an adapter's own answers, as steps of practice see it.
     for table in ("adapter_versions", "shelved_versions"):
         db.execute(f"ALTER TABLE {table} ADD COLUMN own_kl_nats REAL")
 
@@ -193,8 +204,7 @@ def m020_own_kl(db: Database) -> None:
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
-    m018_shared_adapters,
-    m020_own_kl,
+    *(m018_shared_adapters, m019_preferences),
 )
 
 

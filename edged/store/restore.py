@@ -160,8 +160,9 @@ def _check_database(file: Path, path: Path) -> dict[str, int]:
             connection.execute("PRAGMA trusted_schema = OFF")
             db = Database(connection, execute_plugins=False)
             check_schema(db)
-            uploads = " UNION SELECT id FROM files" * db["files"].exists()
-            for (name,) in connection.execute(_NAMES + uploads):
+            later = {"files": "id", "preferences": "adapter"}
+            more = (f" UNION SELECT {column} FROM {table}" for table, column in later.items() if db[table].exists())
+            for (name,) in connection.execute(_NAMES + "".join(more)):
                 path_in(path, str(name))
             problems = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             broken = connection.execute("PRAGMA foreign_key_check").fetchone()
