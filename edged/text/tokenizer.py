@@ -6,7 +6,8 @@ import copy
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from contextlib import suppress
+from functools import cache, cached_property
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,32 @@ class Tokenizer:
         """
         hidden = self._hide(message["content"] for message in messages)
         return self._encode(self._chat_text(messages, True, hidden), hidden)
+
+    @cached_property
+    def has_system_turn(self) -> bool:
+        """Whether the chat template writes a system message before a user's."""
+        return self._written_turns[0]
+
+    @cached_property
+    def turn_marks(self) -> list[str]:
+        """What the chat template writes between contents, but special tokens and plain words: "[INST]", "Human:"."""
+        parts = (part.strip() for piece in self._written_turns[1] for part in self._special_name.split(piece))
+        return [part for part in dict.fromkeys(parts) if not re.fullmatch(r"\w*", part)]
+
+    def special_among(self, ids: Iterable[int]) -> list[int]:
+        """Return those of some tokens that are special."""
+        return [token for token in ids if token in self._special_tokens]
+
+    @cached_property
+    def _written_turns(self) -> tuple[bool, list[str]]:
+        """Whether the chat template writes system messages, and what it writes around a conversation's contents."""
+        marks = {role: f"{_BORDER}{role}{_BORDER}" for role in ("system", "user", "assistant")}
+        turns = [{"role": role, "content": mark} for role, mark in marks.items()]
+        for first in (0, 1):
+            with suppress(TokenizerError):
+                whole = self._chat_text([*turns[first:], turns[1]], True, {})
+                return marks["system"] in whole, re.split("|".join(marks.values()), whole)
+        return False, []
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
