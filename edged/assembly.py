@@ -24,6 +24,7 @@ from edged.api.services import Lifecycle, Services
 from edged.api.status import report
 from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
+from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.models import find_model
@@ -82,7 +83,12 @@ def assemble(
         answers.on_records(records)
         outcomes.on_records(records)
         job_runner.on_records(records)
+<<<<<<< HEAD
         practice.on_records(records)
+||||||| parent of 28e452d3 (api: a written preference is in the prompts of its user's chats)
+=======
+        preferences.on_records(records)
+>>>>>>> 28e452d3 (api: a written preference is in the prompts of its user's chats)
         return recorded
 
     engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)
@@ -103,6 +109,7 @@ def assemble(
         store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit
     )
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
+    preferences = WrittenPreferences(store, tokenizer)
     job_runner = JobRunner(*about, feedback_intake.release)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)
@@ -133,6 +140,7 @@ def assemble(
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         reading_speeds=ReadingSpeeds(live, store),
+        preferences=preferences,
         governors=governors,
         maintenance=Maintenance(store, live),
         outcomes=outcomes,
@@ -141,6 +149,7 @@ def assemble(
     )
     if resumed := feedback_intake.resume():
         log.info("%d pairs were queued and go on", resumed)
+    preferences.load()
     answers.resume()
     try:
         sweep_files(store)

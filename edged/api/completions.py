@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from aiohttp import web
@@ -26,8 +27,10 @@ from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
 from edged.store import utc_now, utc_text
 from edged.store.completions import Completion
+from edged.text.preference import prompts
 
 T = TypeVar("T")
+R = TypeVar("R")
 _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized in a thread, so that they do not hold up other clients' tokens."""
 _MESSAGE_CHARS = 64
@@ -64,7 +67,7 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     if body.drawn > (most := services.settings.limits.best_of) and body.drawn > body.choices:
         raise bad_request(f'"best_of" = {body.best_of} is more than limits.best_of = {most}', "best_of")
     limits.demand(tenant, body.drawn)
-    completion = await _record(services, body, model, adapter or body.user, caller.tenant)
+    completion, asked_ids = await _record(services, body, model, adapter or body.user, caller.tenant)
     sampling = _sampling(services, body, len(completion.prompt_ids))
     if body.stream_options is not None and not body.stream:
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
@@ -76,8 +79,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     note(request, completion=completion.id, user=body.user, adapter=completion.adapter, prompt_tokens=prompt_tokens)
     max_tokens = prompt_tokens + body.drawn * sampling.max_tokens
     chooser = await _chooser(services, body, completion, sampling)
+    teaches = caller.may("train")
     generation = Generation(
-        services, body, completion, sampling, tenant, fairness_key, caller.may("train"), pace, chooser
+        services, body, completion, asked_ids, sampling, tenant, fairness_key, teaches, pace, chooser
     )
     with counted(services, generation, names, max_tokens):
         headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
@@ -152,16 +156,24 @@ async def _pace(services: Services, body: Body) -> Pace | None:
     return replace(pace, tokens_per_s=pace.tokens_per_s / body.choices)
 
 
-async def _record(services: Services, body: Body, model: str, adapter: str | None, caller: str) -> Completion:
-    """Return the record of a request, its prompt tokenized, without answers yet. Raises ApiError."""
+async def _record(
+    services: Services, body: Body, model: str, adapter: str | None, caller: str
+) -> tuple[Completion, Sequence[int]]:
+    """Return the record of a request without answers yet, and the tokens of its prompt without what edged adds.
+
+    The record's own tokens are those to be served: with the user's written preference. Raises ApiError.
+    """
     messages, prompt, reading = None, None, reading_turn(caller)
+    asked_ids: Sequence[int] | None = None
     if isinstance(body, ChatRequest):
         _demand_room(services, len(body.messages), "messages", "messages")
         messages = tuple(message.plain() for message in body.messages)
         chars = sum(len(message["content"]) for message in messages)
         _demand_room(services, chars, "characters", "messages")
         chars += _MESSAGE_CHARS * len(messages)
-        prompt_ids = await _tokenize(reading, services.tokenizer.render_chat, messages, chars)
+        preference = services.preferences.in_prompt(adapter)
+        render = partial(prompts, services.tokenizer, text=preference, max_tokens=services.engine.max_context_tokens)
+        asked_ids, prompt_ids = await _tokenize(reading, render, messages, chars)
     elif isinstance(body.prompt, str):
         prompt = body.prompt
         _demand_room(services, len(prompt), "characters", "prompt")
@@ -170,7 +182,7 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
         prompt_ids = ids
-    return Completion(
+    completion = Completion(
         id=("cmpl-" if messages is None else "chatcmpl-") + secrets.token_hex(16),
         created_at=utc_text(utc_now()),
         object="text_completion" if messages is None else "chat.completion",
@@ -182,9 +194,10 @@ async def _record(services: Services, body: Body, model: str, adapter: str | Non
         messages=messages,
         prompt=prompt,
     )
+    return completion, completion.prompt_ids if asked_ids is None else asked_ids
 
 
-async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], list[int]], content: T, chars: int) -> list[int]:
+async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], R], content: T, chars: int) -> R:
     if chars < _THREAD_CHARS:
         return encode(content)
     async with reading:

@@ -164,7 +164,9 @@ class Generation:
     services: Services
     body: ChatRequest | CompletionRequest
     completion: Completion
-    """The completion's record without answers."""
+    """The completion's record without answers; its prompt is the one that is served."""
+    asked_ids: Sequence[int]
+    """The prompt's tokens as the store keeps them, for training: without a written preference."""
     sampling: Sampling
     tenant: str
     """The tenant that the completion counts for: the user, else the adapter, else the caller."""
@@ -490,7 +492,8 @@ class Generation:
             log.warning("completion %s is not stored: a job makes an adapter of its user's name", about.id)
             return None
         answers = tuple(answer.record() for answer in self.answers)
-        completion = replace(self.completion, created_at=utc_text(now), choices=answers, version=self.version)
+        asked = replace(self.completion, prompt_ids=tuple(self.asked_ids))
+        completion = replace(asked, created_at=utc_text(now), choices=answers, version=self.version)
         insert_completion(db, completion)
         quota.added(db, completion.adapter or "", completion.size)
         if not taught:

@@ -40,7 +40,7 @@ class Route:
     users the caller may speak for. The first line of its docstring is the summary in the OpenAPI document.
     """
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     handler: Callable[[web.Request], Awaitable[web.StreamResponse | BaseModel | dict[str, Any]]]
     _: KW_ONLY

@@ -35,6 +35,7 @@ _MAX_STOPS = 16
 _MAX_TOKENS = 2**31
 _MAX_BIASES = 1024
 _MAX_MESSAGES = 10_000
+MAX_PREFERENCE_CHARS = 500
 _THREAD_BYTES = 1 << 16
 """Bodies from this size on are parsed and checked in a thread."""
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
@@ -398,6 +399,33 @@ class RollbackRequest(_Own):
     """`POST /v1/adapters/{name}/rollback`."""
 
     version: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]
+
+
+def _check_preference(text: str) -> str:
+    # One line, so that it cannot look like further turns.
+    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    if not line:
+        _refuse("is empty")
+    if len(line) > MAX_PREFERENCE_CHARS:
+        _refuse(f"{len(line)} characters are too many: at most {MAX_PREFERENCE_CHARS}")
+    return line
+
+
+class PreferenceRequest(_Own):
+    """`PUT /v1/adapters/{name}/preference`; `text` becomes one line."""
+
+    text: Annotated[
+        str,
+        Field(json_schema_extra={"minLength": 1, "maxLength": MAX_PREFERENCE_CHARS}),
+        AfterValidator(_check_preference),
+    ]
+
+
+class StrikeRequest(_Own):
+    """`POST /v1/adapters/{name}/strike`."""
+
+    key: Annotated[str, Field(min_length=1, max_length=200)]
+    undo: bool = False
 
 
 class QuarantineRequest(_Own):

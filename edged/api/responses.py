@@ -331,6 +331,27 @@ class Imported(Answer):
     reason: Literal["imported", "rebuilt"]
 
 
+class Preference(Answer):
+    """What a user wants of all answers, in words; `note` says whether prompts have it, and why not.
+
+    `distilled`, from 0 to 1, says how far answers without it are as those with it.
+    """
+
+    adapter: str
+    text: str | None
+    created_at: str | None
+    distilled: float
+    in_prompt: bool
+    note: str
+
+
+class Struck(Answer):
+    """All that the taste model of an adapter must not believe."""
+
+    adapter: str
+    struck: list[str]
+
+
 class Quarantine(Answer):
     """Pairs that wait for a decision; `count` of them in all."""
 

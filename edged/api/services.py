@@ -21,6 +21,7 @@ from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
+from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
 from edged.reload import ReloadResult, adopted
@@ -59,6 +60,7 @@ class Services:
     limits: UserLimits
     quota: UserQuota
     reading_speeds: ReadingSpeeds
+    preferences: WrittenPreferences
     governors: Governors
     maintenance: Maintenance
     started_at_s: float

@@ -1,0 +1,103 @@
+"""`/v1/adapters/{name}/preference` and `/strike`: what users want in words, and what is not to be believed of them."""
+
+import asyncio
+
+from aiohttp import web
+from sqlite_utils import Database
+
+from edged.api.access import caller_of
+from edged.api.adapters import adapter_name
+from edged.api.errors import ApiError, bad_request
+from edged.api.requests import PreferenceRequest, StrikeRequest, read_body
+from edged.api.responses import Preference, Struck
+from edged.api.services import Services, services_of
+from edged.store import preferences, utc_now, utc_text
+from edged.store.jobs.jobs import checkpoint_of
+from edged.store.preferences import WrittenPreference
+from edged.text.preference import why_unusable
+
+_MAX_STRUCK = 1000
+"""Most struck beliefs of one adapter."""
+
+
+async def get_preference(request: web.Request) -> Preference:
+    """What a user wants of all answers, in words; `text` is null where nothing is written."""
+    services, name = services_of(request), _taught(request)
+    read = services.store.read
+    return _answer(services, name, await asyncio.to_thread(read, lambda db: preferences.get_preference(db, name)))
+
+
+async def put_preference(request: web.Request) -> Preference:
+    """Write what a user wants of all answers.
+
+    From the next chat answer on it is in the system prompt, where the model's chat template has one.
+    """
+    services, name, caller = services_of(request), _taught(request), caller_of(request)
+    text = (await read_body(request, PreferenceRequest.checked)).text
+    _count(services, name)
+    if problem := await asyncio.to_thread(why_unusable, services.tokenizer, text):
+        raise bad_request(f'"text": {problem}', "text")
+    written = WrittenPreference(name, text, utc_text(utc_now()), caller.tenant)
+
+    def write(db: Database) -> None:
+        _demand_teachable(db, name)
+        preferences.set_preference(db, written)
+
+    return _answer(services, name, await asyncio.wrap_future(services.preferences.change(name, write)))
+
+
+async def delete_preference(request: web.Request) -> Preference:
+    """Delete what a user wants of all answers."""
+    services, name = services_of(request), _taught(request)
+    change = services.preferences.change(name, lambda db: preferences.delete_preference(db, name))
+    return _answer(services, name, await asyncio.wrap_future(change))
+
+
+async def strike(request: web.Request) -> Struck:
+    """Have the taste model of an adapter not believe something; `undo` lets it believe that again."""
+    services, name = services_of(request), _taught(request)
+    body = await read_body(request, StrikeRequest.checked)
+    _count(services, name)
+
+    def write(db: Database) -> set[str]:
+        _demand_teachable(db, name)
+        if body.undo:
+            preferences.unstrike(db, name, body.key)
+        elif len(preferences.struck(db, name)) < _MAX_STRUCK:
+            preferences.strike(db, name, body.key, utc_text(utc_now()))
+        else:
+            raise bad_request(f"{_MAX_STRUCK} lines of {name} are struck: no more are taken", "key")
+        return preferences.struck(db, name)
+
+    return Struck(adapter=name, struck=sorted(await asyncio.wrap_future(services.store.write(write))))
+
+
+def _taught(request: web.Request) -> str:
+    """The adapter that a URL names, which the caller may teach. Raises ApiError."""
+    name = adapter_name(request)
+    caller_of(request).demand_person(name)
+    return name
+
+
+def _count(services: Services, name: str) -> None:
+    """Count a change as feedback. Raises LimitReached, or ApiError (503) where the disk is not to be trusted."""
+    if services.store.suspect:
+        raise ApiError(503, services.store.suspect, code="store_suspect")
+    services.limits.feedback(name)
+
+
+def _demand_teachable(db: Database, name: str) -> None:
+    """Raise ApiError (409) for a checkpoint of a fine-tuning job."""
+    if job := checkpoint_of(db, name):
+        told = f'adapter "{name}" is a checkpoint of job "{job}", which stays as it is: nothing teaches it'
+        raise ApiError(409, told, code="checkpoint")
+
+
+def _answer(services: Services, name: str, found: WrittenPreference | None) -> Preference:
+    if found is None:
+        none = "nothing is written"
+        return Preference(adapter=name, text=None, created_at=None, distilled=0.0, in_prompt=False, note=none)
+    left_out = services.preferences.why_left_out(found)
+    note = left_out or "in the system prompt of every chat"
+    about = {"text": found.text, "created_at": found.created_at, "distilled": found.distilled}
+    return Preference(adapter=name, **about, in_prompt=not left_out, note=note)

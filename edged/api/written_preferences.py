@@ -1,0 +1,72 @@
+"""The written preferences that prompts have, in memory: no request waits for the store."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from sqlite_utils import Database
+
+from edged.align.feedback.pair import Record, VersionPublished
+from edged.store import Store
+from edged.store.preferences import LEARNED, WrittenPreference, all_preferences, get_preference, undo_distilled
+from edged.text.preference import NO_SYSTEM_TURN, why_unusable
+from edged.text.tokenizer import Tokenizer
+
+
+class WrittenPreferences:
+    """What users wrote about the answers they want, as far as their prompts have it."""
+
+    def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
+        self._store, self._tokenizer = store, tokenizer
+        self._texts: dict[str, str] = {}
+
+    def load(self) -> None:
+        """Read the preferences of all users, before the first request."""
+        for row in self._store.read(all_preferences):
+            self._take(row.adapter, row)
+
+    def in_prompt(self, adapter: str | None) -> str:
+        """Return what prompts of an adapter's chats have in their system turn; "" for nothing."""
+        return self._texts.get(adapter or "", "")
+
+    def why_left_out(self, preference: WrittenPreference) -> str:
+        """Return why prompts do not have a preference; "" where they do."""
+        if preference.distilled >= LEARNED:
+            return "learned: answers follow it without it in the prompt"
+        if not self._tokenizer.has_system_turn:
+            return NO_SYSTEM_TURN
+        # It may have been written for another model.
+        return why_unusable(self._tokenizer, preference.text)
+
+    def change(self, adapter: str, write: Callable[[Database], object]) -> Future[WrittenPreference | None]:
+        """Have `write` change the stored preference of an adapter; it resolves to what is stored then, once prompts
+        have it. Any thread may call this.
+
+        The writer thread takes changes in, in the order of their commits.
+        """
+        changed: Future[WrittenPreference | None] = Future()
+
+        def settle(written: Future[WrittenPreference | None]) -> None:
+            try:
+                changed.set_result(self._take(adapter, written.result()))
+            except Exception as error:
+                changed.set_exception(error)
+
+        self._store.write(lambda db: (write(db), get_preference(db, adapter))[1]).add_done_callback(settle)
+        return changed
+
+    def on_records(self, records: Sequence[Record]) -> None:
+        """Put a preference back into prompts where an adapter's weights are others than those that learned it."""
+        for record in records:
+            if isinstance(record, VersionPublished):
+                self._on_version(record)
+
+    def _on_version(self, record: VersionPublished) -> None:
+        if record.restored is not None or record.reason in ("imported", "rebuilt"):
+            self.change(record.adapter, lambda db: undo_distilled(db, record.adapter))
+
+    def _take(self, adapter: str, found: WrittenPreference | None) -> WrittenPreference | None:
+        if found is None or self.why_left_out(found):
+            self._texts.pop(adapter, None)
+        else:
+            self._texts[adapter] = found.text
+        return found
