@@ -1,5 +1,6 @@
 """The commands `edged chat`, a conversation in the terminal whose feedback trains the model, and `edged ask`."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ import click
 from edged.cli.options import json_option, user_option, with_client
 from edged.cli.output import echo, print_json
 from edged.cli.status import held
-from edged.client.client import Client, DaemonError
+from edged.cli.teach import path_of, told
+from edged.client.client import Client, DaemonError, Refused
 
 ROUTE = "/v1/chat/completions"
 HELP = """\
@@ -54,6 +56,11 @@ def chat(client: Client, user: str | None, **options: Any) -> None:
     for item in client.get("/v1/adapters")["adapters"]:
         if item["adapter"] == user and (waiting := held(item)):
             echo(waiting, dim=True)
+    if user:
+        # Who may not teach is not told.
+        with contextlib.suppress(Refused):
+            if wanted := told(client.get(path_of(user))):
+                echo(wanted, dim=True)
     for line in _lines():
         if not conversation.handle(line):
             break

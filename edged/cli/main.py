@@ -16,7 +16,20 @@ from edged import __version__
 from edged.cli.output import echo
 
 COMMANDS = (
-    *("serve", "chat", "ask", "status", "metrics", "adapters", "feedback", "reload", "align", "export", "store"),
+    *(
+        "serve",
+        "chat",
+        "ask",
+        "status",
+        "metrics",
+        "adapters",
+        "teach",
+        "feedback",
+        "reload",
+        "align",
+        "export",
+        "store",
+    ),
     *(
         "backup",
         "restore",
