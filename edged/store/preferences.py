@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlite_utils import Database
 
-from edged.store.rows import field_values, first_column, record_of
+from edged.store.rows import column_value, field_values, first_column, insert_row, record_of
 
 LEARNED = 1.0
 """The `distilled` from which an adapter's answers are as those with its preference in the prompt."""
@@ -71,9 +71,9 @@ def struck(db: Database, adapter: str) -> set[str]:
 
 def strike(db: Database, adapter: str, key: str, now: str) -> None:
     """Have an adapter's taste model believe something no longer."""
-    db.execute("INSERT OR IGNORE INTO struck_beliefs VALUES (?, ?, ?)", [adapter, key, now])
+    insert_row(db, "struck_beliefs", {"adapter": adapter, "key": key, "created_at": now}, "INSERT OR IGNORE")
 
 
 def unstrike(db: Database, adapter: str, key: str) -> None:
     """Let an adapter's taste model believe something again."""
-    db.execute("DELETE FROM struck_beliefs WHERE adapter = ? AND key = ?", [adapter, key])
+    db.execute("DELETE FROM struck_beliefs WHERE adapter = ? AND key = ?", [adapter, column_value(key)])

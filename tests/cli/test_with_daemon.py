@@ -356,3 +356,20 @@ def test_mistakes_in_a_chat_are_explained_and_the_chat_goes_on(daemon: Daemon) -
 def test_a_chat_without_a_user_says_who_would_learn(daemon: Daemon) -> None:
     result = chat(daemon, "Hello", "/up", user="")
     assert "--user NAME" in result.stderr
+
+
+def test_a_preference_is_written_shown_and_cleared(daemon: Daemon) -> None:
+    assert daemon.run("teach", "uli").stdout == "uli: nothing is written\n"
+    written = 'uli: always: "formal, metric units" (in the system prompt of every chat)\n'
+    assert daemon.run("teach", "uli", "formal, metric units").stdout == written
+    assert daemon.run("teach", "uli").stdout == written
+    assert json.loads(daemon.run("teach", "uli", "--json").stdout)["in_prompt"] is True
+    assert 'always: "formal, metric units"' in chat(daemon, "Hello", user="uli").stdout
+    assert daemon.run("teach", "uli", "--clear").stdout == "uli: nothing is written\n"
+    assert "always" not in chat(daemon, "Hello", user="uli").stdout
+
+
+def test_a_preference_that_is_refused_says_why(daemon: Daemon) -> None:
+    refused = daemon.run("teach", "uli", "x" * 501, code=1)
+    assert refused.stderr == 'edged: "text": 501 characters are too many: at most 500\n'
+    daemon.run("teach", "uli", "formal", "--clear", code=2)
