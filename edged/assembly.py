@@ -83,12 +83,8 @@ def assemble(
         answers.on_records(records)
         outcomes.on_records(records)
         job_runner.on_records(records)
-<<<<<<< HEAD
         practice.on_records(records)
-||||||| parent of 28e452d3 (api: a written preference is in the prompts of its user's chats)
-=======
         preferences.on_records(records)
->>>>>>> 28e452d3 (api: a written preference is in the prompts of its user's chats)
         return recorded
 
     engine = Engine.build(settings, model_dir, event_router.deliver, take, folder)

@@ -69,7 +69,9 @@ async def strike(request: web.Request) -> Struck:
             raise bad_request(f"{_MAX_STRUCK} lines of {name} are struck: no more are taken", "key")
         return preferences.struck(db, name)
 
-    return Struck(adapter=name, struck=sorted(await asyncio.wrap_future(services.store.write(write))))
+    struck = await asyncio.wrap_future(services.store.write(write))
+    services.tastes.refit(name)
+    return Struck(adapter=name, struck=sorted(struck))
 
 
 def _taught(request: web.Request) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from edged.align.feedback.pair import PairRetired
 from edged.align.journal import Journal
-from edged.align.metrics import RECENT_PAIRS, series, summaries, summary, versions
+from edged.align.metrics import NOT_JUDGED, RECENT_PAIRS, Liked, series, summaries, summary, versions, wilson
 from edged.store import Store
 from tests.align.learning import published, queue_pairs, scored, trained
 
@@ -89,22 +89,27 @@ def test_the_means_go_over_all_prequential_scores_and_over_the_recent_ones(store
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong", "undecided", "said"),
+    ("liked", "said"),
     [
-        (43, 7, 0, "better than chance: 86 % of the last 50 pairs (74 to 93)"),
-        (27, 23, 0, "not better than chance yet: 54 ± 13 % of the last 50 pairs"),
-        (3, 17, 0, "worse than chance: 15 % of the last 20 pairs (5 to 36)"),
-        (9, 0, 0, "too early to tell: 9 pairs"),
-        (1, 0, 8, "too early to tell: 1 pair"),
-        (0, 0, 0, "too early to tell: 0 pairs"),
+        (Liked((20, 24), (17, 24), (9, 24)), "better than chance: 83 % of the last 24 answers are liked (64 to 93), "
+         "71 % of those that the adapter gives unchosen, 38 % of the base's"),
+        (Liked((9, 24), (8, 24), (9, 24)), "not followed yet: 38 % of the last 24 answers are liked (21 to 57), "
+         "33 % of those that the adapter gives unchosen, 38 % of the base's"),
+        (Liked((1, 24), (0, 0), (12, 24)), "worse than chance: 4 % of the last 24 answers are liked (1 to 20), "
+         "50 % of the base's"),
+        (Liked((0, 2), (20, 20), (0, 0)), "better than chance: 100 % of the last 20 answers are liked (84 to 100)"),
+        (Liked((5, 5), (0, 0), (5, 5)), "too early to tell: 3 pairs"),
+        (NOT_JUDGED, "too early to tell: 3 pairs"),
     ],
-)
-def test_the_verdict_is_a_sentence_about_the_recent_pairs(store, right, wrong, undecided, said):
-    """An untrained adapter answers as the base does: its margins are 0, and decide nothing."""
-    numbers = queue_pairs(store, max(1, right + wrong + undecided))
-    margins = [0.0] * undecided + [1.0] * right + [-1.0] * wrong
-    append(store, *(scored(number, margin=margin) for number, margin in zip(numbers, margins, strict=False)))
-    assert store.read(lambda db: summary(db, "ada"))["verdict"] == said
+)  # fmt: skip
+def test_the_verdict_is_a_sentence_about_answers(store, liked, said):
+    """Right as all pairs are predicted, no answer is said to follow them."""
+    append(store, *(scored(number, margin=1.0) for number in queue_pairs(store, 3)))
+    found = store.read(lambda db: summary(db, "ada", liked))
+    assert found["verdict"] == said
+    assert found["liked"]["served"] == (None if not liked.served[1] else {
+        "share": liked.served[0] / liked.served[1], "answers": liked.served[1], "interval": wilson(*liked.served),
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(("hits", "count"), [(0, 12), (3, 12), (29, 30), (7, 7)])
@@ -119,14 +124,6 @@ def test_an_interval_ends_where_the_share_would_be_off_by_196_deviations(store, 
         deviation = (end * (1 - end) / count) ** 0.5
         assert abs(end - hits / count) == pytest.approx(1.96 * deviation, rel=1e-3, abs=1e-9)
     assert low <= hits / count <= high
-
-
-def test_who_was_better_than_chance_before_is_told_so(store):
-    numbers = queue_pairs(store, 150)
-    margins = [1.0] * 80 + [-1.0] * 20 + [1.0, -1.0] * 25
-    append(store, *(scored(number, margin=margin) for number, margin in zip(numbers, margins, strict=True)))
-    said = "better than chance before, 70 % of all 150 (62 to 77), and not now: 50 ± 13 % of the last 50 pairs"
-    assert store.read(lambda db: summary(db, "ada"))["verdict"] == said
 
 
 def test_nothing_scored_has_no_interval(store):

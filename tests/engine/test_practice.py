@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-
 from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished
 from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
 
@@ -52,7 +51,8 @@ def test_a_step_of_practice_tells_the_kl_of_the_answers_in_it(tmp_path: Path) ->
             client.wait(lambda seen=seen: len(client.of(VersionPublished)) == seen + 1)
     first, second = (version.own_kl_nats for version in client.of(VersionPublished))
     assert first == 0.0, "an untrained adapter answers as the base"
-    assert second is not None and second != 0.0
+    assert second is not None
+    assert second != 0.0
 
 
 def test_new_practice_takes_the_place_of_the_old(tmp_path: Path) -> None:

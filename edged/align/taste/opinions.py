@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from edged.align.taste.model import Opinion
 from sqlite_utils import Database
 
+from edged.align.taste.model import Opinion
 from edged.store.completions import content_text
 from edged.store.feedback import PairRow, latest_pairs
 

@@ -10,10 +10,10 @@ CREATE TABLE adapter_versions (
     grad_norm REAL,
     step_s REAL NOT NULL,
     path TEXT,
-    on_disk INTEGER NOT NULL DEFAULT 0, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
+    on_disk INTEGER NOT NULL DEFAULT 0, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT, own_kl_nats REAL,
     PRIMARY KEY (adapter, version)
 );
-INSERT INTO "adapter_versions" VALUES('ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer');
+INSERT INTO "adapter_versions" VALUES('ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer',1.5);
 CREATE TABLE alignment_metrics (
     id INTEGER PRIMARY KEY,
     created_at TEXT NOT NULL,
@@ -50,7 +50,7 @@ CREATE TABLE application_runs (
         , sharer TEXT);
 INSERT INTO "application_runs" VALUES(1,'2025-01-31T12:00:00.000000+00:00','ada','application','run',1,1.5,1.5,1,1,1,1.5,1.5,'sharer');
 CREATE TABLE application_salt(salt);
-INSERT INTO "application_salt" VALUES(X'358CC1D231854F9487EA4DBC44E3AC95');
+INSERT INTO "application_salt" VALUES(X'D1EF2674F3543DAF1E618113B737894E');
 CREATE TABLE choices (
     completion_id TEXT NOT NULL REFERENCES completions (id) ON DELETE CASCADE,
     choice INTEGER NOT NULL,
@@ -143,17 +143,17 @@ CREATE TABLE jobs (
         , validation_file TEXT, paused_at INTEGER, other_steps INTEGER NOT NULL DEFAULT 0);
 INSERT INTO "jobs" VALUES('jobs-1','2025-01-31T12:00:00.000000+00:00','owner','base-a','model','parent','ada','method','hyperparameters',1,'training_file','metadata','status',1,1,1,'finished_at','error_code','error','error_param','result_file','validation_file',1,1);
 CREATE TABLE migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL);
-INSERT INTO "migrations" VALUES('m009_schema','2026-11-28T17:10:40.570102+00:00');
-INSERT INTO "migrations" VALUES('m010_language','2026-11-28T17:10:40.579066+00:00');
-INSERT INTO "migrations" VALUES('m011_application_runs','2026-11-28T17:10:40.579287+00:00');
-INSERT INTO "migrations" VALUES('m012_counts','2026-11-28T17:10:40.579640+00:00');
-INSERT INTO "migrations" VALUES('m013_jobs','2026-11-28T17:10:40.579943+00:00');
-INSERT INTO "migrations" VALUES('m014_validation','2026-11-28T17:10:40.580628+00:00');
-INSERT INTO "migrations" VALUES('m015_checkpoints','2026-11-28T17:10:40.580720+00:00');
-INSERT INTO "migrations" VALUES('m016_users','2026-11-28T17:10:40.580815+00:00');
-INSERT INTO "migrations" VALUES('m017_accounts','2026-11-28T17:10:40.580944+00:00');
-INSERT INTO "migrations" VALUES('m018_shared_adapters','2026-11-28T17:10:40.582523+00:00');
-INSERT INTO "migrations" VALUES('m019_preferences','2026-11-28T17:10:40.582675+00:00');
+INSERT INTO "migrations" VALUES('m009_schema','2026-11-28T17:42:04.833649+00:00');
+INSERT INTO "migrations" VALUES('m010_language','2026-11-28T17:42:04.840413+00:00');
+INSERT INTO "migrations" VALUES('m011_application_runs','2026-11-28T17:42:04.840636+00:00');
+INSERT INTO "migrations" VALUES('m012_counts','2026-11-28T17:42:04.840997+00:00');
+INSERT INTO "migrations" VALUES('m013_jobs','2026-11-28T17:42:04.841376+00:00');
+INSERT INTO "migrations" VALUES('m014_validation','2026-11-28T17:42:04.845362+00:00');
+INSERT INTO "migrations" VALUES('m015_checkpoints','2026-11-28T17:42:04.845587+00:00');
+INSERT INTO "migrations" VALUES('m016_users','2026-11-28T17:42:04.845734+00:00');
+INSERT INTO "migrations" VALUES('m017_accounts','2026-11-28T17:42:04.845882+00:00');
+INSERT INTO "migrations" VALUES('m018_shared_adapters','2026-11-28T17:42:04.847383+00:00');
+INSERT INTO "migrations" VALUES('m019_preferences','2026-11-28T17:42:04.848183+00:00');
 CREATE TABLE pairs (
     id INTEGER PRIMARY KEY,
     created_at TEXT NOT NULL,
@@ -260,10 +260,10 @@ CREATE TABLE shelved_versions (
     grad_norm REAL,
     step_s REAL NOT NULL,
     path TEXT,
-    on_disk INTEGER NOT NULL, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT,
+    on_disk INTEGER NOT NULL, restored INTEGER, step_scale REAL NOT NULL DEFAULT 1.0, neutral_nll REAL, neutral_base_nll REAL, tested_at TEXT, problem TEXT, answer TEXT, own_kl_nats REAL,
     PRIMARY KEY (base, adapter, version)
 );
-INSERT INTO "shelved_versions" VALUES('base-a','ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer');
+INSERT INTO "shelved_versions" VALUES('base-a','ada',1,'2025-01-31T12:00:00.000000+00:00',1,'reason',1,1.5,1.5,1.5,'/var/lib/edged/adapters/base-b/ada/v000001',1,1,1.5,1.5,1.5,'tested_at','problem','answer',1.5);
 CREATE TABLE signals (
     id TEXT PRIMARY KEY,
     created_at TEXT NOT NULL,
