@@ -102,7 +102,7 @@ def assemble(
     practice = Practice(store, tokenizer, engine, event_router, tastes, live)
     tastes.changed = practice.on_taste
     feedback_intake = FeedbackIntake(
-        store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit
+        store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit, tastes.difference
     )
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
     preferences = WrittenPreferences(store, tokenizer)

@@ -92,7 +92,8 @@ def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, ser
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
         about = (messages, body.prompt, body.prompt_ids)
-        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, caller.tenant, caller.users)
+        by = (caller.tenant, caller.users, body.imported)
+        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, *by)
     for user in users:
         quota.learned(db, user, () if result.duplicate else result.pair_ids)
         services.reading_speeds.forget(user)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sqlite_utils import Database
@@ -46,6 +46,9 @@ class FeedbackIntake:
     """Called with the records of pairs that cannot be learned, once they are on disk."""
     on_pairs: Callable[[str], None] = lambda adapter: None
     """Called with each adapter that stored pairs are of, whether they can be learned or not."""
+
+    difference: Callable[[PairRow], float] = lambda row: 1.0
+    """Returns the share of a pair's weight that is left by how much its answers differ."""
 
     def __post_init__(self) -> None:
         self._withheld: set[int] = set()
@@ -157,7 +160,7 @@ class FeedbackIntake:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))
                 continue
-            pairs.append(pair)
+            pairs.append(replace(pair, weight=pair.weight * self.difference(row)))
             if note and note != row.note:
                 self.store.write(partial(set_pair_note, pair_id=row.id, note=note))
         self.engine.submit_pairs(pairs)

@@ -387,6 +387,7 @@ class PairRequest(_Own):
     prompt: Annotated[str, Field(min_length=1)] | None = None
     prompt_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
+    imported: bool = False
 
     @model_validator(mode="after")
     def _one_prompt(self) -> PairRequest:

@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from edged.align.taste.model import Taste
-from edged.align.taste.opinions import opinions_of
+from edged.align.taste.opinions import opinions_of, question_of
 from edged.store import Store
+from edged.store.feedback import PairRow
 from edged.store.preferences import struck
 
 log = logging.getLogger("edged.api")
@@ -18,6 +19,8 @@ SURE = 0.6
 """P(a taste model's choice beats a random candidate) from which on it chooses answers, and labels practice."""
 _MOST_KEPT = 64
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
+_ALIKE, _SLOPE = 0.1, 4.0
+"""The least weight of a pick between answers that are liked alike, and how it grows with P(chosen is preferred)."""
 _FIT_WITHIN_S = 0.2
 """Time for which a request waits for a model that is not in memory."""
 
@@ -55,6 +58,16 @@ class Tastes:
         """Fit an adapter's model to the signals that the store has now; any thread may call this."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._fit, adapter)
+
+    def difference(self, row: PairRow) -> float:
+        """Return the share of a pick's weight that is left: less where the user likes both answers alike, as far as
+        is known; any thread may call this."""
+        taste = self._fitted.get(row.adapter)
+        if row.source != "chosen" or taste is None or taste.sure < SURE:
+            return 1.0
+        liked = taste.preference(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text)
+        # A pick against what is believed is news, and has its full weight.
+        return 1.0 if liked < 0.5 else max(_ALIKE, min(1.0, _SLOPE * (liked - 0.5)))
 
     def renew(self) -> None:
         """Fit all models anew, since signals were erased; any thread may call this."""

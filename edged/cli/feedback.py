@@ -155,7 +155,7 @@ def _send(
         return "names no user: add one, or give --user NAME"
     while True:
         try:
-            answer = client.post("/v1/feedback", {**pair, "user": user or pair["user"]})
+            answer = client.post("/v1/feedback", {**pair, "user": user or pair["user"], "imported": True})
             break
         except Refused as error:
             if not 400 <= error.status < 500 or error.status in (401, 403):

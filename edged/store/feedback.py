@@ -159,13 +159,18 @@ def last_pair_id(db: Database) -> int:
     return int(first_value(db, highest))
 
 
-def insert_pair(db: Database, pair: PairRow, key: str) -> int:
-    """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id."""
+def insert_pair(db: Database, pair: PairRow, key: str, imported: bool = False) -> int:
+    """Add a pair (its `id` is ignored) whose prompt's key is `key`; returns its id.
+
+    An explicit pair is the user's own word where the account that reports it is the only one that ever taught the
+    adapter, and it was not `imported`.
+    """
     row = {name: value for name, value in field_values(pair).items() if name not in _OTHERWISE}
     for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
     direct = pair.source in FIRST_PARTY_SOURCES and (pair.direct or teaches(db, pair.account, pair.adapter))
+    direct |= pair.source == "pair" and not imported and taught_alone(db, pair.account, pair.adapter)
     return insert_row(db, "pairs", {**row, "id": last_pair_id(db) + 1, "prompt_key": key, "direct": direct})
 
 
@@ -181,6 +186,12 @@ def teaches(db: Database, account: str | None, adapter: str) -> bool:
         if (teacher := first_value(db, first, [adapter])) is not None:
             return bool(teacher == account)
     return True
+
+
+def taught_alone(db: Database, account: str | None, adapter: str) -> bool:
+    """Whether no pair of an adapter is another account's."""
+    others = "SELECT 1 FROM pairs WHERE adapter = ? AND (account IS NULL OR account <> ?) LIMIT 1"
+    return account is not None and first_value(db, others, [adapter, account]) is None
 
 
 def get_pairs(db: Database, pair_ids: Sequence[int], ref_model: str = "") -> list[PairRow]:

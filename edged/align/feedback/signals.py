@@ -136,6 +136,7 @@ def record_pair(
     settings: Settings = _DEFAULTS,
     account: str | None = None,
     named: Collection[str] = (),
+    imported: bool = False,
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. A pair that waits already is not queued twice.
 
@@ -161,7 +162,7 @@ def record_pair(
     ids = None if prompt_ids is None else tuple(prompt_ids)
     asked = (None if messages is None else tuple(messages), prompt, ids)
     weight *= settings.feedback.weight_pair
-    pair_id = _insert(db, signal, user in named, asked, (Side(chosen), Side(rejected)), "pair", weight)
+    pair_id = _insert(db, signal, user in named, asked, (Side(chosen), Side(rejected)), "pair", weight, imported)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -315,7 +316,14 @@ def _source(positive: Signal, negative: Signal) -> str:
 
 
 def _insert(
-    db: Database, signal: Signal, named: bool, asked: Asked, pair: tuple[Side, Side], source: str, weight: float
+    db: Database,
+    signal: Signal,
+    named: bool,
+    asked: Asked,
+    pair: tuple[Side, Side],
+    source: str,
+    weight: float,
+    imported: bool = False,
 ) -> int:
     """Insert a pair about the prompt `asked`, for the adapter that the signal teaches; returns its id.
 
@@ -323,7 +331,7 @@ def _insert(
     """
     about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
     row = PairRow(0, *about, *pair, state="queued", account=signal.account, direct=named)
-    return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()))
+    return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()), imported)
 
 
 def _why_untaught(db: Database, adapter: str) -> str:
