@@ -99,13 +99,14 @@ def assemble(
     feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
     answers = VersionAnswers(store, tokenizer, engine, event_router, feed.tell_answer)
     tastes = Tastes(store, event_router.loop)
-    practice = Practice(store, tokenizer, engine, event_router, tastes, live)
+    preferences = WrittenPreferences(store, tokenizer)
+    practice = Practice(store, tokenizer, engine, event_router, tastes, preferences, live)
     tastes.changed = practice.on_taste
     feedback_intake = FeedbackIntake(
         store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit, tastes.difference
     )
+    practice.learn_again = lambda adapter: feedback_intake.learn_again(adapter, None)
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
-    preferences = WrittenPreferences(store, tokenizer)
     job_runner = JobRunner(*about, feedback_intake.release)
     monitor = DeviceMonitor(facts["device"])
     governors = Governors(live, engine.limits.use, engine.limit)

@@ -203,7 +203,7 @@ def versions(db: Database, adapter: str, limit: int = 100) -> list[dict[str, Any
 
     Keys: version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk; of its test
     held_out_reward_accuracy over held_out_pairs, kl_nats per token, and neutral_nll_change; own_kl_nats of practice;
-    the answer to the adapter's first prompt; tested_at, and the problem for which it was taken back, "" where it passed.
+    the answer to the adapter's first prompt; tested_at, and the problem for which it was taken back ("" for none).
     """
     rows = db.query(
         """SELECT version, created_at, parent, reason, restored, pairs, loss, grad_norm, step_s, path, on_disk,

@@ -6,28 +6,35 @@ import itertools
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
+from edged.align import metrics
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.align.metrics import NOT_JUDGED, Liked
 from edged.align.taste.edits import Operator, induce
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
+from edged.align.versions import UnknownVersion
 from edged.api.drawing import Draw, draw
 from edged.api.event_router import EventRouter
 from edged.api.tastes import SURE, Tastes
+from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Request, RequestRefused
 from edged.engine.sampling.params import Sampling
+from edged.runtime import logs
 from edged.scheduler.task import ServiceClass
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.completions import latest_answers, latest_prompts
-from edged.store.feedback import latest_pairs
-from edged.text.tokenizer import Tokenizer, TokenizerError
+from edged.store.feedback import latest_pairs, requeue_taken_back
+from edged.store.preferences import LEARNED, set_distilled
+from edged.text.preference import prompts
+from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 _PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 48, 512, 96
@@ -44,6 +51,10 @@ _PATIENCE = 16
 """Rounds that are no better than as many before them, after which practice ends."""
 _BASE_ANSWERS = 2
 """Answers of the base that are drawn of each prompt, to compare the adapter's with."""
+_DISTANCES, _MOST_DISTANCES = 6, 60
+"""Rounds from which the distance to answers with a written preference is told, and after which it is left at that."""
+_LEARNED = 0.8
+"""Share of that distance that is gone when the preference leaves the prompt."""
 _STEP_S, _PAUSE_S, _IDLE_S = 60.0, 0.2, 1.0
 """The longest wait for a step; pauses where there is no room, and where there is nothing to do."""
 _EVIDENCE = 12
@@ -62,6 +73,8 @@ class Answer:
 class _Prompt:
     question: str
     ids: tuple[int, ...]
+    with_preference: tuple[int, ...] = ()
+    """The same with the user's written preference in its system turn; none where it has none."""
 
 
 @dataclass(eq=False)
@@ -71,6 +84,10 @@ class Practised:
     taste: Taste
     operator: Operator | None
     prompts: Sequence[_Prompt]
+    preference: str = ""
+    """The written preference that is to be learned."""
+    distances: list[float] = field(default_factory=list)
+    """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
     adapter_answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=_KEPT))
     base_answers: dict[str, list[str]] = field(default_factory=dict)
     """Answers of the base by the text that was asked."""
@@ -94,6 +111,13 @@ class Practised:
         self.gains.append(shown)
         return self.ended
 
+    @property
+    def distilled(self) -> float:
+        """How much of the distance to answers with the preference is gone, from 0 to 1."""
+        if len(self.distances) < _DISTANCES:
+            return 0.0
+        return max(0.0, 1.0 - fmean(self.distances[-_DISTANCES:]) / max(fmean(self.distances[:2]), 1e-6))
+
     def note(self, gain: float) -> None:
         """Take in the mean of a round; practice ends where the latest rounds are no better than those before."""
         self.gains.append(gain)
@@ -112,16 +136,19 @@ class Practice:
         engine: Engine,
         router: EventRouter,
         tastes: Tastes,
+        preferences: WrittenPreferences,
         live: Live[Settings],
     ) -> None:
         self._store, self._tokenizer, self._engine, self._router = store, tokenizer, engine, router
-        self._tastes, self._live = tastes, live
+        self._tastes, self._preferences, self._live = tastes, preferences, live
         self.users: OrderedDict[str, Practised] = OrderedDict()
         """Those who have practice, the one whose turn is next first."""
         self._numbers = itertools.count(1)
         self._wake = asyncio.Event()
-        self._stepped: dict[str, asyncio.Future[float | None]] = {}
+        self._stepped: dict[str, asyncio.Future[VersionPublished | None]] = {}
         self._task: asyncio.Task[None] | None = None
+        self.learn_again: Callable[[str], None] = lambda adapter: None
+        """Submits the pairs of an adapter again that versions taken back had learned."""
 
     def start(self) -> None:
         """Begin."""
@@ -142,35 +169,35 @@ class Practice:
         """Hear that a step of practice ended; any thread may call this."""
         for record in records:
             if isinstance(record, VersionPublished | StepSkipped) and record.adapter in self._stepped:
-                kl = record.own_kl_nats if isinstance(record, VersionPublished) else None
+                made = record if isinstance(record, VersionPublished) else None
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._router.loop.call_soon_threadsafe(self._note_step, record.adapter, kl)
+                    self._router.loop.call_soon_threadsafe(self._note_step, record.adapter, made)
 
     def forget(self, adapter: str) -> None:
         """Forget a user's practice."""
         self.users.pop(adapter, None)
 
-    def _note_step(self, adapter: str, kl: float | None) -> None:
+    def _note_step(self, adapter: str, made: VersionPublished | None) -> None:
         if (stepped := self._stepped.get(adapter)) is not None and not stepped.done():
-            stepped.set_result(kl)
+            stepped.set_result(made)
 
     async def _renew(self, adapter: str) -> None:
-        taste = await self._tastes.of(adapter)
-        if taste is None:
+        taste, preference = await self._tastes.of(adapter), self._preferences.in_prompt(adapter)
+        if taste is None and not preference:
             return self.forget(adapter)
-        operator, prompts = await asyncio.to_thread(self._read, adapter)
-        if not prompts:
-            return
+        operator, prompts = await asyncio.to_thread(self._read, adapter, preference)
         before = self.users.get(adapter)
-        practised = Practised(taste, operator, prompts)
+        practised = Practised(taste or Taste.fit([]), operator, prompts, preference)
         if before is not None:
+            if before.preference == preference:
+                practised.distances = before.distances
             practised.kl_nats, practised.turn = before.kl_nats, before.turn
             practised.base_answers = before.base_answers
         self.users[adapter] = practised
         self._wake.set()
 
-    def _read(self, adapter: str) -> tuple[Operator | None, list[_Prompt]]:
-        """Read a user's edits and latest prompts, those with signals first."""
+    def _read(self, adapter: str, preference: str) -> tuple[Operator | None, list[_Prompt]]:
+        """Read a user's edits and latest prompts, those with signals first, also with the written preference."""
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
         edits = [(row.rejected.text, row.chosen.text) for row in rows if row.source == "edit"]
         found: dict[str, _Prompt] = {}
@@ -179,12 +206,37 @@ class Practice:
             if question not in found and len(found) < _PROMPTS:
                 with contextlib.suppress(TokenizerError, UnusablePrompt):
                     ids = tokenize_pair(self._tokenizer, row, 2 * _PROMPT_TOKENS)[0].prompt
-                    found[question] = _Prompt(question, ids[-_PROMPT_TOKENS:])
+                    found[question] = _Prompt(
+                        question, ids[-_PROMPT_TOKENS:], self._preferred(row.messages, preference)
+                    )
         for completion in self._store.read(lambda db: latest_prompts(db, adapter, _PROMPTS)):
             question = question_of(completion.messages, completion.prompt)
             if question not in found and len(found) < _PROMPTS:
-                found[question] = _Prompt(question, completion.prompt_ids[-_PROMPT_TOKENS:])
+                preferred = self._preferred(completion.messages, preference)
+                found[question] = _Prompt(question, completion.prompt_ids[-_PROMPT_TOKENS:], preferred)
         return induce(edits), list(found.values())
+
+    def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
+        if not (messages and preference):
+            return ()
+        plain, preferred = prompts(self._tokenizer, messages, preference, 2 * _PROMPT_TOKENS)
+        return tuple(preferred) if preferred != plain else ()
+
+    async def undo(self, adapter: str, since: str) -> None:
+        """Have an adapter learn anew, from the version before the moment `since` on, its user's signals alone.
+
+        What was practised after that is gone with those versions. Raises UnknownAdapter.
+        """
+        rows = await asyncio.to_thread(self._store.read, lambda db: metrics.versions(db, adapter, 10_000))
+        before = next((row["version"] for row in rows if row["created_at"] < since and row["on_disk"]), 0)
+        try:
+            version = await asyncio.wrap_future(self._engine.rollback(adapter, before))
+        except UnknownVersion:
+            before, version = 0, await asyncio.wrap_future(self._engine.rollback(adapter, 0))
+        log.info("%s learns anew from version %d on, as %d", adapter, before, version)
+        await asyncio.wrap_future(self._store.write(lambda db: requeue_taken_back(db, adapter, before)))
+        self.learn_again(adapter)
+        self.on_taste(adapter)
 
     async def liked(self, adapter: str) -> Liked:
         """Return how many of an adapter's latest answers its user's taste model likes, told apart from their prompts.
@@ -213,7 +265,7 @@ class Practice:
 
     async def _run(self) -> None:
         while True:
-            adapter = next((name for name, each in self.users.items() if not each.ended), "")
+            adapter = next((name for name, each in self.users.items() if each.prompts and not each.ended), "")
             if not adapter or not self._live.current.align.practice:
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
@@ -246,6 +298,9 @@ class Practice:
         drawn = await self._draw(adapter, adapter, prompts, min(_ROWS, rows) if operator is None else 1)
         for prompt, answers in zip(prompts, drawn, strict=True):
             practised.adapter_answers.extend(Answer(prompt.question, self._text(each)) for each in answers)
+        teach = [prompt for prompt in prompts if prompt.with_preference]
+        if practised.preference and teach:
+            return await self._distil(adapter, practised, teach)
         if operator is None:
             pairs = self._comparisons(adapter, practised, drawn)
         elif not practised.shows(operator):
@@ -259,13 +314,45 @@ class Practice:
             await self._learn(adapter, practised, pairs)
         return True
 
-    async def _draw(self, adapter: str | None, user: str, prompts: Sequence[_Prompt], each: int) -> list[list[Draw]]:
+    async def _distil(self, adapter: str, practised: Practised, prompts: Sequence[_Prompt]) -> bool:
+        """Have the adapter imitate the base that has the preference in its prompt, until it answers as that does.
+
+        The mean NLL of such answers, less that by the base itself, is the forward KL of the two (context
+        distillation, Snell et al. 2022).
+        """
+        drawn = await self._draw(None, adapter, prompts, 1, with_preference=True)
+        found = [(prompt, answers[0]) for prompt, answers in zip(prompts, drawn, strict=True) if answers]
+        pairs = [self._pair(adapter, prompt.ids, tuple(each.token_ids)) for prompt, each in found]
+        if not pairs or self.users.get(adapter) is not practised:
+            return bool(pairs)
+        made = await self._learn(adapter, practised, pairs)
+        if made is None or made.loss is None:
+            return True
+        own = fmean(fmean(-(event.logprob or 0.0) for event in each.tokens) for _, each in found)
+        practised.distances.append(made.loss - own)
+        share, text = practised.distilled, practised.preference
+        log.debug("preference of %s: distance %.3f nats a token, %.2f learned", adapter, made.loss - own, share)
+        if share >= _LEARNED or len(practised.distances) >= _MOST_DISTANCES:
+            share, practised.preference = LEARNED, ""
+            logs.event(log, logging.INFO, "preference_learned", f"{adapter} has learned its written preference")
+            await asyncio.wrap_future(
+                self._preferences.change(adapter, lambda db: set_distilled(db, adapter, text, LEARNED))
+            )
+        return True
+
+    async def _draw(
+        self, adapter: str | None, user: str, prompts: Sequence[_Prompt], each: int, with_preference: bool = False
+    ) -> list[list[Draw]]:
         """Draw so many answers of each prompt; those that were dropped are left out."""
-        sampling = Sampling(max_tokens=_ANSWER_TOKENS, stop_token_ids=tuple(self._tokenizer.eos_ids))
+        sampling = Sampling(
+            max_tokens=_ANSWER_TOKENS,
+            stop_token_ids=tuple(self._tokenizer.eos_ids),
+            logprobs=0 if with_preference else None,
+        )
         requests = [
             Request(
                 f"practice-{next(self._numbers)}",
-                prompt.ids,
+                prompt.with_preference if with_preference else prompt.ids,
                 sampling,
                 adapter,
                 ServiceClass.BATCH,
@@ -336,17 +423,20 @@ class Practice:
             own=(bool(rejected),) * 2,
         )
 
-    async def _learn(self, adapter: str, practised: Practised, pairs: list[TokenPair]) -> None:
-        """Have the engine train on practice, and wait for the version that it makes."""
+    async def _learn(self, adapter: str, practised: Practised, pairs: list[TokenPair]) -> VersionPublished | None:
+        """Have the engine train on practice; returns the version that it makes, or None."""
         stepped = self._stepped[adapter] = asyncio.get_running_loop().create_future()
         self._engine.practise(adapter, pairs)
         try:
             async with asyncio.timeout(_STEP_S):
-                if (kl := await stepped) is not None:
-                    practised.kl_nats += 0.3 * (max(0.0, kl) - practised.kl_nats)
+                made = await stepped
+            if made is not None and made.own_kl_nats is not None:
+                practised.kl_nats += 0.3 * (max(0.0, made.own_kl_nats) - practised.kl_nats)
+            return made
         except TimeoutError:
             # The box is busy, or governors hold training back: what was drawn is old by then.
             self._engine.practise(adapter, [])
+            return None
         finally:
             del self._stepped[adapter]
 

@@ -1,6 +1,7 @@
 """`/v1/adapters/{name}/preference` and `/strike`: what users want in words, and what is not to be believed of them."""
 
 import asyncio
+from collections.abc import Callable
 
 from aiohttp import web
 from sqlite_utils import Database
@@ -43,14 +44,24 @@ async def put_preference(request: web.Request) -> Preference:
         _demand_teachable(db, name)
         preferences.set_preference(db, written)
 
-    return _answer(services, name, await asyncio.wrap_future(services.preferences.change(name, write)))
+    return _answer(services, name, await _change(services, name, write))
+
+
+async def _change(services: Services, name: str, write: Callable[[Database], None]) -> WrittenPreference | None:
+    """Change a preference; what was distilled of another text is undone, and the new one is to be learned."""
+    before = await asyncio.to_thread(services.store.read, lambda db: preferences.get_preference(db, name))
+    found = await asyncio.wrap_future(services.preferences.change(name, write))
+    changed = before is not None and before.distilled > 0 and (found is None or found.text != before.text)
+    if before is not None and changed and services.engine.version(name):
+        await services.practice.undo(name, before.created_at)
+    services.practice.on_taste(name)
+    return found
 
 
 async def delete_preference(request: web.Request) -> Preference:
     """Delete what a user wants of all answers."""
     services, name = services_of(request), _taught(request)
-    change = services.preferences.change(name, lambda db: preferences.delete_preference(db, name))
-    return _answer(services, name, await asyncio.wrap_future(change))
+    return _answer(services, name, await _change(services, name, lambda db: preferences.delete_preference(db, name)))
 
 
 async def strike(request: web.Request) -> Struck:
