@@ -1,0 +1,328 @@
+"""Edits read as one change: what a person does to most of the answers that they correct, as a function of texts."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from typing import Any, Literal
+
+_LEAST, _SHARE = 3, 0.6
+"""Edits that must agree: in number, and as a share of those that could."""
+_LATEST = 64
+_MAX_CHARACTERS = 10_000
+_MAX_DIFFERING = 256
+"""Most tokens between an edit's common beginning and end that are compared one by one."""
+_KEPT = 0.5
+"""Least share of the shorter text's words that an edit keeps; what keeps less is another answer."""
+_MAX_RUN = 40
+"""Most tokens of a phrase that is replaced, of an opening and of an ending."""
+_MAX_SPELLING = 4
+_ROUNDS = 4
+_ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+"""Characters of scripts without spaces between words (Thai, Lao, Burmese, Khmer, kana, Han): each is a token."""
+_LETTER = rf"(?![{_ALONE}])\w"
+_TOKEN = re.compile(rf"[{_ALONE}]|(?:{_LETTER})+(?:['’-](?:{_LETTER})+)*|\s+|[^\w\s]")
+_SENTENCE = re.compile(r"\S.*?(?:[.!?…]+[\"')\]”’»]*(?=\s|$)|[。！？]+[」』”’）]*|(?=\n\s*\n)|$)\s*", re.DOTALL)
+_END_MARKS = ".!?…。！？"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """A change of texts, in parts that may be absent: words, sentences and case first, then both ends."""
+
+    begins: str = ""
+    ends: str = ""
+    """The opening and the ending, each with the space between it and the rest."""
+    small_start: bool = False
+    """Whether what follows the opening begins with a small letter."""
+    replaced: Mapping[str, str] = field(default_factory=dict)
+    """What stands for a casefolded word or phrase; "" where it is left out."""
+    max_sentences: int = 0
+    no_closing: str = ""
+    """The mark of last sentences that are left out: "?" for questions."""
+    end_mark: str = ""
+    """The mark that ends the last sentence."""
+    case: Literal["", "lower", "upper"] = ""
+
+    def apply(self, text: str) -> str:
+        """Return `text` with the change; a second time changes nothing, and an empty text stays empty."""
+        if not text.strip():
+            return text
+        rest = text
+        for _ in range(_ROUNDS):  # what a removal brings together may be a phrase to remove, or an opening
+            before, rest = rest, self._changed(self.rest(rest))
+            if rest == before:
+                break
+        return self.begins + rest + self.ends
+
+    def shown(self, text: str) -> bool:
+        """Whether `text` has the change already; an empty text has not."""
+        return bool(text.strip()) and self.apply(text) == text
+
+    def rest(self, text: str) -> str:
+        """Return `text` without the opening and the ending, in whatever case and spacing, once or repeated."""
+        if self.begins:
+            text = re.sub(rf"^(?:\s*{_pattern(self.begins)})+", "", text, flags=re.IGNORECASE).lstrip()
+        if self.ends:
+            text = re.sub(rf"(?:{_pattern(self.ends)}\s*)+$", "", text, flags=re.IGNORECASE).rstrip()
+        return text
+
+    def _changed(self, text: str) -> str:
+        text = _replace(text, self.replaced) if self.replaced else text
+        sentences = _SENTENCE.findall(text)
+        kept = sentences[: self.max_sentences] if self.max_sentences else sentences[:]
+        while self.no_closing and len(kept) > 1 and kept[-1].rstrip().endswith(self.no_closing):
+            kept.pop()
+        if len(kept) < len(sentences):
+            text = "".join(kept).rstrip()
+        if self.end_mark and text.strip():
+            text = text.rstrip().rstrip(_END_MARKS) + self.end_mark
+        if self.small_start and not re.match(r"I\b", text):
+            text = text[:1].lower() + text[1:]
+        return text.lower() if self.case == "lower" else text.upper() if self.case == "upper" else text
+
+    @property
+    def text(self) -> str:
+        """The change as an instruction, for people and for a model."""
+        lines = []
+        if self.begins:
+            lines.append(f'begin every answer with "{_line(self.begins)}"')
+        if self.ends or self.end_mark:
+            lines.append(f'end every answer with "{_line(self.ends) or self.end_mark}"')
+        for old, new in self.replaced.items():
+            lines.append(f'write "{new}" instead of "{old}"' if new else f'never write "{old}"')
+        if self.max_sentences:
+            lines.append(f"answer in at most {self.max_sentences} sentence{'s' * (self.max_sentences > 1)}")
+        if self.no_closing:
+            lines.append(f'leave out a last sentence that ends with "{self.no_closing}"')
+        if self.case:
+            lines.append(f"write everything in {self.case} case")
+        return ", ".join(lines)
+
+
+def induce(edits: Sequence[tuple[str, str]]) -> Operator | None:
+    """Return the change that most of the latest `edits` (original, edited) share; None where they share none.
+
+    A part of it is in three edits at least, and in three of five of those in which it could be. Edits that keep less
+    than half of the words, or of more than 10,000 characters, share nothing with others.
+    """
+    pairs = [(old.strip(), new.strip()) for old, new in edits[-_LATEST:] if old.strip() != new.strip()]
+    needed = max(_LEAST, math.ceil(_SHARE * len(pairs)))
+    kept = [edit for edit in (_compare(*pair) for pair in pairs) if edit]
+    if len(kept) < needed:
+        return None
+    begins = _shared_end([edit.opening for edit in kept if edit.runs], needed, 1)
+    ends = _shared_end([edit.ending for edit in kept if edit.runs], needed, -1)
+    found = Operator(begins, ends)
+    bodies = [edit for edit in (_compare(edit.old, found.rest(edit.new)) for edit in kept) if edit]
+    replaced = _replacements(bodies)
+    # A mark that only ever ends an answer may be replaced there alone, or everywhere: what explains more is taken.
+    unmarked = {old: new for old, new in replaced.items() if not set(old) <= set(_END_MARKS)}
+    candidates = [_completed(replace(found, replaced=words), bodies, needed) for words in (replaced, unmarked)]
+    found = max(candidates, key=lambda one: sum(one.apply(old) == new for old, new in pairs))
+    if found == Operator() or sum(found.shown(new) for _, new in pairs) < needed:
+        return None
+    once = [found.apply(old) for old, _ in pairs]
+    return found if all(found.apply(text) == text for text in once) else None
+
+
+def _completed(found: Operator, bodies: Sequence["_Edit"], needed: int) -> Operator:
+    """An operator with what changes sentences, marks and case, once its words are replaced."""
+    changed = [(Operator(replaced=found.replaced).apply(edit.old), edit.new) for edit in bodies]
+    bounds = _sentence_bounds(changed, needed)
+    changed = [(Operator(**bounds).apply(old), new) for old, new in changed]
+    small = sum(old[:1].isupper() and new[:1].islower() for old, new in changed) >= needed
+    case, mark = _case(changed, needed), _end_mark(changed, needed)
+    return replace(found, end_mark=mark, case=case, small_start=bool(small and found.begins and not case), **bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    """Two texts, their tokens, and the runs of tokens in which they differ but for case."""
+
+    old: str
+    new: str
+    old_tokens: list[str]
+    new_tokens: list[str]
+    runs: list[tuple[int, int, int, int]]
+    """Bounds of each in the old and the new tokens."""
+
+    @property
+    def opening(self) -> list[str]:
+        """Tokens that the new text begins with, beyond what stands for as many of the old one."""
+        i, j, k, n = self.runs[0]
+        return self.new_tokens[:n] if i == k == 0 and n != j else []
+
+    @property
+    def ending(self) -> list[str]:
+        """Tokens that the new text ends with, beyond what stands for as many of the old one."""
+        i, j, k, n = self.runs[-1]
+        ends = (j, n) == (len(self.old_tokens), len(self.new_tokens))
+        return self.new_tokens[k:] if ends and n - k != j - i else []
+
+
+def _compare(old: str, new: str) -> _Edit | None:
+    if max(len(old), len(new)) > _MAX_CHARACTERS:
+        return None
+    old_tokens, new_tokens = _TOKEN.findall(old), _TOKEN.findall(new)
+    one, two = ([token.casefold() for token in tokens] for tokens in (old_tokens, new_tokens))
+    shorter = min(len(one), len(two))
+    start = next((n for n in range(shorter) if one[n] != two[n]), shorter)
+    stop = next((n for n in range(shorter - start) if one[-1 - n] != two[-1 - n]), shorter - start)
+    middles = one[start : len(one) - stop], two[start : len(two) - stop]
+    runs = [(0, len(middles[0]), 0, len(middles[1]))] if any(middles) else []
+    if max(map(len, middles)) <= _MAX_DIFFERING:
+        codes = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
+        runs = [bounds for tag, *bounds in codes if tag != "equal"]  # type: ignore[misc]
+    runs = [(start + i, start + j, start + k, start + n) for i, j, k, n in runs]
+    words = [sum(map(_is_word, tokens)) for tokens in (one, two)]
+    left = words[0] - sum(_is_word(token) for i, j, _, _ in runs for token in one[i:j])
+    return _Edit(old, new, old_tokens, new_tokens, runs) if left and left >= _KEPT * min(words) else None
+
+
+def _is_word(token: str) -> bool:
+    return token[0].isalnum()
+
+
+def _pattern(phrase: str) -> str:
+    """A pattern of a phrase in any spacing, which does not begin or end within a word."""
+    phrase = phrase.strip()
+    inner = r"\s+".join(map(re.escape, phrase.split()))
+    return r"(?<!\w)" * _is_word(phrase) + inner + r"(?!\w)" * _is_word(phrase[-1])
+
+
+def _shared_end(runs: Iterable[list[str]], needed: int, step: Literal[1, -1]) -> str:
+    """The longest of the added openings (`step` 1) or endings (-1) that `needed` others begin, or end, with."""
+    known = [run for run in runs if 0 < len(run) <= _MAX_RUN]
+    plain = [tuple(token.casefold() for token in run if not token.isspace())[::step] for run in known]
+    forms: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+    for run, key in zip(known, plain, strict=True):
+        if not set("".join(run)) <= set(_END_MARKS + " \n"):
+            forms[key]["".join(run)] += 1
+    for key in sorted(forms, key=len, reverse=True):
+        shared = sum(one[: len(key)] == key for one in plain)
+        if shared >= needed and forms[key].total() >= max(_LEAST, shared / 2):
+            return forms[key].most_common(1)[0][0]
+    return ""
+
+
+def _replacements(edits: Sequence[_Edit]) -> dict[str, str]:
+    """Phrases that edits replace by one and the same, and no longer contain then.
+
+    Of words that are spelt otherwise in one and the same way, as "colour" and "honour" are, one edit each is enough.
+    """
+    by_key: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    spellings: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for edit in edits:
+        new_text = _spaced(edit.new_tokens)
+        gone = {(old, new) for old, new in _changes(edit) if _spaced(_TOKEN.findall(old)) not in new_text}
+        for old, new in gone:
+            by_key[old][new] += 1
+            if old.isalpha() and new.isalpha() and (way := _spelling(old, new)):
+                spellings[way].add(old)
+    alike = {old: way for way, words in spellings.items() if len(words) >= _LEAST for old in words}
+    texts = [(_spaced(edit.old_tokens), _spaced(edit.new_tokens)) for edit in edits]
+    found: dict[str, str] = {}
+    for old, ways in by_key.items():
+        new, count = ways.most_common(1)[0]
+        is_spelling = old in alike and _spelling(old, new) == alike[old]
+        key = _spaced(_TOKEN.findall(old))
+        if count >= (1 if is_spelling else _LEAST) and count >= _SHARE * sum(key in a or key in b for a, b in texts):
+            found[old] = new
+    keys = [_spaced(_TOKEN.findall(old)) for old in found]
+    return {old: new for old, new in found.items() if not any(key in _spaced(_TOKEN.findall(new)) for key in keys)}
+
+
+def _spaced(tokens: Iterable[str]) -> str:
+    """Casefolded tokens with bounds, so that a run of them is found as a part of a string."""
+    return "\0" + "\0".join(tokens).casefold() + "\0"
+
+
+def _changes(edit: _Edit) -> Iterable[tuple[str, str]]:
+    for i, j, k, n in edit.runs:
+        old, new = edit.old_tokens[i:j], edit.new_tokens[k:n]
+        parts = [([a], [b]) for a, b in zip(old, new, strict=True)] if len(old) == len(new) else [(old, new)]
+        for one, two in parts:
+            key, value = "".join(one).strip().casefold(), "".join(two).strip()
+            if key and key != value.casefold() and len(one) <= _MAX_RUN:
+                yield key, value.lower() if one[0][:1].isupper() and value[1:].islower() else value
+
+
+def _spelling(old: str, new: str) -> tuple[str, str] | None:
+    """The letters in which two spellings of a word differ; None where they are two words."""
+    shorter = min(len(old), len(new))
+    start = next((n for n in range(shorter) if old[n] != new[n]), shorter)
+    stop = next((n for n in range(shorter - start) if old[-1 - n] != new[-1 - n]), shorter - start)
+    one, two = old[start : len(old) - stop], new[start : len(new) - stop]
+    return (one, two) if len(one) + len(two) <= _MAX_SPELLING <= start + stop + 1 else None
+
+
+def _replace(text: str, replaced: Mapping[str, str]) -> str:
+    """Replace phrases of whole tokens, the longest first; a capital stays one, and a gap closes."""
+    tokens = _TOKEN.findall(text)
+    plain = [token.casefold() for token in tokens]
+    keys: defaultdict[str, list[tuple[list[str], str]]] = defaultdict(list)
+    for old, new in sorted(replaced.items(), key=lambda item: -len(item[0])):
+        key = _TOKEN.findall(old)
+        keys[key[0]].append((key, new))
+    out: list[str] = []
+    at = 0
+    while at < len(tokens):
+        key, new = next(((k, v) for k, v in keys.get(plain[at], ()) if plain[at : at + len(k)] == k), ([], ""))
+        if not key:
+            out.append(tokens[at])
+            at += 1
+            continue
+        big = tokens[at][:1].isupper() or (not new and not out)
+        at += len(key)
+        if new:
+            out.append(new[:1].upper() + new[1:] if big else new)
+        elif at < len(tokens) and tokens[at].isspace() and (not out or out[-1].isspace()):
+            at += 1
+        elif out and out[-1].isspace() and (at == len(tokens) or not _is_word(tokens[at])):
+            out.pop()
+    return "".join(out)
+
+
+def _sentence_bounds(changed: Sequence[tuple[str, str]], needed: int) -> dict[str, Any]:
+    """The bound of an answer's sentences, where edits leave out the last ones."""
+    lengths: Counter[int] = Counter()
+    marks: Counter[str] = Counter()
+    for old, new in changed:
+        before, after = ([_plain(part) for part in _SENTENCE.findall(text)] for text in (old, new))
+        if after and len(after) < len(before) and before[: len(after)] == after:
+            lengths[len(after)] += 1
+            if len(after) == len(before) - 1 and before[-1][-1] != after[-1][-1]:
+                marks[before[-1][-1]] += 1
+    for counts, name in ((marks, "no_closing"), (lengths, "max_sentences")):
+        value, count = counts.most_common(1)[0] if counts else ("", 0)
+        if count >= needed and value != ".":
+            return {name: value}
+    return {}
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _plain(text: str) -> str:
+    return _line(text.casefold())
+
+
+def _end_mark(changed: Sequence[tuple[str, str]], needed: int) -> str:
+    """The mark at the end that edits put in the place of others."""
+    marks: Counter[str] = Counter()
+    for texts in changed:
+        (old, old_mark), (new, new_mark) = ((_plain(bare := t.rstrip(_END_MARKS)), t[len(bare) :]) for t in texts)
+        if old == new and old_mark != new_mark:
+            marks[new_mark] += 1
+    mark, count = marks.most_common(1)[0] if marks else ("", 0)
+    return mark if count >= needed else ""
+
+
+def _case(changed: Sequence[tuple[str, str]], needed: int) -> Literal["", "lower", "upper"]:
+    if sum(old != old.lower() and new == new.lower() for old, new in changed) >= needed:
+        return "lower"
+    return "upper" if sum(old != old.upper() and new == new.upper() for old, new in changed) >= needed else ""
