@@ -89,7 +89,7 @@ def test_an_opening_that_is_misspelt_is_set_right_and_not_added_twice() -> None:
     for text in ("dear  Ann,yes.", "Dear Ann, Dear Ann, yes. Best,\nAnn", "yes. Best, Ann Best, Ann\n"):
         assert not found.shown(text)
         assert found.apply(text) == "Dear Ann, yes. Best, Ann"
-    assert found.apply("Ask BestBest, Annie") == "Dear Ann, Ask BestBest, Annie Best, Ann"
+    assert found.apply("Ask theBest, Ann") == "Dear Ann, Ask theBest, Ann Best, Ann"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,9 @@ def test_an_opening_that_is_misspelt_is_set_right_and_not_added_twice() -> None:
         [(text, f"{text} {'Bye' if n % 2 else 'Best, Ann'}") for n, text in enumerate(_EDITED)],
         [(text, f"Note {n}: {text}") for n, text in enumerate(_EDITED)],
         [("It is 5 km.", "It is 3 miles."), ("Take 2 kg of it.", "Take 4 pounds of it."), ("Go now.", "Go later.")],
+        [(text, f"{text} {'Wish ' + str(n) + ', ' if n else ''}Ann") for n, text in enumerate(_EDITED)],
+        [(f"Boil the rice {n} times in a pot.", f"Take the bus {n} to town, it is near. Best, Ann") for n in range(9)],
+        [("You go.", f"{'I' if n < 3 else 'You'} go{' now' * (n > 2)} to number {n}.") for n in range(8)],
         [("Fine.", "Fine, I add a word and the whole rest of a letter. " * n) for n in range(1, 9)],
     ],
 )
@@ -126,10 +129,10 @@ def test_any_texts_can_be_edits_and_a_second_time_changes_nothing(
             assert not found.begins or not text.strip() or once.startswith(found.begins)
 
 
-@pytest.mark.parametrize("text", ["a " * 5000, "." * 10_000, "你好。" * 3333, "x\n\n" * 3333, "Best, Ann " * 1000])
+@pytest.mark.parametrize("text", ["a " * 5000, "." * 10_000, "你好。" * 3333, "a\n\n" * 3333, "Best, Ann " * 1000])
 def test_long_texts_take_bounded_time(text: str) -> None:
     start = time.monotonic()
-    found = induce([(text, text.replace("a", "b", 500).replace("x", "y", 900) + " Best, Ann")] * 64)
+    other = "".join(text[n : n + 7] + "ab"[n % 2] for n in range(0, len(text) - len(text) // 7, 7))
+    induce([(text, other), (text, text[:-11])] * 32)
     Operator("Dear Ann, ", " Best, Ann", replaced={"a": "", "x y": "z"}, no_closing=".").apply(text)
     assert time.monotonic() - start < 10
-    assert found is None or "Ann" in found.text
