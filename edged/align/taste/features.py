@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
@@ -22,6 +22,7 @@ _WORD = re.compile(
     r"|[^\W\d_](?:[^\W_]|[\u0300-\u036f\u0900-\u0dff]|['’](?=\w))*|\d+"
 )
 """A word; a character alone in scripts that put no spaces between words."""
+_OTHER = re.compile(r"[^\w \r\t]|[\d_]")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)|[。！？]+|\n+")
 _LIST_LINE = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)
 _MARKS = {
@@ -72,7 +73,7 @@ _STARTS = {
 _LENGTHS = (5, 10, 15, 20, 25, 30, 40, 60, 100, 200)
 SCALES = {
     "word": 0.35, "pair": 0.3, "start": 0.6, "start2": 0.4, "last": 0.4, "opens": 1.0, "end": 1.0, "has": 0.8,
-    "rate": 0.5, "kind": 0.8, "kindrate": 0.6, "short": 0.5, "length": 0.8, "sentences": 0.8, "shape": 0.8,
+    "rate": 0.5, "kind": 0.8, "kindrate": 0.6, "short": 0.5, "length": 0.8, "sentences": 0.8, "shape": 0.4,
 }  # fmt: skip
 """The prior's standard deviation of a feature's weight, by the kind of feature (the part of its name before ":")."""
 _WHOLE = frozenset({"last", "end", "short", "length", "sentences"})
@@ -166,22 +167,21 @@ def _of_place(text: str, lower: list[str], out: dict[str, float]) -> None:
 
 
 def _of_marks(text: str, count: int, out: dict[str, float]) -> None:
-    found: dict[str, int] = {}
-    for char in text:
-        if char.isalpha() or char == " ":
-            continue
+    found: Counter[str] = Counter()
+    for char, times in Counter(_OTHER.findall(text)).items():
         name = _SAME_MARK.get(char, char)
-        if name not in _MARKS:
-            if name.isdigit():
-                name = "digit"
-            elif name == "\n":
-                name = "line break"
-            elif unicodedata.category(char) == "So" and ord(char) > 0x2000:
-                found[char] = found.get(char, 0) + 1
-                name = "emoji"
-            elif unicodedata.category(char)[0] not in "PS" or char == ".":
-                continue
-        found[name] = found.get(name, 0) + 1
+        category = unicodedata.category(char)
+        if name in _MARKS:
+            found[name] += times
+        elif char.isdigit():
+            found["digit"] += times
+        elif char == "\n":
+            found["line break"] += times
+        elif category == "So" and ord(char) > 0x2000:
+            found[char] += times
+            found["emoji"] += times
+        elif category[0] in "PS" and name != ".":
+            found[name] += times
     for name, times in found.items():
         out[f"has:{name}"] = 1.0
         out[f"rate:{name}"] = math.log1p(times) + 10 * min(times / max(count, 10), 0.3)

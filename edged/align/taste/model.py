@@ -17,23 +17,26 @@ from functools import cached_property
 
 import numpy as np
 
-from edged.align.taste.features import Features, describe, features, subject_of
+from edged.align.taste.features import describe, features, subject_of
 
 Embed = Callable[[Sequence[str]], np.ndarray]
 """Texts to vectors of unit length, [texts, dims]."""
-MAX_OPINIONS = 400
+MAX_OPINIONS = 300
 """The newest opinions that a fit takes."""
-_AMPLITUDE = 1.0
+_MAX_COLUMNS = 800
+_FOLD_OPINIONS = 90
+_FOLDS = 5
 _BIAS_STD = 1.0
 _EMBED_STD = 1.0
-_GENERAL = 0.5
+_GENERAL = 0.6
 """Share of the prior's variance that all prompts have in common; the rest is their topic's."""
-_SCREEN = 1.0
-_HALF_LIFE_PICKS = 12.0
-_DAY_S = 86_400.0
-_HALF_LIFE_DAYS = 180.0
+_SCREEN = 2.0
+_SCREEN_MID = 2.5
+_SCREEN_CLIP = 2.5
+_HALF_LIFE_PICKS = 60.0
+_HALF_LIFE_S = 180 * 86_400.0
 _NEW_PICKS = 10
-_FEW_PROMPTS = 5
+_PRIOR_PICKS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,6 @@ class Opinion:
     rejected: str
     weight: float
     at_s: float
-
-    @property
-    def alone(self) -> int:
-        """1 for a good rating alone, -1 for a bad one, 0 for a pair."""
-        return (self.rejected == "") - (self.chosen == "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,27 +65,8 @@ class Taste:
     """The posterior of one person's taste. Make it by `fit`."""
 
     def __init__(self, opinions: Sequence[Opinion], struck: Collection[str], embed: Embed | None) -> None:
-        opinions = [each for each in opinions if each.weight > 0 and each.chosen != each.rejected]
-        self._opinions = sorted(opinions, key=lambda each: each.at_s)[-MAX_OPINIONS:]
-        self._struck = frozenset(map(subject_of, struck))
-        self._embed = embed
-        self._events = _events(self._opinions)
-        self._columns = _Columns(self._opinions, self._struck)
-        self._topics = _Topics([each.prompt for each in self._opinions])
-        self._signs = np.array([-float(each.alone) for each in self._opinions])
-        self._design = self._differences()
-        age = _age_weights(self._opinions, self._events)
-        self._weights = np.array([each.weight for each in self._opinions]) * age
-        self._columns.screen(self._design, self._events, self._weights)
-        self._scaled = self._design * self._columns.scales
-        if self._opinions:
-            self._doubt_contradicted()
-        self._solve()
-        self.sure = self._sureness()
-        self.prompts = len({each.prompt for each in self._opinions})
-        """Number of prompts that it has opinions on."""
-        self.version = len(opinions)
-        """Number of the opinions that it was made of: it changes with each signal."""
+        self._design = _Design(opinions, frozenset(map(subject_of, struck)), embed)
+        self._all = self._fit(np.arange(self._design.count))
 
     @classmethod
     def fit(cls, opinions: Sequence[Opinion], struck: Collection[str] = (), embed: Embed | None = None) -> Taste:
@@ -99,309 +78,351 @@ class Taste:
 
     def scores(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
         """Return each answer's mean utility; `ended` False: they are beginnings, whose end and length mean nothing."""
-        return self._utilities(self._alpha, prompt, answers, ended)
+        return np.zeros(len(answers)) if self._all is None else self._all.utilities(prompt, answers, ended)
 
     def scores_apart(self, prompt: str, answers: Sequence[str]) -> np.ndarray:
-        """Return scores by the posterior without the opinions on this very prompt."""
-        group = np.array([i for i, each in enumerate(self._opinions) if each.prompt == prompt], int)
-        return self._utilities(self._alpha_without(group), prompt, answers, True)
+        """Return scores by a fit without the opinions on this very prompt, nor those on the others of its fold."""
+        fit = self._apart(prompt)
+        return np.zeros(len(answers)) if fit is None else fit.utilities(prompt, answers)
 
     def preference(self, prompt: str, one: str, other: str) -> float:
         """Return the probability that the person prefers `one` to `other` under `prompt`."""
-        if not self._opinions or one == other:
-            return 0.5
-        rows = self._columns.rows([one, other], True)
-        row = self._with_embedding(rows, [one, other])
-        difference = (row[0] - row[1]) * self._columns.scales
-        likeness = self._topics.likeness(prompt)
-        cross = (self._scaled @ difference) * likeness
-        mean = float(cross @ self._alpha)
-        own = float(difference @ difference)
-        variance = own - float(cross @ self._gain @ cross)
-        return _probability(mean, max(variance, 0.0))
+        return 0.5 if self._all is None or one == other else self._all.preference(prompt, one, other)
 
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
         score = (self.scores_apart if apart else self.scores)(prompt, [answer])[0]
-        slope, threshold = self._threshold
+        slope, threshold = self._liking
         return float(_sigmoid(slope * (score - threshold)))
+
+    @cached_property
+    def sure(self) -> float:
+        """The share of choices of one of two that are the person's, with prompts left out of the fit in turn.
+
+        For few prompts it is mostly what the posterior expects.
+        """
+        right = expected = total = 0.0
+        for fit, group in self._left_out:
+            mean, variance = fit.latent(group)
+            weights = self._design.weights[group] / self._design.event_size[group]
+            right += float(weights @ (0.5 + 0.5 * np.sign(np.round(mean, 6))))
+            expected += float(weights @ _sigmoid(np.abs(mean) / np.sqrt(1 + math.pi * variance / 8)))
+            total += float(weights.sum())
+        return max(0.5, (right + _PRIOR_PICKS * expected / total) / (total + _PRIOR_PICKS)) if total else 0.5
 
     def beliefs(self, most: int = 6) -> list[Belief]:
         """Return what it believes most, in words."""
-        if not self._opinions:
+        design = self._design
+        if self._all is None:
             return []
-        events = _mean_by_event(self._design, self._events)
-        weights = (self._scaled.T @ self._alpha) * self._columns.scales
+        weights = self._all.weights
+        events = design.by_event(np.arange(design.count))
         told = np.abs(weights) * np.sqrt((events**2).mean(0))
         found: list[Belief] = []
         taken: list[np.ndarray] = []
-        subjects: set[str] = set()
         for column in np.argsort(-told, kind="stable"):
-            name = self._columns.name(int(column))
-            if len(found) == most:
+            name = design.name(int(column))
+            if len(found) == most or not told[column]:
                 break
-            if name is None or subject_of(name) in subjects:
+            if name is None or subject_of(name) in {subject_of(each.key) for each in found}:
                 continue
             values = events[:, column]
-            of, agree = int((np.abs(values) > 1e-9).sum()), int((values * weights[column] > 1e-9).sum())
-            if of < 2 or agree < 0.7 * of or (agree - of / 2) < 0.75 * math.sqrt(of):
+            telling = np.abs(values) > 1e-4
+            of, agree = int(telling.sum()), int((values[telling] * weights[column] > 0).sum())
+            if of < 2 or agree - of / 2 < max(0.2 * of, 0.7 * math.sqrt(of)):
                 continue
-            if any(abs(_correlation(values, other)) > 0.9 for other in taken):
+            if any(abs(_cosine(values, other)) > 0.9 for other in taken):
                 continue
             found.append(Belief(name, describe(name), bool(weights[column] > 0), agree, of))
             taken.append(values)
-            subjects.add(subject_of(name))
         return found
 
-    def _differences(self) -> np.ndarray:
-        """Return an opinion's chosen answer less its rejected one, in features; a rating alone stands against the
-        mean of all texts."""
-        texts = list(dict.fromkeys(text for each in self._opinions for text in (each.chosen, each.rejected)))
-        place = {text: i for i, text in enumerate(texts)}
-        rows = self._with_embedding(self._columns.rows(texts, True), texts)
-        self._mean = rows.mean(0) if len(texts) else rows.sum(0)
-        chosen = rows[[place[each.chosen] for each in self._opinions]]
-        rejected = rows[[place[each.rejected] for each in self._opinions]]
-        alone = self._signs[:, None]
-        return np.where(alone < 0, chosen - self._mean, np.where(alone > 0, self._mean - rejected, chosen - rejected))
-
-    def _with_embedding(self, rows: np.ndarray, texts: Sequence[str]) -> np.ndarray:
-        if self._embed is None or not texts:
-            return rows
-        return np.concatenate([rows, self._embed(texts) * _EMBED_STD], 1)
-
-    def _doubt_contradicted(self) -> None:
-        """Lower the weight of older opinions that the newest picks, fitted alone, contradict: a change of mind."""
-        last = self._events[-1] if len(self._events) else 0
-        new = self._events > last - _NEW_PICKS
-        if new.all():
-            return
-        kernel = self._kernel()
-        mean = _laplace(kernel[np.ix_(new, new)], self._weights[new])[0]
-        agreed = _sigmoid(kernel[np.ix_(~new, new)] @ mean)
-        self._weights[~new] *= np.minimum(1.0, 2 * agreed) ** 2
-
-    def _kernel(self) -> np.ndarray:
-        likeness = self._topics.among()
-        return (self._scaled @ self._scaled.T) * likeness + _BIAS_STD**2 * np.outer(self._signs, self._signs)
-
-    def _solve(self) -> None:
-        self._k = self._kernel()
-        self._alpha, self._f, self._gain = _laplace(self._k, self._weights)
-
-    def _alpha_without(self, group: np.ndarray) -> np.ndarray:
-        """Return the dual weights of the posterior without the likelihood of `group` (its cavity)."""
-        if not len(group):
-            return self._alpha
-        # cov: the posterior's covariance between all opinions and the group's.
-        mixing = -self._gain @ self._k[:, group]
-        mixing[group, np.arange(len(group))] += 1.0
-        inner = self._k[group] @ mixing
-        p = _sigmoid(self._f[group])
-        curvature = self._weights[group] * p * (1 - p)
-        step = np.linalg.solve(np.eye(len(group)) - curvature[:, None] * inner, self._alpha[group])
-        return self._alpha - mixing @ step
-
-    def _utilities(self, alpha: np.ndarray, prompt: str, answers: Sequence[str], ended: bool) -> np.ndarray:
-        if not self._opinions or not answers:
-            return np.zeros(len(answers))
-        rows = self._with_embedding(self._columns.rows(answers, ended), answers)
-        return ((rows - self._mean) * self._columns.scales) @ (self._scaled.T @ (alpha * self._topics.likeness(prompt)))
-
-    def _groups(self) -> list[np.ndarray]:
-        prompts: dict[str, list[int]] = {}
-        for i, each in enumerate(self._opinions):
-            prompts.setdefault(each.prompt, []).append(i)
-        return [np.array(group) for group in prompts.values()]
-
-    def _sureness(self) -> float:
-        """Return the share of pairs that it decides as the person did, their prompts left out in turn."""
-        if not self._opinions:
-            return 0.5
-        groups = self._groups()
-        right = total = 0.0
-        bias = _BIAS_STD**2 * self._signs
-        for group in groups:
-            alpha = self._alpha_without(group)
-            f = self._k[group] @ alpha - self._signs[group] * (bias @ alpha)
-            weights = self._weights[group]
-            right += float(weights @ (0.5 + 0.5 * np.sign(np.round(f, 9))) / weights.sum())
-            total += 1
-        if len(groups) < _FEW_PROMPTS:
-            return float(np.clip(0.5 + 0.5 * (right / total - 0.5), 0.5, 1.0))
-        return float((right + 1) / (total + 2))
+    def _fit(self, opinions: np.ndarray) -> _Posterior | None:
+        return _Posterior(self._design, opinions) if len(opinions) else None
 
     @cached_property
-    def _threshold(self) -> tuple[float, float]:
-        """Return the slope and the threshold that tell what was chosen from what was rejected, prompts left out."""
+    def _left_out(self) -> list[tuple[_Posterior, np.ndarray]]:
+        """Fits without each share of the prompts, and the opinions that they were made without, of the newest ones."""
+        newest = np.arange(max(0, self._design.count - _FOLD_OPINIONS), self._design.count)
+        prompts = self._design.prompt_of[newest]
+        folds = min(_FOLDS, len(set(prompts)))
+        if folds < 2:
+            return []
+        held = [prompts % folds == fold for fold in range(folds)]
+        return [(_Posterior(self._design, newest[~out]), newest[out]) for out in held if out.any() and not out.all()]
+
+    def _apart(self, prompt: str) -> _Posterior | None:
+        place = self._design.prompt_places.get(prompt)
+        if place is None:
+            return self._all
+        found = (fit for fit, group in self._left_out if place in self._design.prompt_of[group])
+        return next(found, self._left_out[0][0] if self._left_out else None)
+
+    @cached_property
+    def _liking(self) -> tuple[float, float]:
+        """The slope and the threshold that tell what was chosen from what was rejected, with prompts left out."""
         good: list[float] = []
         bad: list[float] = []
-        for group in self._groups():
-            alpha = self._alpha_without(group)
+        for fit, group in self._left_out:
             for i in group:
-                each = self._opinions[i]
-                if each.chosen:
-                    good.append(float(self._utilities(alpha, each.prompt, [each.chosen], True)[0]))
-                if each.rejected:
-                    bad.append(float(self._utilities(alpha, each.prompt, [each.rejected], True)[0]))
+                each = self._design.opinions[i]
+                for side, text in ((good, each.chosen), (bad, each.rejected)):
+                    side += list(fit.utilities(each.prompt, [text] if text else []))
         if not good or not bad:
             return 1.0, 0.0
-        return 2.0, (float(np.mean(good)) + float(np.mean(bad))) / 2
+        spread = float(np.var(good) + np.var(bad)) / 2 + 0.1
+        return max(0.0, float(np.mean(good) - np.mean(bad))) / spread, float(np.mean(good) + np.mean(bad)) / 2
 
 
-class _Columns:
-    """The features that opinions' texts have, as columns; a feature of one text alone tells nothing of others."""
+class _Design:
+    """Opinions as differences of their answers' features, oldest first."""
 
-    def __init__(self, opinions: Sequence[Opinion], struck: frozenset[str]) -> None:
-        self._texts = [features(t) for t in dict.fromkeys(t for o in opinions for t in (o.chosen, o.rejected) if t)]
-        every = np.concatenate([each.hashes for each in self._texts]) if self._texts else np.zeros(0, np.int64)
-        hashes, counts = np.unique(every, return_counts=True)
-        self._hashes = hashes[counts >= min(2, max(len(self._texts) - 1, 1))]
-        if struck:
-            gone = [h for t in self._texts for n, h in zip(t.names, t.hashes, strict=True) if subject_of(n) in struck]
-            self._hashes = np.setdiff1d(self._hashes, np.array(gone, np.int64))
-        self.scales = np.ones(len(self._hashes))
+    def __init__(self, opinions: Sequence[Opinion], struck: frozenset[str], embed: Embed | None) -> None:
+        told = [each for each in opinions if each.weight > 0 and each.chosen != each.rejected]
+        self.opinions = sorted(told, key=lambda each: (each.at_s, each.prompt, each.chosen, each.rejected))[
+            -MAX_OPINIONS:
+        ]
+        self.count = len(self.opinions)
+        self._embed = embed
+        texts = list(dict.fromkeys(t for each in self.opinions for t in (each.chosen, each.rejected) if t))
+        self._texts = [features(text) for text in texts]
+        self._hashes = self._known(struck)
+        raw = self._matrix(texts, True)
+        self.mean = raw.mean(0) if len(texts) else raw.sum(0)
+        self.rows = np.concatenate([raw - self.mean, np.zeros((1, raw.shape[1]), np.float32)])
+        places = {text: i for i, text in enumerate(texts)} | {"": len(texts)}
+        self._chosen = np.array([places[each.chosen] for each in self.opinions], int)
+        self._rejected = np.array([places[each.rejected] for each in self.opinions], int)
+        self.signs = np.array([(each.chosen == "") - float(each.rejected == "") for each in self.opinions])
+        self.prompt_places: dict[str, int] = {}
+        self.prompt_of = np.array(
+            [self.prompt_places.setdefault(o.prompt, len(self.prompt_places)) for o in self.opinions], int
+        )
+        seen: dict[tuple[float, str], int] = {}
+        self.events = np.array([seen.setdefault((o.at_s, o.prompt), len(seen)) for o in self.opinions], int)
+        self.event_size = np.bincount(self.events)[self.events] if self.count else np.zeros(0)
+        self.topics = _Topics(list(self.prompt_places))
+        later = self.events[-1:] - self.events
+        age_s = np.array([self.opinions[-1].at_s - each.at_s for each in self.opinions])
+        weights = np.array([each.weight for each in self.opinions])
+        self.weights = weights * 0.5 ** (later / _HALF_LIFE_PICKS + age_s / _HALF_LIFE_S)
 
-    def rows(self, texts: Sequence[str], ended: bool) -> np.ndarray:
-        """Return the features of `texts`, [texts, columns]."""
-        out = np.zeros((len(texts), len(self._hashes)))
+    def _known(self, struck: frozenset[str]) -> np.ndarray:
+        """Return the features that are columns; one of a single text tells nothing of others."""
+        hashes = np.concatenate([np.zeros(0, np.int64), *(each.hashes for each in self._texts)])
+        hashes, counts = np.unique(hashes, return_counts=True)
+        kept: np.ndarray = hashes[counts >= min(2, max(len(self._texts) - 1, 1))]
+        if not struck:
+            return kept
+        gone = [h for t in self._texts for name, h in zip(t.names, t.hashes, strict=True) if subject_of(name) in struck]
+        return np.setdiff1d(kept, np.array(gone, np.int64))
+
+    def _matrix(self, texts: Sequence[str], ended: bool) -> np.ndarray:
+        out = np.zeros((len(texts), len(self._hashes)), np.float32)
         for row, text in zip(out, texts, strict=True):
-            if not text or not len(self._hashes):
-                continue
-            each: Features = features(text, ended)
-            places = np.minimum(np.searchsorted(self._hashes, each.hashes), len(self._hashes) - 1)
-            known = self._hashes[places] == each.hashes
-            row[places[known]] = each.values[known]
-        return out
+            if text and len(self._hashes):
+                each = features(text, ended)
+                places = np.minimum(np.searchsorted(self._hashes, each.hashes), len(self._hashes) - 1)
+                known = self._hashes[places] == each.hashes
+                row[places[known]] = each.values[known]
+        if self._embed is None or not texts:
+            return out
+        return np.concatenate([out, self._embed(texts).astype(np.float32) * _EMBED_STD], 1)
 
-    def screen(self, design: np.ndarray, events: np.ndarray, weights: np.ndarray) -> None:
-        """Widen the prior of features for which the picks speak, each taken alone; narrow that of the others."""
-        self.scales = np.full(design.shape[1], _AMPLITUDE)
-        if not len(events):
-            return
-        by_event = _mean_by_event(design, events)
-        event_weights = np.bincount(events, weights) / np.bincount(events)
-        score = event_weights @ by_event / 2
-        information = event_weights @ by_event**2 / 4
-        evidence = score**2 / (2 * (information + 0.05))
-        self.scales = _AMPLITUDE * np.exp(_SCREEN * (evidence - 2.0).clip(-2, 2) / 2)
+    def centred(self, texts: Sequence[str], ended: bool) -> np.ndarray:
+        """Return the features of `texts` less their mean among the opinions', [texts, columns]."""
+        centred: np.ndarray = self._matrix(texts, ended) - self.mean
+        return centred
+
+    def sides(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (texts, chosen, rejected): rows of `opinions`' texts, and the places among them of their sides."""
+        both = np.concatenate([self._chosen[opinions], self._rejected[opinions]])
+        texts, places = np.unique(both, return_inverse=True)
+        return texts, places[: len(opinions)], places[len(opinions) :]
+
+    def by_event(self, opinions: np.ndarray) -> np.ndarray:
+        """Return the mean difference of each pick's opinions, [picks, columns]."""
+        texts, chosen, rejected = self.sides(opinions)
+        events = np.unique(self.events[opinions], return_inverse=True)[1]
+        share = 1 / np.bincount(events)[events]
+        mixing = np.zeros((events[-1] + 1, len(texts)), np.float32)
+        np.add.at(mixing, (events, chosen), share)
+        np.add.at(mixing, (events, rejected), -share)
+        return mixing @ self.rows[texts]
 
     def name(self, column: int) -> str | None:
         """Return a column's feature; None for one of an embedding."""
         if column >= len(self._hashes):
             return None
-        for each in self._texts:
-            at = np.flatnonzero(each.hashes == self._hashes[column])
-            if len(at):
-                return each.names[int(at[0])]
-        return None
+        found = ((t, np.flatnonzero(t.hashes == self._hashes[column])) for t in self._texts)
+        return next(text.names[int(at[0])] for text, at in found if len(at))
+
+
+class _Posterior:
+    """The posterior by some of the opinions, at least one."""
+
+    def __init__(self, design: _Design, opinions: np.ndarray) -> None:
+        self._design = design
+        self._prompts = design.prompt_of[opinions]
+        self._texts, self._chosen, self._rejected = design.sides(opinions)
+        weights = design.weights[opinions]
+        self._columns, self._scales = self._screen(opinions, weights)
+        self._rows = design.rows[np.ix_(self._texts, self._columns)] * self._scales
+        kernel = self._cross(self._rows[self._chosen] - self._rows[self._rejected], self._prompts)
+        kernel += _BIAS_STD**2 * np.outer(design.signs[opinions], design.signs[opinions])
+        weights = _doubt_contradicted(kernel, weights, design.events[opinions])
+        self._dual, self._curvature = _mode(kernel, weights)
+        self._kernel = kernel
+
+    def _screen(self, opinions: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the columns that matter and their scales.
+
+        Features for which the picks speak, each taken alone, have a wider prior: what a person likes is a few of them.
+        """
+        events = np.unique(self._design.events[opinions], return_inverse=True)[1]
+        rows = self._design.by_event(opinions)
+        weights = np.bincount(events, weights) / np.bincount(events)
+        squares = rows**2
+        score, information = weights @ rows / 2, weights @ squares / 4
+        evidence = score**2 / (2 * information + 0.1)
+        scales = np.exp(_SCREEN * (evidence - _SCREEN_MID).clip(-_SCREEN_CLIP, _SCREEN_CLIP) / 2)
+        columns = np.sort(np.argsort(-(scales**2) * squares.sum(0), kind="stable")[:_MAX_COLUMNS])
+        return columns, scales[columns].astype(np.float32)
+
+    @cached_property
+    def _gain(self) -> np.ndarray:
+        """The matrix of the posterior's variance: own - cross @ gain @ cross."""
+        root = np.sqrt(self._curvature)
+        gain: np.ndarray = root[:, None] * np.linalg.inv(np.eye(len(root)) + root[:, None] * self._kernel * root) * root
+        return gain
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The weight of each feature, whatever the prompt, [columns]."""
+        out = np.zeros(self._design.rows.shape[1])
+        out[self._columns] = self._direction(self._dual)
+        return out
+
+    def utilities(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
+        """Return the mean utility of each answer."""
+        likeness = self._design.topics.likeness(prompt)[self._prompts]
+        rows = self._design.centred(answers, ended)[:, self._columns]
+        scores: np.ndarray = rows @ self._direction(self._dual * likeness)
+        return scores
+
+    def preference(self, prompt: str, one: str, other: str) -> float:
+        """Return the probability that `one` is preferred to `other`."""
+        both = self._design.centred([one, other], True)[:, self._columns] * self._scales
+        difference = both[:1] - both[1:]
+        cross = self._inner(difference) * self._design.topics.likeness(prompt)[self._prompts]
+        mean, variance = self._moments(difference, cross)
+        return float(_sigmoid(mean / np.sqrt(1 + math.pi * variance / 8))[0])
+
+    def latent(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mean and the variance of the difference of utilities that each of `opinions` is about."""
+        texts, chosen, rejected = self._design.sides(opinions)
+        rows = self._design.rows[np.ix_(texts, self._columns)] * self._scales
+        differences = rows[chosen] - rows[rejected]
+        return self._moments(differences, self._cross(differences, self._design.prompt_of[opinions]))
+
+    def _direction(self, dual: np.ndarray) -> np.ndarray:
+        texts = len(self._texts)
+        by_text = np.bincount(self._chosen, dual, texts) - np.bincount(self._rejected, dual, texts)
+        direction: np.ndarray = (by_text @ self._rows) * self._scales
+        return direction
+
+    def _inner(self, differences: np.ndarray) -> np.ndarray:
+        by_text = (differences @ self._rows.T).astype(float)
+        inner: np.ndarray = by_text[:, self._chosen] - by_text[:, self._rejected]
+        return inner
+
+    def _cross(self, differences: np.ndarray, prompts: np.ndarray) -> np.ndarray:
+        """Return the prior's covariance of differences of answers under `prompts` with the opinions."""
+        cross: np.ndarray = self._inner(differences) * self._design.topics.among[np.ix_(prompts, self._prompts)]
+        return cross
+
+    def _moments(self, differences: np.ndarray, cross: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        variance = (differences**2).sum(1) - ((cross @ self._gain) * cross).sum(1)
+        return cross @ self._dual, np.maximum(variance, 0.0)
 
 
 class _Topics:
     """How alike prompts are, by the words that they share."""
 
     def __init__(self, prompts: Sequence[str]) -> None:
-        self._prompts = list(dict.fromkeys(prompts))
-        place = {prompt: i for i, prompt in enumerate(self._prompts)}
-        self._of = np.array([place[prompt] for prompt in prompts], int)
-        self._words = [_topic_words(prompt) for prompt in self._prompts]
+        self._places = {prompt: i for i, prompt in enumerate(prompts)}
+        words = [_topic_words(prompt) for prompt in prompts]
         counts: dict[str, int] = {}
-        for words in self._words:
-            for word in words:
+        for each in words:
+            for word in each:
                 counts[word] = counts.get(word, 0) + 1
-        n = len(self._prompts)
-        self._idf = {word: math.log((n + 1) / count) for word, count in counts.items()}
-        self._place = {word: i for i, word in enumerate(counts)}
-        self._vectors = np.stack([self._vector(words) for words in self._words]) if n else np.zeros((0, 0))
+        self._rarity = {word: math.log((len(prompts) + 1) / count) for word, count in counts.items()}
+        self._columns = {word: i for i, word in enumerate(counts)}
+        self._vectors = np.array([self._vector(each) for each in words]).reshape(len(prompts), len(counts))
+        alike = self._vectors @ self._vectors.T
+        np.fill_diagonal(alike, 1.0)
+        self.among = _GENERAL + (1 - _GENERAL) * alike
+        """The likeness of each prompt to each, [prompts, prompts]."""
 
     def _vector(self, words: frozenset[str]) -> np.ndarray:
-        out = np.zeros(len(self._place) + 1)
-        new = 0.0
-        for word in words:
-            if word in self._place:
-                out[self._place[word]] = self._idf[word]
-            else:
-                new += math.log(len(self._prompts) + 1) ** 2
-        out[-1] = 0.0
+        out = np.zeros(len(self._columns))
+        known = [word for word in words if word in self._columns]
+        out[[self._columns[word] for word in known]] = [self._rarity[word] for word in known]
+        new = (len(words) - len(known)) * math.log(len(self._places) + 1) ** 2
         norm = math.sqrt(float(out @ out) + new)
         return out / norm if norm else out
 
-    def among(self) -> np.ndarray:
-        """Return the likeness of opinions' prompts, [opinions, opinions]."""
-        alike = self._vectors @ self._vectors.T
-        np.fill_diagonal(alike, 1.0)
-        return (_GENERAL + (1 - _GENERAL) * alike)[np.ix_(self._of, self._of)]
-
     def likeness(self, prompt: str) -> np.ndarray:
-        """Return the likeness of `prompt` to each opinion's, [opinions]."""
-        alike = self._vectors @ self._vector(_topic_words(prompt))
-        if prompt in self._prompts:
-            alike[self._prompts.index(prompt)] = 1.0
-        return (_GENERAL + (1 - _GENERAL) * alike)[self._of]
+        """Return the likeness of `prompt` to each prompt of the opinions, [prompts]."""
+        if (place := self._places.get(prompt)) is not None:
+            return self.among[place]
+        return _GENERAL + (1 - _GENERAL) * (self._vectors @ self._vector(_topic_words(prompt)))
 
 
 def _topic_words(prompt: str) -> frozenset[str]:
     return frozenset(name[5:] for name in features(prompt).names if name.startswith("word:"))
 
 
-def _events(opinions: Sequence[Opinion]) -> np.ndarray:
-    """Return for each opinion, oldest first, the number of its pick: opinions of one moment and prompt are one."""
-    seen: dict[tuple[float, str], int] = {}
-    return np.array([seen.setdefault((each.at_s, each.prompt), len(seen)) for each in opinions], int)
+def _doubt_contradicted(kernel: np.ndarray, weights: np.ndarray, events: np.ndarray) -> np.ndarray:
+    """Return `weights`, lower for older opinions that the newest picks, fitted alone, contradict: a change of mind."""
+    new = events > events[-1] - _NEW_PICKS
+    if new.all():
+        return weights
+    dual = _mode(kernel[np.ix_(new, new)], weights[new])[0]
+    agreed = _sigmoid(kernel[:, new] @ dual)
+    doubted: np.ndarray = np.where(new, weights, weights * np.minimum(1.0, 2 * agreed) ** 2)
+    return doubted
 
 
-def _age_weights(opinions: Sequence[Opinion], events: np.ndarray) -> np.ndarray:
-    if not opinions:
-        return np.zeros(0)
-    later = events[-1] - events
-    days = np.array([opinions[-1].at_s - each.at_s for each in opinions]) / _DAY_S
-    return 0.5 ** (later / _HALF_LIFE_PICKS + days / _HALF_LIFE_DAYS)
-
-
-def _mean_by_event(rows: np.ndarray, events: np.ndarray) -> np.ndarray:
-    starts = np.flatnonzero(np.diff(events, prepend=-1))
-    return np.add.reduceat(rows, starts) / np.diff(np.append(starts, len(events)))[:, None]
-
-
-def _laplace(kernel: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (dual weights, latent means, gain): the posterior's mean is kernel @ dual, its variance
-    k - cross @ gain @ cross."""
+def _mode(kernel: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the posterior's dual weights and the likelihood's curvature there, by Newton's method."""
     n = len(weights)
     f, dual = np.zeros(n), np.zeros(n)
-    best = -math.inf
-    for _ in range(30):
+    value = -math.inf
+    for _ in range(20):
         p = _sigmoid(f)
-        root = np.sqrt(np.maximum(weights * p * (1 - p), 1e-12))
-        inner = np.eye(n) + root[:, None] * kernel * root
+        root = np.sqrt(weights * p * (1 - p))
         b = root**2 * f + weights * (1 - p)
-        new = b - root * np.linalg.solve(inner, root * (kernel @ b))
-        step = 1.0
-        while True:
-            trial = dual + step * (new - dual)
-            latent = kernel @ trial
-            value = float(-weights @ np.logaddexp(0, -latent) - trial @ latent / 2)
-            if value >= best - 1e-9 or step < 1e-3:
+        inner = np.eye(n) + root[:, None] * kernel * root
+        step = b - root * np.linalg.solve(inner, root * (kernel @ b)) - dual
+        before = value
+        for _ in range(12):
+            f = kernel @ (dual + step)
+            value = float(-weights @ np.logaddexp(0, -f) - (dual + step) @ f / 2)
+            if value >= before - 1e-9:
                 break
-            step /= 2
-        dual, f = trial, latent
-        if value - best < 1e-6 * max(1.0, abs(value)):
+            step = step / 2
+        dual = dual + step
+        if value - before < 1e-3:
             break
-        best = value
     p = _sigmoid(f)
-    root = np.sqrt(np.maximum(weights * p * (1 - p), 1e-12))
-    inner = np.eye(n) + root[:, None] * kernel * root
-    return weights * (1 - p), f, root[:, None] * np.linalg.inv(inner) * root if n else np.zeros((0, 0))
+    return weights * (1 - p), weights * p * (1 - p)
 
 
 def _sigmoid(x: np.ndarray | float) -> np.ndarray:
     return 1 / (1 + np.exp(-np.clip(x, -50, 50)))
 
 
-def _probability(mean: float, variance: float) -> float:
-    """Return the logistic's mean over a Gaussian (MacKay, 1992)."""
-    return float(_sigmoid(mean / math.sqrt(1 + math.pi * variance / 8)))
-
-
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+def _cosine(one: np.ndarray, other: np.ndarray) -> float:
     norm = math.sqrt(float(one @ one) * float(other @ other))
     return float(one @ other) / norm if norm else 0.0

@@ -87,9 +87,9 @@ def test_preference_is_between_the_two_and_grows_with_evidence():
 
 
 def test_scores_apart_know_nothing_of_the_prompts_own_opinions():
-    lone = Opinion("Only here", "Zebra zebra.", "Quagga quagga.", 1.0, 99.0)
-    taste = Taste.fit([*picks(5), lone])
-    both = ["Zebra zebra.", "Quagga quagga."]
+    here = [Opinion("Only here", f"Zebra {n}.", f"Quagga {n}.", 1.0, 99.0 + n) for n in range(3)]
+    taste = Taste.fit([*picks(5), *here])
+    both = ["Zebra.", "Quagga."]
     seen, apart = taste.scores("Only here", both), taste.scores_apart("Only here", both)
     without = Taste.fit(picks(5)).scores("Only here", both)
     assert seen[0] - seen[1] > 0.1
