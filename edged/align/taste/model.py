@@ -11,7 +11,8 @@ Must not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +37,9 @@ _SCREEN_CLIP = 2.5
 _HALF_LIFE_PICKS = 60.0
 _HALF_LIFE_S = 180 * 86_400.0
 _NEW_PICKS = 10
+_CONTRADICTED = 0.35
+_DOUBT = 2
+_TOPIC_DIMS = 6
 _PRIOR_PICKS = 4.0
 
 
@@ -66,6 +70,7 @@ class Taste:
 
     def __init__(self, opinions: Sequence[Opinion], struck: Collection[str], embed: Embed | None) -> None:
         self._design = _Design(opinions, frozenset(map(subject_of, struck)), embed)
+        self._forget_what_changed()
         self._all = self._fit(np.arange(self._design.count))
 
     @classmethod
@@ -104,11 +109,14 @@ class Taste:
         right = expected = total = 0.0
         for fit, group in self._left_out:
             mean, variance = fit.latent(group)
-            weights = self._design.weights[group] / self._design.event_size[group]
-            right += float(weights @ (0.5 + 0.5 * np.sign(np.round(mean, 6))))
-            expected += float(weights @ _sigmoid(np.abs(mean) / np.sqrt(1 + math.pi * variance / 8)))
+            certain = _moderated(np.abs(mean), variance)
+            weights = self._design.weights[group] / self._design.event_size[group] * (2 * certain - 1 + 1e-6)
+            right += float(weights @ (mean > 0))
+            expected += float(weights @ certain)
             total += float(weights.sum())
-        return max(0.5, (right + _PRIOR_PICKS * expected / total) / (total + _PRIOR_PICKS)) if total else 0.5
+        if total < 1e-3:
+            return 0.5
+        return max(0.5, (right + _PRIOR_PICKS * expected / total) / (total + _PRIOR_PICKS))
 
     def beliefs(self, most: int = 6) -> list[Belief]:
         """Return what it believes most, in words."""
@@ -140,6 +148,20 @@ class Taste:
     def _fit(self, opinions: np.ndarray) -> _Posterior | None:
         return _Posterior(self._design, opinions) if len(opinions) else None
 
+    def _forget_what_changed(self) -> None:
+        """Lower the weight of older picks that the newest picks contradict: a change of mind."""
+        design = self._design
+        old = np.flatnonzero(design.events[-1:] - design.events >= _NEW_PICKS)
+        if not len(old):
+            return
+        mean, variance = _Posterior(design, np.arange(len(old), design.count)).latent(old)
+        events = design.events[old]
+        agreed = np.bincount(events, 0.5 + 0.5 * np.sign(mean)) / np.bincount(events)
+        window = np.ones(_NEW_PICKS + 1)
+        near = np.convolve(agreed, window, "same") / np.convolve(np.ones(len(agreed)), window, "same")
+        design.weights[old] *= np.clip((near - _CONTRADICTED) / (0.5 - _CONTRADICTED), 0, 1)[events]
+        design.weights[old] *= np.minimum(1, 2 * _moderated(mean, variance)) ** _DOUBT
+
     @cached_property
     def _left_out(self) -> list[tuple[_Posterior, np.ndarray]]:
         """Fits without each share of the prompts, and the opinions that they were made without, of the newest ones."""
@@ -160,18 +182,39 @@ class Taste:
 
     @cached_property
     def _liking(self) -> tuple[float, float]:
-        """The slope and the threshold that tell what was chosen from what was rejected, with prompts left out."""
-        good: list[float] = []
-        bad: list[float] = []
+        """The slope and the threshold of liking that explain best what was chosen of what, with prompts left out.
+
+        Of several answers one that is liked is chosen, any of them, and any at all where none is liked.
+        """
+        design = self._design
+        scores: list[float] = []
+        picks: list[int] = []
+        chosen: list[int] = []
+        rated: list[int] = []
         for fit, group in self._left_out:
-            for i in group:
-                each = self._design.opinions[i]
-                for side, text in ((good, each.chosen), (bad, each.rejected)):
-                    side += list(fit.utilities(each.prompt, [text] if text else []))
-        if not good or not bad:
+            for event in np.unique(design.events[group]):
+                told = [design.opinions[i] for i in group[design.events[group] == event]]
+                texts = dict.fromkeys(text for each in told for text in (each.chosen, each.rejected) if text)
+                if len(texts) == 1:
+                    rated.append(1 if told[0].chosen else -1)
+                else:
+                    rated.append(0)
+                picks.append(len(scores))
+                chosen.append(len(scores) + list(texts).index(told[0].chosen or told[0].rejected))
+                scores += list(fit.utilities(told[0].prompt, list(texts)))
+        if not scores:
             return 1.0, 0.0
-        spread = float(np.var(good) + np.var(bad)) / 2 + 0.1
-        return max(0.0, float(np.mean(good) - np.mean(bad))) / spread, float(np.mean(good) + np.mean(bad)) / 2
+        u, starts, alone = np.array(scores), np.array(picks), np.array(rated)
+        best, found = -math.inf, (1.0, 0.0)
+        for slope in np.array([0.25, 0.5, 1, 2, 4, 8]) / (u.std() + 0.1):
+            for threshold in np.quantile(u, np.linspace(0.05, 0.95, 19)):
+                liked = 0.03 + 0.94 * _sigmoid(slope * (u - threshold))
+                one = liked[chosen]
+                fits = np.where(alone > 0, one, np.where(alone < 0, 1 - one, one / np.add.reduceat(liked, starts)))
+                value = float(np.log(fits).sum())
+                if value > best + 1e-9:
+                    best, found = value, (float(slope), float(threshold))
+        return found
 
 
 class _Design:
@@ -201,7 +244,10 @@ class _Design:
         seen: dict[tuple[float, str], int] = {}
         self.events = np.array([seen.setdefault((o.at_s, o.prompt), len(seen)) for o in self.opinions], int)
         self.event_size = np.bincount(self.events)[self.events] if self.count else np.zeros(0)
-        self.topics = _Topics(list(self.prompt_places))
+        documents: dict[str, set[str]] = {}
+        for each in self.opinions:
+            documents.setdefault(each.prompt, set()).update(_words([each.prompt, each.chosen, each.rejected]))
+        self.topics = _Topics(documents, _GENERAL) if documents else None
         later = self.events[-1:] - self.events
         age_s = np.array([self.opinions[-1].at_s - each.at_s for each in self.opinions])
         weights = np.array([each.weight for each in self.opinions])
@@ -270,7 +316,6 @@ class _Posterior:
         self._rows = design.rows[np.ix_(self._texts, self._columns)] * self._scales
         kernel = self._cross(self._rows[self._chosen] - self._rows[self._rejected], self._prompts)
         kernel += _BIAS_STD**2 * np.outer(design.signs[opinions], design.signs[opinions])
-        weights = _doubt_contradicted(kernel, weights, design.events[opinions])
         self._dual, self._curvature = _mode(kernel, weights)
         self._kernel = kernel
 
@@ -305,7 +350,7 @@ class _Posterior:
 
     def utilities(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
         """Return the mean utility of each answer."""
-        likeness = self._design.topics.likeness(prompt)[self._prompts]
+        likeness = self._design.topics.likeness(prompt, answers)[self._prompts]
         rows = self._design.centred(answers, ended)[:, self._columns]
         scores: np.ndarray = rows @ self._direction(self._dual * likeness)
         return scores
@@ -314,9 +359,9 @@ class _Posterior:
         """Return the probability that `one` is preferred to `other`."""
         both = self._design.centred([one, other], True)[:, self._columns] * self._scales
         difference = both[:1] - both[1:]
-        cross = self._inner(difference) * self._design.topics.likeness(prompt)[self._prompts]
+        cross = self._inner(difference) * self._design.topics.likeness(prompt, [one, other])[self._prompts]
         mean, variance = self._moments(difference, cross)
-        return float(_sigmoid(mean / np.sqrt(1 + math.pi * variance / 8))[0])
+        return float(_moderated(mean, variance)[0])
 
     def latent(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean and the variance of the difference of utilities that each of `opinions` is about."""
@@ -347,51 +392,47 @@ class _Posterior:
 
 
 class _Topics:
-    """How alike prompts are, by the words that they share."""
+    """How alike prompts are, by the words of each and of its answers (latent semantic analysis)."""
 
-    def __init__(self, prompts: Sequence[str]) -> None:
-        self._places = {prompt: i for i, prompt in enumerate(prompts)}
-        words = [_topic_words(prompt) for prompt in prompts]
-        counts: dict[str, int] = {}
-        for each in words:
-            for word in each:
-                counts[word] = counts.get(word, 0) + 1
-        self._rarity = {word: math.log((len(prompts) + 1) / count) for word, count in counts.items()}
+    def __init__(self, documents: Mapping[str, Collection[str]], general: float) -> None:
+        self._general = general
+        self._places = {prompt: i for i, prompt in enumerate(documents)}
+        counts = Counter(word for words in documents.values() for word in words)
         self._columns = {word: i for i, word in enumerate(counts)}
-        self._vectors = np.array([self._vector(each) for each in words]).reshape(len(prompts), len(counts))
-        alike = self._vectors @ self._vectors.T
-        np.fill_diagonal(alike, 1.0)
-        self.among = _GENERAL + (1 - _GENERAL) * alike
+        self._rarity = np.log((len(documents) + 1) / np.array(list(counts.values())))
+        vectors = np.array([self._vector(words) for words in documents.values()])
+        self._mean = vectors.mean(0)
+        centred = vectors - self._mean
+        values, axes = np.linalg.eigh(centred @ centred.T)
+        kept = values[-_TOPIC_DIMS:] > 1e-6
+        self._axes = centred.T @ (axes[:, -_TOPIC_DIMS:][:, kept] / np.sqrt(values[-_TOPIC_DIMS:][kept]))
+        self._places_at = _unit(centred @ self._axes)
+        self.among = general + (1 - general) * self._places_at @ self._places_at.T
         """The likeness of each prompt to each, [prompts, prompts]."""
 
-    def _vector(self, words: frozenset[str]) -> np.ndarray:
+    def _vector(self, words: Collection[str]) -> np.ndarray:
         out = np.zeros(len(self._columns))
-        known = [word for word in words if word in self._columns]
-        out[[self._columns[word] for word in known]] = [self._rarity[word] for word in known]
-        new = (len(words) - len(known)) * math.log(len(self._places) + 1) ** 2
-        norm = math.sqrt(float(out @ out) + new)
+        known = [self._columns[word] for word in words if word in self._columns]
+        out[known] = self._rarity[known]
+        norm = math.sqrt(float(out @ out) + (len(words) - len(known)) * math.log(len(self._places) + 1) ** 2)
         return out / norm if norm else out
 
-    def likeness(self, prompt: str) -> np.ndarray:
-        """Return the likeness of `prompt` to each prompt of the opinions, [prompts]."""
+    def likeness(self, prompt: str, answers: Sequence[str]) -> np.ndarray:
+        """Return the likeness of `prompt`, to which `answers` are, to each prompt of the opinions, [prompts]."""
         if (place := self._places.get(prompt)) is not None:
-            return self.among[place]
-        return _GENERAL + (1 - _GENERAL) * (self._vectors @ self._vector(_topic_words(prompt)))
+            likeness: np.ndarray = self.among[place]
+            return likeness
+        place = _unit((self._vector(_words([prompt, *answers])) - self._mean)[None] @ self._axes)[0]
+        return self._general + (1 - self._general) * (self._places_at @ place)
 
 
-def _topic_words(prompt: str) -> frozenset[str]:
-    return frozenset(name[5:] for name in features(prompt).names if name.startswith("word:"))
+def _words(texts: Sequence[str]) -> set[str]:
+    return {name for text in texts for name in features(text).names if name.startswith("word:")}
 
 
-def _doubt_contradicted(kernel: np.ndarray, weights: np.ndarray, events: np.ndarray) -> np.ndarray:
-    """Return `weights`, lower for older opinions that the newest picks, fitted alone, contradict: a change of mind."""
-    new = events > events[-1] - _NEW_PICKS
-    if new.all():
-        return weights
-    dual = _mode(kernel[np.ix_(new, new)], weights[new])[0]
-    agreed = _sigmoid(kernel[:, new] @ dual)
-    doubted: np.ndarray = np.where(new, weights, weights * np.minimum(1.0, 2 * agreed) ** 2)
-    return doubted
+def _unit(rows: np.ndarray) -> np.ndarray:
+    unit: np.ndarray = rows / np.maximum(np.sqrt((rows**2).sum(1, keepdims=True)), 1e-9)
+    return unit
 
 
 def _mode(kernel: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -421,6 +462,11 @@ def _mode(kernel: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def _sigmoid(x: np.ndarray | float) -> np.ndarray:
     return 1 / (1 + np.exp(-np.clip(x, -50, 50)))
+
+
+def _moderated(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Return the mean of the logistic of a Gaussian (MacKay, The evidence framework, 1992)."""
+    return _sigmoid(mean / np.sqrt(1 + math.pi * variance / 8))
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:
