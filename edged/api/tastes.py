@@ -89,7 +89,12 @@ class Tastes:
 
     def _fit_now(self, adapter: str) -> Taste | None:
         opinions, keys = self._store.read(lambda db: (opinions_of(db, adapter), struck(db, adapter)))
-        return Taste.fit(opinions, keys) if opinions else None
+        if not opinions:
+            return None
+        taste = Taste.fit(opinions, keys)
+        # What takes longest is computed here, and not when a request asks.
+        taste.likes("", "", apart=True)
+        return taste if taste.sure else None
 
     def _tell(self, adapter: str, fit: Future[Taste | None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
