@@ -291,9 +291,9 @@ class Generation:
         Without a taste model the likeliest ones are kept, as OpenAI's API has it.
         """
         drawn = [*self.answers, *(each for each in self._candidates.values() if each.reason in ("stop", "length"))]
-        self.chosen_of = max(len(drawn), self._blocks.chosen_of if self._blocks else 1)
+        self.chosen_of = self._blocks.chosen_of if self._blocks else 1
         if len(drawn) > self.body.choices:
-            best = self._ranked(drawn)[: self.body.choices]
+            self.chosen_of, best = len(drawn), self._ranked(drawn)[: self.body.choices]
             self.unchosen_tokens = sum(len(each.token_ids) for each in self.answers if each not in best)
             if self._candidates:
                 self.unchosen_tokens = 0

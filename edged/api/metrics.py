@@ -69,6 +69,7 @@ def read(lifecycle: Lifecycle, observer: Observer, stalls: StallMonitor) -> Samp
     try:
         shown = store.read(lambda db: recent_adapters(db, versions.keys(), pairs_pending, most))
         values |= readings.adapter_readings(versions, shown) | services.job_runner.readings()
+        values |= services.practice.readings({each.adapter for each in shown})
     except StoreError as error:
         log.error("no metrics of adapters: %s", error)
         unread = True

@@ -6,9 +6,10 @@ import itertools
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from edged.align import metrics
 from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
@@ -143,6 +144,8 @@ class Practice:
         self._tastes, self._preferences, self._live = tastes, preferences, live
         self.users: OrderedDict[str, Practised] = OrderedDict()
         """Those who have practice, the one whose turn is next first."""
+        self._judged: dict[str, Liked] = {}
+        """What was liked of adapters' answers, when it was last asked for."""
         self._numbers = itertools.count(1)
         self._wake = asyncio.Event()
         self._stepped: dict[str, asyncio.Future[VersionPublished | None]] = {}
@@ -176,6 +179,7 @@ class Practice:
     def forget(self, adapter: str) -> None:
         """Forget a user's practice."""
         self.users.pop(adapter, None)
+        self._judged.pop(adapter, None)
 
     def _note_step(self, adapter: str, made: VersionPublished | None) -> None:
         if (stepped := self._stepped.get(adapter)) is not None and not stepped.done():
@@ -259,7 +263,14 @@ class Practice:
             likes = [taste.likes(each.question, each.text, apart=True) > 0.5 for each in answers[-_KEPT:]]
             return sum(likes), len(likes)
 
-        return await asyncio.to_thread(lambda: Liked(judged(served), judged(own), judged(base)))
+        self._judged[adapter] = await asyncio.to_thread(lambda: Liked(judged(served), judged(own), judged(base)))
+        return self._judged[adapter]
+
+    def readings(self, adapters: Collection[str]) -> dict[str, Any]:
+        """Return the metric of what was liked, of those of `adapters` that were judged; any thread may call this."""
+        known = {name: liked.report() for name, liked in self._judged.copy().items() if name in adapters}
+        shares = {(name, kind): each["share"] for name, kinds in known.items() for kind, each in kinds.items() if each}
+        return {"edged_adapter_liked_ratio": shares}
 
     # -- rounds ------------------------------------------------------------------------------------------------------
 
@@ -310,6 +321,8 @@ class Practice:
             *(adapter, len(prompts), len(pairs), practised.gains[-1] if practised.gains else 0.0, practised.kl_nats),
             ", ended" if practised.ended else "",
         )
+        if practised.ended:
+            await self.liked(adapter)
         if pairs and not practised.ended and self.users.get(adapter) is practised:
             await self._learn(adapter, practised, pairs)
         return True

@@ -91,6 +91,12 @@ CATALOGUE = (
     _gauge("edged_adapter_win_rate_ratio", "Share of the latest 50 pairs whose chosen answer was likelier", "adapter"),
     _gauge("edged_adapter_clpd_nats", "Mean log p(chosen) - log p(rejected) of these pairs", "adapter"),
     _gauge("edged_adapter_reward_accuracy_ratio", "Share of these pairs with a positive reward margin", "adapter"),
+    _gauge(
+        "edged_adapter_liked_ratio",
+        "Share of the latest answers that the user's taste model likes: as served, by the adapter alone, by the base",
+        "adapter",
+        "answers",
+    ),
     _gauge("edged_adapter_kl_nats", "KL to the base per token of held-out answers, at the latest test", "adapter"),
     _gauge("edged_adapter_neutral_nll_change_ratio", "NLL of neutral text over the base's, less 1", "adapter"),
     _gauge("edged_adapter_version", "Version that is served", "adapter"),

@@ -39,7 +39,9 @@ def engine_readings(status: Mapping[str, Any]) -> Readings:
     errors = {"all": cost["mape_percent"] if cost["iterations"] else None, **cost["mape_percent_by_kind"]}
     return {
         **{f"edged_{name}_total": totals[name] for name in _TOTALS},
-        "edged_tokens_total": {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "output", "finetune")},
+        "edged_tokens_total": {
+            kind: totals[f"{kind}_tokens"] for kind in ("prompt", "output", "candidate", "finetune")
+        },
         "edged_stall_seconds_total": totals["stall_s"],
         "edged_finetune_lent_seconds_total": status["scheduler"]["lent_s"],
         "edged_rollbacks_total": {"operator": totals["rollbacks"], "guard": totals["guard_rollbacks"]},
