@@ -23,7 +23,7 @@ import click
 from edged.cli.options import asks_daemon, config_option, explain_os_errors, json_option, seed_option, with_client
 from edged.cli.output import make_table, moment, number, percent, print_json, print_text, short, show_progress, size
 from edged.cli.settings import means_installed, served_settings, settings_of
-from edged.cli.status import NO_ADAPTER, fetch_metrics, metrics_plot, metrics_table, verdict
+from edged.cli.status import NO_ADAPTER, beliefs, fetch_metrics, metrics_plot, metrics_table, verdict
 from edged.cli.store import ask_or_open, data_dir_option
 from edged.client.client import Client, DaemonError, NotRunning
 
@@ -70,7 +70,8 @@ def show(client: Client, name: str) -> Any:
         "version 0 is the untrained adapter"
     )
     versions = make_table(*titles, rows=(_version_row(item, data) for item in data["versions"]), caption=caption)
-    return data, lambda: [verdict(data), metrics_table([data]), versions, metrics_plot(data)]
+    line = f"believes: {beliefs(data)}" if data["beliefs"] else ""
+    return data, lambda: [verdict(data), *filter(None, [line]), metrics_table([data]), versions, metrics_plot(data)]
 
 
 def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from edged.cli.options import json_option, user_option, with_client
 from edged.cli.output import echo, print_json
-from edged.cli.status import held
+from edged.cli.status import beliefs, held
 from edged.cli.teach import path_of, told
 from edged.client.client import Client, DaemonError, Refused
 
@@ -190,13 +191,14 @@ class Conversation:
 
         If the question has no answer at all, it is removed, so that the conversation stays well-formed.
         """
-        text, completion_id, reason = "", "", ""
+        text, completion_id, reason, chosen_of = "", "", "", 1
         body = {**self._opening, "messages": self._messages, "stream": True}
         if self._smooth:
             body["qoe"] = {"deliver": "smooth"}
         try:
             for event in self._client.events(ROUTE, body):
                 completion_id = event["id"]
+                chosen_of = event.get("edged", {}).get("best_of", chosen_of)
                 for choice in event["choices"]:
                     reason = choice.get("finish_reason") or reason
                     piece = choice["delta"].get("content") or ""
@@ -210,7 +212,8 @@ class Conversation:
             self._client.close()
             return echo(" (stopped)", dim=True)
         self._settle(StoredAnswer(completion_id, 0, text))
-        return echo(" (cut at the token limit)" if reason == "length" else "", dim=True)
+        notes = ["cut at the token limit"] * (reason == "length") + [f"the best of {chosen_of}"] * (chosen_of > 1)
+        return echo(f" ({', '.join(notes)})" if notes else "", dim=True)
 
     def _regenerate(self) -> None:
         """Generate another answer; with a user, send feedback that the last answer was not wanted."""
@@ -287,6 +290,8 @@ class Conversation:
             if found["settled"] or latest:
                 said = "; ".join(dict.fromkeys(pair["text"] for pair in found["pairs"]))
                 echo(f"  {said}", dim=True)
+        if patience_s and self._user and (line := beliefs(self._client.get(f"/v1/adapters/{quote(self._user)}"))):
+            echo(f"  edged believes: {line}", dim=True)
 
 
 def _lines() -> Iterator[str]:

@@ -308,6 +308,14 @@ def metrics_screen(data: dict[str, Any]) -> Renderable:
     return Group(*(Text(verdict(item)) for item in data["adapters"]), metrics_table(data["adapters"]), *plots)
 
 
+def beliefs(item: dict[str, Any]) -> str:
+    """Return what a taste model believes in a line, such as `likes: short (9 of 10 agree); avoids: "you" (5 of 6)`."""
+    said: dict[str, list[str]] = {"likes": [], "avoids": []}
+    for each in item.get("beliefs") or ():
+        said["likes" if each["likes"] else "avoids"].append(f"{each['text']} ({each['agree']} of {each['of']})")
+    return "; ".join(f"{word}: {', '.join(lines)}" for word, lines in said.items() if lines)
+
+
 def verdict(item: dict[str, Any]) -> str:
     """Return one adapter's verdict with its name and version, its quarantined pairs, and its language figures."""
     known = ", ".join(form.format(item[key]) for key, form in LANGUAGE.items() if item.get(key) is not None)

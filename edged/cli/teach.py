@@ -23,14 +23,26 @@ def told(preference: dict[str, Any]) -> str:
 @click.argument("user")
 @click.argument("text", required=False)
 @click.option("--clear", is_flag=True, help="Delete what is written.")
+@click.option("--strike", metavar="LINE", help="Never believe LINE of USER again, as `edged adapters show` has it.")
+@click.option("--unstrike", metavar="LINE", help="Let LINE be believed again.")
 @asks_daemon
-def teach(client: Client, user: str, text: str | None, clear: bool) -> Any:
+def teach(client: Client, user: str, text: str | None, clear: bool, strike: str | None, unstrike: str | None) -> Any:
     """Tell once, as TEXT, what USER wants of all answers; without TEXT, show it.
 
     It is in the system prompt of USER's chats from the next answer on.
     """
-    if clear and text is not None:
-        raise click.UsageError("give TEXT or --clear, not both")
+    if sum((clear, text is not None, strike is not None, unstrike is not None)) > 1:
+        raise click.UsageError("give one of TEXT, --clear, --strike and --unstrike")
+    if strike is not None or unstrike is not None:
+        return _strike(client, user, strike or unstrike or "", unstrike is not None)
     change = ("DELETE",) if clear else ("GET",) if text is None else ("PUT", {"text": text})
     data = client.call(change[0], path_of(user), *change[1:])
     return data, f"{user}: {told(data) or data['note']}"
+
+
+def _strike(client: Client, user: str, line: str, undo: bool) -> Any:
+    """Strike a belief, by its words or its key."""
+    path = path_of(user).removesuffix("/preference")
+    known = {each["text"]: each["key"] for each in client.get(path)["beliefs"] or ()} if not undo else {}
+    data = client.post(f"{path}/strike", {"key": known.get(line, line), "undo": undo})
+    return data, f"{user}: struck are {', '.join(data['struck']) or 'no lines'}"

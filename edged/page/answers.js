@@ -75,6 +75,7 @@ export class AnswerGroup {
     this.again = again;
     this.id = "";
     this.taken = null;
+    this.chosenOf = 1;
     this.startedMs = performance.now();
     this.candidates = Array.from({ length: count }, (_, index) => new Candidate(this, index));
     this.chip = h("span", { class: "chip" }, user || "base");
@@ -97,11 +98,13 @@ export class AnswerGroup {
   /** Take in one chunk of the stream. */
   take(chunk) {
     this.id = chunk.id;
+    this.chosenOf = chunk.edged?.best_of ?? this.chosenOf;
     for (const choice of chunk.choices) this.candidates[choice.index].add(choice.delta.content ?? "");
     if (chunk.usage) {
       const seconds = (performance.now() - this.startedMs) / 1e3;
       setText(this.chip, chunk.system_fingerprint);
-      setText(this.facts, `${number(chunk.usage.completion_tokens)} tokens in ${milliseconds(seconds * 1e3)}`);
+      const chosen = this.chosenOf > 1 ? `, the best of ${this.chosenOf}` : "";
+      setText(this.facts, `${number(chunk.usage.completion_tokens)} tokens in ${milliseconds(seconds * 1e3)}${chosen}`);
     }
   }
 

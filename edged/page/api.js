@@ -14,9 +14,9 @@ export class ApiError extends Error {
   }
 }
 
-/** The JSON answer to a request; `body` makes it a POST. Throws ApiError. */
-export async function call(path, body) {
-  return (await open(path, body)).json();
+/** The JSON answer to a request; `body` makes it a POST, or what `method` says. Throws ApiError. */
+export async function call(path, body, method) {
+  return (await open(path, body, { method })).json();
 }
 
 /** The data of each event of an answer's stream, until its end. Throws ApiError, also for an error within it. */
@@ -74,7 +74,7 @@ async function open(path, body, options = {}) {
   const token = sessionStorage.getItem(TOKEN);
   if (token) headers.Authorization = `Bearer ${token}`;
   const response = await fetch(path, {
-    method: body === undefined ? "GET" : "POST",
+    method: options.method ?? (body === undefined ? "GET" : "POST"),
     headers,
     body: body === undefined ? undefined : JSON.stringify(body),
     signal: options.signal,

@@ -35,6 +35,7 @@ let offered = false;
 /** Wire the panel up. */
 export function startLearning() {
   for (const button of byId("held").querySelectorAll("button")) button.addEventListener("click", () => decide(button.value));
+  byId("tell").addEventListener("submit", tell);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(shown.rows, shown.versions));
   startStory(rollBack);
 }
@@ -52,6 +53,8 @@ export async function showAdapter(name) {
     showStory(null);
   }
   draw();
+  showPreference({ text: null });
+  if (name && mayTeach()) call(`v1/adapters/${encodeURIComponent(name)}/preference`).then((found) => name === shown.adapter && showPreference(found), () => {});
   await refresh();
 }
 
@@ -141,6 +144,7 @@ function draw() {
       (counts.pairs_queued ? `, ${number(counts.pairs_queued)} waiting` : "") + (counts.pairs_held_out ? `, ${number(counts.pairs_held_out)} as a test` : ""));
   setText(byId("learning-title"), adapter ? `What ${adapter}'s adapter learned` : "Learning");
   setText(byId("verdict"), counts ? `${counts.verdict[0].toUpperCase()}${counts.verdict.slice(1)}.` : nothingOf(adapter));
+  drawBeliefs();
   drawHeld();
   drawMeans();
   drawVersions();
@@ -150,6 +154,45 @@ function draw() {
 
 const nothingOf = (adapter) => (adapter ? `Nothing yet: what ${adapter} picks, rates or edits in the chat is learned.`
   : "The base model answers, and nobody learns: give a name beside the chat.");
+
+/** What the taste model believes, each line with a way to strike it. */
+function drawBeliefs() {
+  const mine = Boolean(shown.adapter) && mayTeach();
+  byId("beliefs").replaceChildren(...(shown.counts?.beliefs ?? []).map((each) => {
+    const said = `${each.likes ? "likes" : "avoids"}: ${each.text}`;
+    return h("li", { title: `${each.agree} of ${plural(each.of, "signal")} agree` }, said,
+      h("button", { type: "button", class: "icon-button", "aria-label": `Strike "${said}"`, title: "Strike: never believe this", hidden: !mine, onclick: () => strike(each.key) }, "×"));
+  }));
+  byId("tell").hidden = !mine;
+}
+
+async function strike(key) {
+  const path = `v1/adapters/${encodeURIComponent(shown.adapter)}`;
+  try {
+    await call(`${path}/strike`, { key });
+    announce("Struck.");
+    refreshSoon();
+  } catch (error) {
+    complain(error);
+  }
+}
+
+/** Keep what a person wants of all answers, in words; an empty text clears it. */
+async function tell(event) {
+  event.preventDefault();
+  const [path, text] = [`v1/adapters/${encodeURIComponent(shown.adapter)}/preference`, byId("preference").value.trim()];
+  try {
+    showPreference(await (text ? call(path, { text }, "PUT") : call(path, undefined, "DELETE")));
+    announce("Kept.");
+  } catch (error) {
+    complain(error);
+  }
+}
+
+function showPreference(found) {
+  byId("preference").value = found.text ?? "";
+  setText(byId("told"), found.text ? `Told: ${found.note}.` : "");
+}
 
 /** Pairs that look poisoned, and for those who may decide the step that settles it. */
 function drawHeld() {
