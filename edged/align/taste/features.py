@@ -76,22 +76,28 @@ SCALES = {
     "rate": 0.5, "kind": 0.8, "kindrate": 0.6, "short": 0.5, "length": 0.8, "sentences": 0.8, "shape": 0.4,
 }  # fmt: skip
 """The prior's standard deviation of a feature's weight, by the kind of feature (the part of its name before ":")."""
+_OF_TEXT = frozenset({"word", "pair", "start", "start2", "last", "end", "has", "rate"})
+"""Kinds that name the very text that they are about."""
 _WHOLE = frozenset({"last", "end", "short", "length", "sentences"})
 """Kinds that only a whole text has, not its beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of one text: `names`, their `hashes`, and `values` in units of their prior's standard deviation."""
+    """The features of one text: `names`, their `hashes`, and `values` in units of their prior's standard deviation.
+
+    The first `num_words` are its words.
+    """
 
     names: tuple[str, ...]
     hashes: np.ndarray
     values: np.ndarray
+    num_words: int
 
 
 _cache: OrderedDict[tuple[str, bool], Features] = OrderedDict()
-_CACHE_TEXTS = 4096
-_CACHE_LONG_CHARS = 2000
+_MAX_CACHED_FEATURES = 400_000
+"""Some 40 MB."""
 _lock = Lock()
 
 
@@ -105,14 +111,21 @@ def features(text: str, ended: bool = True) -> Features:
     named = extract(text[:_MAX_CHARS])
     if not ended:
         named = {name: value for name, value in named.items() if kind_of(name) not in _WHOLE}
-    names = tuple(named)
-    hashes = np.array([crc32(name.encode("utf-8", "replace")) for name in names], np.int64)
-    made = Features(names, hashes, np.array([value * SCALES[kind_of(name)] for name, value in named.items()]))
+    hashes = np.array([crc32(name.encode("utf-8", "replace")) for name in named], np.int64)
+    values = np.array([value * SCALES[kind_of(name)] for name, value in named.items()])
+    made = Features(tuple(named), hashes, values, sum(name.startswith("word:") for name in named))
     with _lock:
         _cache[key] = made
-        while len(_cache) > _CACHE_TEXTS:
-            _cache.popitem(last=False)
+        size = sum(len(each.names) for each in _cache.values()) if len(_cache) % 64 == 0 else 0
+        while size > _MAX_CACHED_FEATURES:
+            size -= len(_cache.popitem(last=False)[1].names)
     return made
+
+
+def forget() -> None:
+    """Drop the features that are kept of texts: a user's texts are erased."""
+    with _lock:
+        _cache.clear()
 
 
 def kind_of(name: str) -> str:
@@ -125,7 +138,9 @@ def subject_of(name: str) -> str:
     if name == "opens:exclamation":
         return "!"
     kind, _, rest = name.partition(":")
-    return {"kind": "kind", "kindrate": "kind", "short": "length:", "length": "length:"}.get(kind, "") + rest
+    if kind in ("short", "length"):
+        return "length"
+    return rest if kind in _OF_TEXT else f"{kind.removesuffix('rate')}:{rest}"
 
 
 def extract(text: str) -> dict[str, float]:
@@ -138,9 +153,9 @@ def extract(text: str) -> dict[str, float]:
     if not count and not text:
         return {"shape:empty": 1.0}
     norm = min(1.0, (25 / max(count, 1)) ** 0.5)
-    for word in set(lower):
+    for word in dict.fromkeys(lower):
         out[f"word:{word}"] = norm
-    for one, two in set(pairwise(lower)):
+    for one, two in dict.fromkeys(pairwise(lower)):
         out[f"pair:{one} {two}"] = norm
     _of_place(text, lower, out)
     _of_marks(text, count, out)

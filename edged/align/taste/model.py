@@ -11,8 +11,7 @@ Must not import torch.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,26 +19,27 @@ import numpy as np
 
 from edged.align.taste.features import describe, features, subject_of
 
-Embed = Callable[[Sequence[str]], np.ndarray]
-"""Texts to vectors of unit length, [texts, dims]."""
-MAX_OPINIONS = 300
+MAX_OPINIONS = 240
 """The newest opinions that a fit takes."""
 _MAX_COLUMNS = 800
-_FOLD_OPINIONS = 90
+_FOLD_OPINIONS = 75
 _FOLDS = 5
 _BIAS_STD = 1.0
-_EMBED_STD = 1.0
-_GENERAL = 0.6
+_GENERAL = 0.5
 """Share of the prior's variance that all prompts have in common; the rest is their topic's."""
 _SCREEN = 2.0
-_SCREEN_MID = 2.5
-_SCREEN_CLIP = 2.5
-_HALF_LIFE_PICKS = 60.0
+_SCREEN_MID = 3.5
+_SCREEN_CLIP = 3.5
+_HALF_LIFE_PICKS = 40.0
 _HALF_LIFE_S = 180 * 86_400.0
-_NEW_PICKS = 10
-_CONTRADICTED = 0.35
-_DOUBT = 2
+_NEWEST_PICKS = (10, 20)
+_CONTRADICTED = 0.44
+_AGREED_WINDOW = 11
+_AGREED = 0.6
+_AGREED_PICKS = 4
 _TOPIC_DIMS = 6
+_LOCAL_PICKS = 1.0
+_LOCAL = 6.0
 _PRIOR_PICKS = 4.0
 
 
@@ -68,22 +68,18 @@ class Belief:
 class Taste:
     """The posterior of one person's taste. Make it by `fit`."""
 
-    def __init__(self, opinions: Sequence[Opinion], struck: Collection[str], embed: Embed | None) -> None:
-        self._design = _Design(opinions, frozenset(map(subject_of, struck)), embed)
-        self.prompts = len({each.prompt for each in opinions})
-        """Number of prompts that it has opinions on."""
-        self.version = len(opinions)
-        """Number of the opinions that it was made of: it changes with each signal."""
+    def __init__(self, opinions: Sequence[Opinion], struck: Collection[str]) -> None:
+        self._design = _Design(opinions, frozenset(map(subject_of, struck)))
         self._forget_what_changed()
         self._all = self._fit(np.arange(self._design.count))
 
     @classmethod
-    def fit(cls, opinions: Sequence[Opinion], struck: Collection[str] = (), embed: Embed | None = None) -> Taste:
+    def fit(cls, opinions: Sequence[Opinion], struck: Collection[str] = ()) -> Taste:
         """Return the taste that `opinions` tell; features of the `struck` keys and what is near to them have no part.
 
         Of many opinions only the newest `MAX_OPINIONS` count.
         """
-        return cls(opinions, struck, embed)
+        return cls(opinions, struck)
 
     def scores(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
         """Return each answer's mean utility; `ended` False: they are beginnings, whose end and length mean nothing."""
@@ -96,7 +92,7 @@ class Taste:
 
     def preference(self, prompt: str, one: str, other: str) -> float:
         """Return the probability that the person prefers `one` to `other` under `prompt`."""
-        return 0.5 if self._all is None or one == other else self._all.preference(prompt, one, other)
+        return 0.5 if self._all is None else float(self._all.preferences(prompt, [one, other], 0)[1])
 
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
@@ -104,23 +100,29 @@ class Taste:
         slope, threshold = self._liking
         return float(_sigmoid(slope * (score - threshold)))
 
-    @cached_property
+    @property
     def sure(self) -> float:
         """The share of choices of one of two that are the person's, with prompts left out of the fit in turn.
 
         For few prompts it is mostly what the posterior expects.
         """
-        right = expected = total = 0.0
-        for fit, group in self._left_out:
-            mean, variance = fit.latent(group)
-            certain = _moderated(np.abs(mean), variance)
-            weights = self._design.weights[group] / self._design.event_size[group] * (2 * certain - 1 + 1e-6)
-            right += float(weights @ (mean > 0))
-            expected += float(weights @ certain)
-            total += float(weights.sum())
-        if total < 1e-3:
+        weights, right, expected = self._tested
+        if weights.sum() < 1e-3:
             return 0.5
-        return max(0.5, (right + _PRIOR_PICKS * expected / total) / (total + _PRIOR_PICKS))
+        prior = float(weights @ expected / weights.sum())
+        return max(0.5, float(weights @ right + _PRIOR_PICKS * prior) / (float(weights.sum()) + _PRIOR_PICKS))
+
+    def sure_of(self, prompt: str, answers: Sequence[str]) -> float:
+        """Return `sure` for a prompt to which `answers` are: what was right under prompts like it counts most.
+
+        It is near 0.5 where what the person likes elsewhere does not count.
+        """
+        weights, right, _ = self._tested
+        if self._all is None or weights.sum() < 1e-3:
+            return 0.5
+        near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
+        near /= near.max()
+        return float(near @ right + _LOCAL_PICKS * self.sure) / (float(near.sum()) + _LOCAL_PICKS)
 
     def beliefs(self, most: int = 6) -> list[Belief]:
         """Return what it believes most, in words."""
@@ -136,7 +138,7 @@ class Taste:
             name = design.name(int(column))
             if len(found) == most or not told[column]:
                 break
-            if name is None or subject_of(name) in {subject_of(each.key) for each in found}:
+            if subject_of(name) in {subject_of(each.key) for each in found}:
                 continue
             values = events[:, column]
             telling = np.abs(values) > 1e-4
@@ -155,16 +157,18 @@ class Taste:
     def _forget_what_changed(self) -> None:
         """Lower the weight of older picks that the newest picks contradict: a change of mind."""
         design = self._design
-        old = np.flatnonzero(design.events[-1:] - design.events >= _NEW_PICKS)
-        if not len(old):
-            return
-        mean, variance = _Posterior(design, np.arange(len(old), design.count)).latent(old)
-        events = design.events[old]
-        agreed = np.bincount(events, 0.5 + 0.5 * np.sign(mean)) / np.bincount(events)
-        window = np.ones(_NEW_PICKS + 1)
-        near = np.convolve(agreed, window, "same") / np.convolve(np.ones(len(agreed)), window, "same")
-        design.weights[old] *= np.clip((near - _CONTRADICTED) / (0.5 - _CONTRADICTED), 0, 1)[events]
-        design.weights[old] *= np.minimum(1, 2 * _moderated(mean, variance)) ** _DOUBT
+        for newest in _NEWEST_PICKS:
+            old = np.flatnonzero(design.events[-1:] - design.events >= newest)
+            if not len(old):
+                return
+            mean, variance = _Posterior(design, np.arange(len(old), design.count)).latent(old)
+            events = design.events[old]
+            agreed = np.bincount(events, mean > 0) / np.bincount(events)
+            window = np.ones(_AGREED_WINDOW)
+            told = np.convolve(np.ones(len(agreed)), window)[_AGREED_WINDOW // 2 :][: len(agreed)]
+            near = np.convolve(agreed, window)[_AGREED_WINDOW // 2 :][: len(agreed)] + _AGREED * _AGREED_PICKS
+            kept = np.clip((near / (told + _AGREED_PICKS) - _CONTRADICTED) / (0.5 - _CONTRADICTED), 0, 1)
+            design.weights[old] *= kept[events] * np.minimum(1, 2 * _moderated(mean, variance)) ** 2
 
     @cached_property
     def _left_out(self) -> list[tuple[_Posterior, np.ndarray]]:
@@ -176,6 +180,20 @@ class Taste:
             return []
         held = [prompts % folds == fold for fold in range(folds)]
         return [(_Posterior(self._design, newest[~out]), newest[out]) for out in held if out.any() and not out.all()]
+
+    @cached_property
+    def _tested(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each prompt: how much its opinions tell, the share decided right without them, and the share expected."""
+        size = len(self._design.prompt_places)
+        weights, right, expected = np.full(size, 1e-9), np.zeros(size), np.zeros(size)
+        for fit, group in self._left_out:
+            mean, variance = fit.latent(group)
+            certain = _moderated(np.abs(mean), variance)
+            # A pair that the fit leaves open tells little: its answers may be equal to the person.
+            share = self._design.weights[group] / self._design.event_size[group] * (2 * certain - 1)
+            for total, values in ((weights, share), (right, share * (mean > 0)), (expected, share * certain)):
+                np.add.at(total, self._design.prompt_of[group], values)
+        return weights, right / weights, expected / weights
 
     def _apart(self, prompt: str) -> _Posterior | None:
         place = self._design.prompt_places.get(prompt)
@@ -224,13 +242,11 @@ class Taste:
 class _Design:
     """Opinions as differences of their answers' features, oldest first."""
 
-    def __init__(self, opinions: Sequence[Opinion], struck: frozenset[str], embed: Embed | None) -> None:
+    def __init__(self, opinions: Sequence[Opinion], struck: frozenset[str]) -> None:
         told = [each for each in opinions if each.weight > 0 and each.chosen != each.rejected]
-        self.opinions = sorted(told, key=lambda each: (each.at_s, each.prompt, each.chosen, each.rejected))[
-            -MAX_OPINIONS:
-        ]
+        told.sort(key=lambda each: (each.at_s, each.prompt, each.chosen, each.rejected))
+        self.opinions = told[-MAX_OPINIONS:]
         self.count = len(self.opinions)
-        self._embed = embed
         texts = list(dict.fromkeys(t for each in self.opinions for t in (each.chosen, each.rejected) if t))
         self._texts = [features(text) for text in texts]
         self._hashes = self._known(struck)
@@ -248,20 +264,20 @@ class _Design:
         seen: dict[tuple[float, str], int] = {}
         self.events = np.array([seen.setdefault((o.at_s, o.prompt), len(seen)) for o in self.opinions], int)
         self.event_size = np.bincount(self.events)[self.events] if self.count else np.zeros(0)
-        documents: dict[str, set[str]] = {}
-        for each in self.opinions:
-            documents.setdefault(each.prompt, set()).update(_words([each.prompt, each.chosen, each.rejected]))
-        self.topics = _Topics(documents, _GENERAL) if documents else None
+        documents: list[list[str]] = [[prompt] for prompt in self.prompt_places]
+        for place, each in zip(self.prompt_of, self.opinions, strict=True):
+            documents[place] += [each.chosen, each.rejected]
+        self.topics = _Topics(documents)
         later = self.events[-1:] - self.events
         age_s = np.array([self.opinions[-1].at_s - each.at_s for each in self.opinions])
         weights = np.array([each.weight for each in self.opinions])
         self.weights = weights * 0.5 ** (later / _HALF_LIFE_PICKS + age_s / _HALF_LIFE_S)
 
     def _known(self, struck: frozenset[str]) -> np.ndarray:
-        """Return the features that are columns; one of a single text tells nothing of others."""
+        """Return the features that are columns; one of hardly any text tells nothing of others."""
         hashes = np.concatenate([np.zeros(0, np.int64), *(each.hashes for each in self._texts)])
         hashes, counts = np.unique(hashes, return_counts=True)
-        kept: np.ndarray = hashes[counts >= min(2, max(len(self._texts) - 1, 1))]
+        kept: np.ndarray = hashes[counts >= np.clip(len(self._texts) // 30, 1, 4)]
         if not struck:
             return kept
         gone = [h for t in self._texts for name, h in zip(t.names, t.hashes, strict=True) if subject_of(name) in struck]
@@ -275,14 +291,17 @@ class _Design:
                 places = np.minimum(np.searchsorted(self._hashes, each.hashes), len(self._hashes) - 1)
                 known = self._hashes[places] == each.hashes
                 row[places[known]] = each.values[known]
-        if self._embed is None or not texts:
-            return out
-        return np.concatenate([out, self._embed(texts).astype(np.float32) * _EMBED_STD], 1)
+        return out
 
     def centred(self, texts: Sequence[str], ended: bool) -> np.ndarray:
         """Return the features of `texts` less their mean among the opinions', [texts, columns]."""
         centred: np.ndarray = self._matrix(texts, ended) - self.mean
         return centred
+
+    def alike(self, prompt: str, answers: Sequence[str]) -> np.ndarray:
+        """Return how alike `prompt`, to which `answers` are, is to each prompt of the opinions: cosines, [prompts]."""
+        place = self.prompt_places.get(prompt)
+        return self.topics.alike_to([prompt, *answers]) if place is None else self.topics.alike[place]
 
     def sides(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (texts, chosen, rejected): rows of `opinions`' texts, and the places among them of their sides."""
@@ -300,10 +319,8 @@ class _Design:
         np.add.at(mixing, (events, rejected), -share)
         return mixing @ self.rows[texts]
 
-    def name(self, column: int) -> str | None:
-        """Return a column's feature; None for one of an embedding."""
-        if column >= len(self._hashes):
-            return None
+    def name(self, column: int) -> str:
+        """Return a column's feature."""
         found = ((t, np.flatnonzero(t.hashes == self._hashes[column])) for t in self._texts)
         return next(text.names[int(at[0])] for text, at in found if len(at))
 
@@ -354,18 +371,17 @@ class _Posterior:
 
     def utilities(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
         """Return the mean utility of each answer."""
-        likeness = self._design.topics.likeness(prompt, answers)[self._prompts]
+        likeness = _likeness(self._design.alike(prompt, answers)[self._prompts])
         rows = self._design.centred(answers, ended)[:, self._columns]
         scores: np.ndarray = rows @ self._direction(self._dual * likeness)
         return scores
 
-    def preference(self, prompt: str, one: str, other: str) -> float:
-        """Return the probability that `one` is preferred to `other`."""
-        both = self._design.centred([one, other], True)[:, self._columns] * self._scales
-        difference = both[:1] - both[1:]
-        cross = self._inner(difference) * self._design.topics.likeness(prompt, [one, other])[self._prompts]
-        mean, variance = self._moments(difference, cross)
-        return float(_moderated(mean, variance)[0])
+    def preferences(self, prompt: str, answers: Sequence[str], one: int, ended: bool = True) -> np.ndarray:
+        """Return the probability that answer number `one` is preferred to each of `answers`."""
+        rows = self._design.centred(answers, ended)[:, self._columns] * self._scales
+        differences = rows[one] - rows
+        cross = self._inner(differences) * _likeness(self._design.alike(prompt, answers)[self._prompts])
+        return _moderated(*self._moments(differences, cross))
 
     def latent(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean and the variance of the difference of utilities that each of `opinions` is about."""
@@ -387,7 +403,9 @@ class _Posterior:
 
     def _cross(self, differences: np.ndarray, prompts: np.ndarray) -> np.ndarray:
         """Return the prior's covariance of differences of answers under `prompts` with the opinions."""
-        cross: np.ndarray = self._inner(differences) * self._design.topics.among[np.ix_(prompts, self._prompts)]
+        cross: np.ndarray = self._inner(differences) * _likeness(
+            self._design.topics.alike[np.ix_(prompts, self._prompts)]
+        )
         return cross
 
     def _moments(self, differences: np.ndarray, cross: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -398,40 +416,42 @@ class _Posterior:
 class _Topics:
     """How alike prompts are, by the words of each and of its answers (latent semantic analysis)."""
 
-    def __init__(self, documents: Mapping[str, Collection[str]], general: float) -> None:
-        self._general = general
-        self._places = {prompt: i for i, prompt in enumerate(documents)}
-        counts = Counter(word for words in documents.values() for word in words)
-        self._columns = {word: i for i, word in enumerate(counts)}
-        self._rarity = np.log((len(documents) + 1) / np.array(list(counts.values())))
-        vectors = np.array([self._vector(words) for words in documents.values()])
-        self._mean = vectors.mean(0)
+    def __init__(self, documents: Sequence[Sequence[str]]) -> None:
+        words = [_words(texts) for texts in documents]
+        self._words, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *words]), return_counts=True)
+        self._rarity = np.log((len(documents) + 1) / counts)
+        self._new = math.log(len(documents) + 1)
+        vectors = np.array([self._vector(each) for each in words]).reshape(len(words), len(self._words))
+        self._mean = vectors.mean(0) if len(words) else self._rarity
         centred = vectors - self._mean
-        values, axes = np.linalg.eigh(centred @ centred.T)
-        kept = values[-_TOPIC_DIMS:] > 1e-6
-        self._axes = centred.T @ (axes[:, -_TOPIC_DIMS:][:, kept] / np.sqrt(values[-_TOPIC_DIMS:][kept]))
-        self._places_at = _unit(centred @ self._axes)
-        self.among = general + (1 - general) * self._places_at @ self._places_at.T
-        """The likeness of each prompt to each, [prompts, prompts]."""
+        values, axes = (each[..., -_TOPIC_DIMS:] for each in np.linalg.eigh(centred @ centred.T))
+        self._axes = centred.T @ (axes[:, values > 1e-6] / np.sqrt(values[values > 1e-6]))
+        self._places = _unit(centred @ self._axes)
+        self.alike = self._places @ self._places.T
+        """The cosine of each prompt and each, [prompts, prompts]."""
 
-    def _vector(self, words: Collection[str]) -> np.ndarray:
-        out = np.zeros(len(self._columns))
-        known = [self._columns[word] for word in words if word in self._columns]
+    def _vector(self, words: np.ndarray) -> np.ndarray:
+        out = np.zeros(len(self._words))
+        known = np.flatnonzero(np.isin(self._words, words, assume_unique=True))
         out[known] = self._rarity[known]
-        norm = math.sqrt(float(out @ out) + (len(words) - len(known)) * math.log(len(self._places) + 1) ** 2)
+        norm = math.sqrt(float(out @ out) + (len(words) - len(known)) * self._new**2)
         return out / norm if norm else out
 
-    def likeness(self, prompt: str, answers: Sequence[str]) -> np.ndarray:
-        """Return the likeness of `prompt`, to which `answers` are, to each prompt of the opinions, [prompts]."""
-        if (place := self._places.get(prompt)) is not None:
-            likeness: np.ndarray = self.among[place]
-            return likeness
-        place = _unit((self._vector(_words([prompt, *answers])) - self._mean)[None] @ self._axes)[0]
-        return self._general + (1 - self._general) * (self._places_at @ place)
+    def alike_to(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the cosine of a prompt with its answers and each prompt of the opinions, [prompts]."""
+        place = _unit((self._vector(_words(texts)) - self._mean)[None] @ self._axes)[0]
+        alike: np.ndarray = self._places @ place
+        return alike
 
 
-def _words(texts: Sequence[str]) -> set[str]:
-    return {name for text in texts for name in features(text).names if name.startswith("word:")}
+def _words(texts: Sequence[str]) -> np.ndarray:
+    every = [features(text) for text in dict.fromkeys(texts)]
+    return np.unique(np.concatenate([each.hashes[: each.num_words] for each in every]))
+
+
+def _likeness(alike: np.ndarray) -> np.ndarray:
+    """Return the prior's covariance of a taste under two prompts, from their cosine."""
+    return _GENERAL + (1 - _GENERAL) * alike
 
 
 def _unit(rows: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ def test_preference_is_between_the_two_and_grows_with_evidence():
 
 
 def test_scores_apart_know_nothing_of_the_prompts_own_opinions():
-    here = [Opinion("Only here", f"Zebra {n}.", f"Quagga {n}.", 1.0, 99.0 + n) for n in range(3)]
+    here = [Opinion("Only here", f"Zebra {n}.", f"Quagga {n}.", 1.0, 99.0 + n) for n in range(8)]
     taste = Taste.fit([*picks(5), *here])
     both = ["Zebra.", "Quagga."]
     seen, apart = taste.scores("Only here", both), taste.scores_apart("Only here", both)
@@ -139,6 +139,30 @@ def test_any_text_is_taken(texts):
     assert 0 <= taste.likes("p", "a") <= 1
     assert 0.5 <= taste.sure <= 1
     taste.beliefs()
+
+
+def test_a_taste_for_one_topic_is_less_sure_of_others():
+    rng = random.Random(3)
+    cakes = [
+        Opinion(f"How do I bake cake {n}", f"Bake {n} in the oven!", f"Bake {n} in the oven.", 1.0, n)
+        for n in range(12)
+    ]
+    taxes = [
+        Opinion(
+            f"When is my tax {n} due", *rng.sample([f"Pay {n} to the office{mark}" for mark in "!."], 2), 1.0, n + 0.5
+        )
+        for n in range(12)
+    ]
+    taste = Taste.fit(cakes + taxes)
+    there = taste.sure_of("How do I bake cake today", ["Bake it in the oven!", "Bake it in the oven."])
+    elsewhere = taste.sure_of("When is my tax today due", ["Pay it to the office!", "Pay it to the office."])
+    assert there > 0.75 > 0.65 > elsewhere
+
+
+def test_of_many_signals_the_newest_are_fitted_in_time():
+    taste = Taste.fit(picks(334))
+    assert share_liked(taste) >= 0.9
+    assert taste.sure > 0.8
 
 
 def test_a_beginning_is_not_judged_by_its_end():
