@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from edged.align.taste.model import Taste
 from edged.api.drawing import Draw, draw
 from edged.api.services import Services
-from edged.api.tastes import SURE
+from edged.api.tastes import is_sure, is_sure_of
 from edged.engine.request import Event, FinishEvent, FinishReason, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.prices import Load
@@ -33,6 +33,8 @@ class Chooser:
 
     def best(self, answers: Sequence[tuple[str, bool]]) -> int:
         """Return the number of the answer that the user is expected to like best; each is a text, and whether whole."""
+        if not is_sure_of(self.taste, self.question, [text for text, _ in answers]):
+            return 0
         scores = [float(self.taste.scores(self.question, [text], ended)[0]) for text, ended in answers]
         return max(range(len(scores)), key=scores.__getitem__)
 
@@ -44,7 +46,7 @@ def chooser_of(services: Services, taste: Taste | None, question: str, sampling:
     """
     setting = services.settings.serving.best_of
     own = sampling.temperature == 0 or sampling.seed is not None or sampling.logprobs is not None
-    if setting in ("off", "1") or taste is None or own or taste.sure < SURE:
+    if setting in ("off", "1") or taste is None or own or not is_sure(taste):
         return None
     return Chooser(taste, question, _AUTO if setting == "auto" else int(setting))
 

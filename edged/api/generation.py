@@ -22,6 +22,7 @@ from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun
 from edged.api.services import Services
+from edged.api.tastes import is_sure_of
 from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.runtime.pacer import LAG_S, Pacer
@@ -305,7 +306,10 @@ class Generation:
         """Return answers, the best first."""
         if self.chooser is None:
             return sorted(drawn, key=lambda each: each.mean_logprob, reverse=True)
-        scores = self.chooser.taste.scores(self.chooser.question, [each.text for each in drawn])
+        taste, question, texts = self.chooser.taste, self.chooser.question, [each.text for each in drawn]
+        if self._candidates and not is_sure_of(taste, question, texts):
+            return drawn
+        scores = taste.scores(question, texts)
         # An empty answer is chosen where there is no other.
         order = sorted(range(len(drawn)), key=lambda at: (bool(drawn[at].text.strip()), scores[at]), reverse=True)
         return [drawn[at] for at in order]

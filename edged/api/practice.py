@@ -21,7 +21,7 @@ from edged.align.taste.opinions import question_of
 from edged.align.versions import UnknownVersion
 from edged.api.drawing import Draw, draw
 from edged.api.event_router import EventRouter
-from edged.api.tastes import SURE, Tastes
+from edged.api.tastes import Tastes, is_sure, is_sure_of
 from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Request, RequestRefused
@@ -90,7 +90,7 @@ class Practised:
     distances: list[float] = field(default_factory=list)
     """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
     adapter_answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    base_answers: dict[str, list[str]] = field(default_factory=dict)
+    base_answers: dict[str, list[tuple[str, Draw]]] = field(default_factory=dict)
     """Answers of the base by the text that was asked."""
     kl_nats: float = 0.0
     """KL of the adapter to the base per token of its own answers, a running mean."""
@@ -255,7 +255,7 @@ class Practice:
         base = [
             Answer(asked, text)
             for asked, some in (practised.base_answers if practised else {}).items()
-            for text in some
+            for text, _ in some
         ]
         own = list(practised.adapter_answers) if practised else []
 
@@ -304,7 +304,7 @@ class Practice:
         prompts = practised.next_prompts(count)
         new = [prompt for prompt in prompts if prompt.question not in practised.base_answers]
         for prompt, answers in zip(new, await self._draw(None, adapter, new, _BASE_ANSWERS), strict=True):
-            practised.base_answers[prompt.question] = [self._text(each) for each in answers]
+            practised.base_answers[prompt.question] = [(self._text(each), each) for each in answers]
         operator = practised.operator
         drawn = await self._draw(adapter, adapter, prompts, min(_ROWS, rows) if operator is None else 1)
         for prompt, answers in zip(prompts, drawn, strict=True):
@@ -391,7 +391,13 @@ class Practice:
             texts, question = [self._text(each) for each in answers], self._question(answers[0], practised)
             utilities = taste.scores(question, texts)
             base = practised.base_answers.get(question, [])
-            wins += [taste.preference(question, text, other) for text in texts for other in base]
+            if not is_sure_of(taste, question, texts):
+                # What is learned elsewhere shall not spill: here the base's answer is as good as any.
+                pairs += [
+                    self._pair(adapter, answers[0].request.prompt_ids, tuple(each.token_ids)) for _, each in base[:1]
+                ]
+                continue
+            wins += [taste.preference(question, text, other) for text in texts for other, _ in base]
             best, worst = int(utilities.argmax()), int(utilities.argmin())
             sure = taste.preference(question, texts[best], texts[worst])
             if sure >= _PREFERRED and texts[best].strip():
@@ -399,7 +405,7 @@ class Practice:
                 pairs.append(self._pair(adapter, answers[best].request.prompt_ids, chosen, rejected))
         if wins:
             practised.note(sum(wins) / len(wins))
-        practised.ended |= taste.sure < SURE or practised.kl_nats > self._budget(taste)
+        practised.ended |= not is_sure(taste) or practised.kl_nats > self._budget(taste)
         return pairs
 
     def _imitations(self, adapter: str, practised: Practised, drawn: Sequence[Sequence[Draw]]) -> list[TokenPair]:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -15,14 +15,25 @@ from edged.store.feedback import PairRow
 from edged.store.preferences import struck
 
 log = logging.getLogger("edged.api")
-SURE = 0.6
-"""P(a taste model's choice beats a random candidate) from which on it chooses answers, and labels practice."""
+_SURE, _SURE_OF_FEW, _FEW = 0.55, 0.505, 10
+"""The share of choices of one of two that are the user's from which on a model decides; with few prompts the posterior
+alone tells, and what is not better than chance is not worse."""
 _MOST_KEPT = 64
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
 _ALIKE, _SLOPE = 0.1, 4.0
 """The least weight of a pick between answers that are liked alike, and how it grows with P(chosen is preferred)."""
 _FIT_WITHIN_S = 0.2
 """Time for which a request waits for a model that is not in memory."""
+
+
+def is_sure(taste: Taste) -> bool:
+    """Whether a taste model is sure enough to choose answers, and to label practice."""
+    return taste.sure > (_SURE_OF_FEW if taste.prompts < _FEW else _SURE)
+
+
+def is_sure_of(taste: Taste, question: str, answers: Sequence[str]) -> bool:
+    """Whether it is sure of these answers, too: what was liked under other topics may not count under this."""
+    return taste.prompts < _FEW or taste.sure_of(question, answers) > _SURE
 
 
 class Tastes:
@@ -63,7 +74,7 @@ class Tastes:
         """Return the share of a pick's weight that is left: less where the user likes both answers alike, as far as
         is known; any thread may call this."""
         taste = self._fitted.get(row.adapter)
-        if row.source != "chosen" or taste is None or taste.sure < SURE:
+        if row.source != "chosen" or taste is None or not is_sure(taste):
             return 1.0
         liked = taste.preference(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text)
         # A pick against what is believed is news, and has its full weight.

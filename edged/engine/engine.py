@@ -203,7 +203,7 @@ class Engine:
     def spare_rows(self, num_tokens: int) -> int:
         """Return how many candidates of `num_tokens` each find room that nothing else needs."""
         waits = self._requests_waiting > 1 or self.error or self.commands.stopping
-        return 0 if waits else self.sequences.spare_rows(num_tokens, time.monotonic())
+        return 0 if waits else self.sequences.spare_rows(num_tokens)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from edged.engine.interfaces import Runner
 
 log = logging.getLogger("edged.engine")
-_ENTERS_S = 0.02
-"""Time within which a prompt that finds room enters; after it candidates make room."""
 
 
 class SequenceTable:
@@ -64,6 +62,8 @@ class SequenceTable:
         self._events: list[Event] = []
         self.suspects: deque[tuple[str, int]] = deque()
         """(adapter, version) of answers that were not finite; `StepTable.close_finished` removes them."""
+        self._planned_s = 0.0
+        """When the last plan was about to be made."""
         self._candidates: dict[int, Sequence] = {}
         """Sequences of candidates by task id, the oldest first."""
         self._random = random.SystemRandom()
@@ -175,7 +175,8 @@ class SequenceTable:
     def prepare(self, now: float) -> None:
         """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
         if self._candidates:
-            self._drop_candidates(now)
+            self._drop_candidates()
+        self._planned_s = now
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots(now)
         if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
@@ -361,7 +362,7 @@ class SequenceTable:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def spare_rows(self, num_tokens: int, now: float) -> int:
+    def spare_rows(self, num_tokens: int) -> int:
         """Return how many candidates of `num_tokens` each find room that nothing else needs; any thread may ask.
 
         A row more is free below the cost model's knee, where a forward reads the weights anyway. Beyond it the decodes
@@ -370,7 +371,7 @@ class SequenceTable:
         """
         tasks = [sequence.task for sequence in list(self.by_task.values())]
         served = [task for task in tasks if not task.candidate]
-        if any(_waits(task, now) for task in served):
+        if self._wanted:
             return 0
         pages = self._pages
         each = -(-num_tokens // pages.page_size) + 1
@@ -394,15 +395,24 @@ class SequenceTable:
             rows += 1
         return rows
 
-    def _drop_candidates(self, now: float) -> None:
+    @property
+    def _wanted(self) -> bool:
+        """Whether a request's prompt found no room in the last plan, for which candidates are dropped."""
+        return any(
+            not sequence.request.candidate and sequence.task.arrival_s < self._planned_s
+            for status in (SequenceStatus.WAITING, SequenceStatus.WAITING_SLOT)
+            for sequence in list(self._by_status[status].values())
+        )
+
+    def _drop_candidates(self) -> None:
         """Drop the latest candidates, as many as there is no room for any more."""
         served = [sequence.task for sequence in self.by_task.values() if not sequence.request.candidate]
         short = self._pages.available < self._pages.pool.capacity // 4
         room = min(self._rows_in_time(served, served), self._max_sequences - len(served))
-        if short or any(_waits(task, now) for task in served):
+        if short or self._wanted:
             room = 0
         for sequence in list(self._candidates.values())[max(0, room) :]:
-            self._drop(sequence, now)
+            self._drop(sequence, self._planned_s)
 
     def _drop(self, sequence: Sequence, now: float) -> None:
         self.stats.totals.candidates_dropped += 1
@@ -484,11 +494,6 @@ class SequenceTable:
         """Return and remove the events since the last call."""
         events, self._events = self._events, []
         return events
-
-
-def _waits(task: Task, now: float) -> bool:
-    """Whether a prompt finds no room, for which candidates are dropped."""
-    return task.kind is Kind.PREFILL and not task.held_pages and now > task.arrival_s + _ENTERS_S
 
 
 def _waits_long(task: Task, now: float) -> bool:

@@ -70,6 +70,10 @@ class Taste:
 
     def __init__(self, opinions: Sequence[Opinion], struck: Collection[str]) -> None:
         self._design = _Design(opinions, frozenset(map(subject_of, struck)))
+        self.prompts = len({each.prompt for each in opinions})
+        """Number of prompts that it has opinions on."""
+        self.version = len(opinions)
+        """Number of the opinions that it was made of: it changes with each signal."""
         self._forget_what_changed()
         self._all = self._fit(np.arange(self._design.count))
 
