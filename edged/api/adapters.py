@@ -31,8 +31,8 @@ from edged.settings.load import USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
+from edged.store.feedback import struck
 from edged.store.jobs.jobs import checkpoint_of, open_job_of
-from edged.store.preferences import struck
 
 _SERIES_PAIRS = 500
 MAX_SERIES_PAIRS = 100_000

@@ -32,8 +32,7 @@ from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.completions import latest_answers, latest_prompts
-from edged.store.feedback import latest_pairs, requeue_taken_back
-from edged.store.preferences import LEARNED, set_distilled
+from edged.store.feedback import LEARNED, latest_pairs, requeue_taken_back, set_distilled
 from edged.text.preference import prompts
 from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
 

@@ -12,9 +12,9 @@ from edged.api.errors import ApiError, bad_request
 from edged.api.requests import PreferenceRequest, StrikeRequest, read_body
 from edged.api.responses import Preference, Struck
 from edged.api.services import Services, services_of
-from edged.store import preferences, utc_now, utc_text
+from edged.store import feedback, utc_now, utc_text
+from edged.store.feedback import WrittenPreference
 from edged.store.jobs.jobs import checkpoint_of
-from edged.store.preferences import WrittenPreference
 from edged.text.preference import why_unusable
 
 _MAX_STRUCK = 1000
@@ -24,8 +24,8 @@ _MAX_STRUCK = 1000
 async def get_preference(request: web.Request) -> Preference:
     """What a user wants of all answers, in words; `text` is null where nothing is written."""
     services, name = services_of(request), _taught(request)
-    read = services.store.read
-    return _answer(services, name, await asyncio.to_thread(read, lambda db: preferences.get_preference(db, name)))
+    found = await asyncio.to_thread(services.store.read, lambda db: feedback.get_preference(db, name))
+    return _answer(services, name, found)
 
 
 async def put_preference(request: web.Request) -> Preference:
@@ -42,14 +42,14 @@ async def put_preference(request: web.Request) -> Preference:
 
     def write(db: Database) -> None:
         _demand_teachable(db, name)
-        preferences.set_preference(db, written)
+        feedback.set_preference(db, written)
 
     return _answer(services, name, await _change(services, name, write))
 
 
 async def _change(services: Services, name: str, write: Callable[[Database], None]) -> WrittenPreference | None:
     """Change a preference; what was distilled of another text is undone, and the new one is to be learned."""
-    before = await asyncio.to_thread(services.store.read, lambda db: preferences.get_preference(db, name))
+    before = await asyncio.to_thread(services.store.read, lambda db: feedback.get_preference(db, name))
     found = await asyncio.wrap_future(services.preferences.change(name, write))
     changed = before is not None and before.distilled > 0 and (found is None or found.text != before.text)
     if before is not None and changed and services.engine.version(name):
@@ -61,7 +61,7 @@ async def _change(services: Services, name: str, write: Callable[[Database], Non
 async def delete_preference(request: web.Request) -> Preference:
     """Delete what a user wants of all answers."""
     services, name = services_of(request), _taught(request)
-    return _answer(services, name, await _change(services, name, lambda db: preferences.delete_preference(db, name)))
+    return _answer(services, name, await _change(services, name, lambda db: feedback.delete_preference(db, name)))
 
 
 async def strike(request: web.Request) -> Struck:
@@ -73,12 +73,12 @@ async def strike(request: web.Request) -> Struck:
     def write(db: Database) -> set[str]:
         _demand_teachable(db, name)
         if body.undo:
-            preferences.unstrike(db, name, body.key)
-        elif len(preferences.struck(db, name)) < _MAX_STRUCK:
-            preferences.strike(db, name, body.key, utc_text(utc_now()))
+            feedback.unstrike(db, name, body.key)
         else:
+            feedback.strike(db, name, body.key, utc_text(utc_now()))
+        if len(keys := feedback.struck(db, name)) > _MAX_STRUCK:
             raise bad_request(f"{_MAX_STRUCK} lines of {name} are struck: no more are taken", "key")
-        return preferences.struck(db, name)
+        return keys
 
     struck = await asyncio.wrap_future(services.store.write(write))
     services.tastes.refit(name)
@@ -107,10 +107,8 @@ def _demand_teachable(db: Database, name: str) -> None:
 
 
 def _answer(services: Services, name: str, found: WrittenPreference | None) -> Preference:
-    if found is None:
-        none = "nothing is written"
-        return Preference(adapter=name, text=None, created_at=None, distilled=0.0, in_prompt=False, note=none)
-    left_out = services.preferences.why_left_out(found)
+    kept = found or WrittenPreference(name, "", "", None)
+    left_out = services.preferences.why_left_out(kept) if found else "nothing is written"
+    about = {"adapter": name, "text": kept.text or None, "created_at": kept.created_at or None}
     note = left_out or "in the system prompt of every chat"
-    about = {"text": found.text, "created_at": found.created_at, "distilled": found.distilled}
-    return Preference(adapter=name, **about, in_prompt=not left_out, note=note)
+    return Preference(**about, distilled=kept.distilled, in_prompt=not left_out, note=note)

@@ -11,8 +11,7 @@ from functools import partial
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import opinions_of, question_of
 from edged.store import Store
-from edged.store.feedback import PairRow
-from edged.store.preferences import struck
+from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
 _SURE, _SURE_OF_FEW, _FEW = 0.55, 0.505, 10

@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import Record, VersionPublished
 from edged.store import Store
-from edged.store.preferences import LEARNED, WrittenPreference, all_preferences, get_preference, undo_distilled
+from edged.store.feedback import LEARNED, WrittenPreference, all_preferences, get_preference, undo_distilled
 from edged.text.preference import NO_SYSTEM_TURN, why_unusable
 from edged.text.tokenizer import Tokenizer
 
+_BROUGHT = ("imported", "rebuilt")
+"""Reasons of versions that come from elsewhere."""
+
 
 class WrittenPreferences:
-    """What users wrote about the answers they want, as far as their prompts have it."""
+    """Users' words on the answers that they want, as far as their prompts have them."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
         self._store, self._tokenizer = store, tokenizer
@@ -57,12 +61,8 @@ class WrittenPreferences:
     def on_records(self, records: Sequence[Record]) -> None:
         """Put a preference back into prompts where an adapter's weights are others than those that learned it."""
         for record in records:
-            if isinstance(record, VersionPublished):
-                self._on_version(record)
-
-    def _on_version(self, record: VersionPublished) -> None:
-        if record.restored is not None or record.reason in ("imported", "rebuilt"):
-            self.change(record.adapter, lambda db: undo_distilled(db, record.adapter))
+            if isinstance(record, VersionPublished) and (record.restored is not None or record.reason in _BROUGHT):
+                self.change(record.adapter, partial(undo_distilled, adapter=record.adapter))
 
     def _take(self, adapter: str, found: WrittenPreference | None) -> WrittenPreference | None:
         if found is None or self.why_left_out(found):

@@ -8,10 +8,9 @@ from typing import Any
 from sqlite_utils import Database
 
 from edged.store.data_dir import erase_folder, path_in
-from edged.store.feedback import last_pair_id
+from edged.store.feedback import last_pair_id, undo_distilled
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
-from edged.store.preferences import undo_distilled
 from edged.store.rows import NAMED, first_value, insert_row, update_rows
 
 _JOBS = f"SELECT id FROM jobs WHERE owner IN {NAMED} OR adapter IN {NAMED}"
@@ -119,14 +118,11 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
     signals = f"user IN {NAMED} OR completion_id IN ({said})"
     pairs = f"""adapter IN {NAMED} OR signal_id IN (SELECT id FROM signals WHERE {signals})
         OR chosen_completion_id IN ({said}) OR rejected_completion_id IN ({said})"""
-    learning = (
-        *("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions"),
-        *("preferences", "struck_beliefs"),
-    )
+    learning = ("skipped_steps", "adapter_versions", "shelved_steps", "shelved_versions")
     of_pairs = f"adapter IN {NAMED} OR pair_id IN (SELECT id FROM pairs WHERE {pairs})"
     deletions = {
         **dict.fromkeys(("alignment_metrics", "quarantine"), of_pairs),
-        **dict.fromkeys(learning, f"adapter IN {NAMED}"),
+        **dict.fromkeys((*learning, "preferences", "struck_beliefs"), f"adapter IN {NAMED}"),
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
         "completions": f"adapter IN {NAMED} OR user IN {NAMED}",

@@ -13,7 +13,7 @@ from sqlite_utils import Database
 
 from edged.store.backup import VERSION_MANIFEST
 from edged.store.data_dir import ADAPTERS_FOLDER
-from edged.store.preferences import undo_distilled
+from edged.store.feedback import undo_distilled
 from edged.store.quarantine import HELD
 from edged.store.rows import first_value
 

@@ -1,4 +1,4 @@
-"""The tables `signals` and `pairs`: users' signals, and the preference pairs that follow from them."""
+"""The tables of what users say: `signals`, `pairs` that follow from these, `preferences` and `struck_beliefs`."""
 
 import json
 from array import array
@@ -26,6 +26,10 @@ FIRST_PARTY_SOURCES = ("chosen", "edit")
 
 REPLAY_PAIRS = 64
 """The latest learned pairs of each adapter, which a restart takes up again to replay them."""
+
+
+LEARNED = 1.0
+"""The `distilled` from which an adapter's answers are as those with its preference in the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,3 +372,70 @@ def _pair(row: dict[str, Any]) -> PairRow:
 
     flags = {name: bool(row[name]) for name in ("trusted", "direct")}
     return record_of(PairRow, row, chosen=side("chosen"), rejected=side("rejected"), **flags)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPreference:
+    """A user's words on the answers that are wanted; `account` wrote them.
+
+    `distilled`, from 0 to 1, says how far answers without it in the prompt are as those with it.
+    """
+
+    adapter: str
+    text: str
+    created_at: str
+    account: str | None
+    distilled: float = 0.0
+
+
+def get_preference(db: Database, adapter: str) -> WrittenPreference | None:
+    """The written preference of an adapter's user; None where there is none."""
+    row = next(db.query("SELECT * FROM preferences WHERE adapter = ?", [adapter]), None)
+    return record_of(WrittenPreference, row) if row else None
+
+
+def all_preferences(db: Database) -> list[WrittenPreference]:
+    """The written preferences of all users."""
+    return [record_of(WrittenPreference, row) for row in db.query("SELECT * FROM preferences")]
+
+
+def set_preference(db: Database, preference: WrittenPreference) -> None:
+    """Write a preference in the place of the one before; what was distilled of the same text stays."""
+    db.execute(
+        """INSERT INTO preferences VALUES (:adapter, :text, :created_at, :account, :distilled)
+            ON CONFLICT (adapter) DO UPDATE SET text = :text, created_at = :created_at, account = :account,
+                distilled = CASE text WHEN :text THEN distilled ELSE :distilled END""",
+        field_values(preference),
+    )
+
+
+def delete_preference(db: Database, adapter: str) -> None:
+    """Delete an adapter's written preference."""
+    db.execute("DELETE FROM preferences WHERE adapter = ?", [adapter])
+
+
+def set_distilled(db: Database, adapter: str, text: str, share: float) -> None:
+    """Record how far the preference `text` is distilled; one that was changed meanwhile is passed over."""
+    db.execute("UPDATE preferences SET distilled = ? WHERE adapter = ? AND text = ?", [share, adapter, text])
+
+
+def undo_distilled(db: Database, adapter: str | None = None) -> None:
+    """Record that nothing is distilled any more: of an adapter, or of all where another base model is served."""
+    db.execute(
+        "UPDATE preferences SET distilled = 0 WHERE :adapter IS NULL OR adapter = :adapter", {"adapter": adapter}
+    )
+
+
+def struck(db: Database, adapter: str) -> set[str]:
+    """The keys of what an adapter's taste model must not believe."""
+    return set(first_column(db, "SELECT key FROM struck_beliefs WHERE adapter = ?", [adapter]))
+
+
+def strike(db: Database, adapter: str, key: str, now: str) -> None:
+    """Have an adapter's taste model believe something no longer."""
+    db.execute("INSERT OR IGNORE INTO struck_beliefs VALUES (?, ?, ?)", [adapter, key, now])
+
+
+def unstrike(db: Database, adapter: str, key: str) -> None:
+    """Let an adapter's taste model believe something again."""
+    db.execute("DELETE FROM struck_beliefs WHERE adapter = ? AND key = ?", [adapter, key])

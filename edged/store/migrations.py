@@ -185,7 +185,7 @@ def m018_shared_adapters(db: Database) -> None:
 
 
 def m019_preferences(db: Database) -> None:
-    """What users wrote about the answers they want, and what they struck of what was believed about them."""
+    """Users' words on the answers they want, and what they struck of what was believed about them."""
     db.execute("""
         CREATE TABLE preferences (
             adapter TEXT PRIMARY KEY,

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from edged.store import Store
-from edged.store.preferences import set_distilled
+from edged.store.feedback import set_distilled
 from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import byte_tokenizer, save_tiny
@@ -116,8 +116,7 @@ def test_special_tokens_in_it_are_text(http: httpx2.Client) -> None:
     before = prompt_tokens(http, "uma")
     put(http, "uma", "end </s> here <s>")
     assert prompt_tokens(http, "uma") == before + len("system: end </s> here <s>\n")
-    half = http.put(path("uma"), content=b'{"text": "half \\ud83d"}')
-    assert half.json()["text"] == "half ?"
+    assert http.put(path("uma"), content=b'{"text": "half \\ud83d"}').status_code == 400
 
 
 def test_a_prompt_that_has_room_for_itself_alone_goes_without(http: httpx2.Client) -> None:
@@ -135,8 +134,6 @@ def test_lines_are_struck_and_that_is_undone(http: httpx2.Client) -> None:
     assert strike(key="likes: short") == ["likes: short"]
     assert strike(key="avoids: you") == ["avoids: you", "likes: short"]
     assert strike(key="likes: short", undo=True) == ["avoids: you"]
-    half = http.post("/v1/adapters/wil/strike", content=b'{"key": "half \\ud83d"}')
-    assert half.json()["struck"] == ["avoids: you", "half ?"]
     assert http.post("/v1/adapters/wil/strike", json={"key": ""}).status_code == 400
     assert http.post("/v1/adapters/wil/strike", json={"key": "a", "what": 1}).status_code == 400
 

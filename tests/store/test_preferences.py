@@ -11,7 +11,7 @@ from edged.api.written_preferences import WrittenPreferences
 from edged.store import Store
 from edged.store.base_models import serve_base
 from edged.store.erasure import begin_forgetting, search
-from edged.store.preferences import (
+from edged.store.feedback import (
     WrittenPreference,
     delete_preference,
     get_preference,

@@ -50,7 +50,7 @@ CREATE TABLE application_runs (
         , sharer TEXT);
 INSERT INTO "application_runs" VALUES(1,'2025-01-31T12:00:00.000000+00:00','ada','application','run',1,1.5,1.5,1,1,1,1.5,1.5,'sharer');
 CREATE TABLE application_salt(salt);
-INSERT INTO "application_salt" VALUES(X'D1EF2674F3543DAF1E618113B737894E');
+INSERT INTO "application_salt" VALUES(X'C6BB8B248F27FDCE8A36688A97C9B471');
 CREATE TABLE choices (
     completion_id TEXT NOT NULL REFERENCES completions (id) ON DELETE CASCADE,
     choice INTEGER NOT NULL,
@@ -143,17 +143,17 @@ CREATE TABLE jobs (
         , validation_file TEXT, paused_at INTEGER, other_steps INTEGER NOT NULL DEFAULT 0);
 INSERT INTO "jobs" VALUES('jobs-1','2025-01-31T12:00:00.000000+00:00','owner','base-a','model','parent','ada','method','hyperparameters',1,'training_file','metadata','status',1,1,1,'finished_at','error_code','error','error_param','result_file','validation_file',1,1);
 CREATE TABLE migrations (name TEXT PRIMARY KEY, applied_at TEXT NOT NULL);
-INSERT INTO "migrations" VALUES('m009_schema','2026-11-28T17:42:04.833649+00:00');
-INSERT INTO "migrations" VALUES('m010_language','2026-11-28T17:42:04.840413+00:00');
-INSERT INTO "migrations" VALUES('m011_application_runs','2026-11-28T17:42:04.840636+00:00');
-INSERT INTO "migrations" VALUES('m012_counts','2026-11-28T17:42:04.840997+00:00');
-INSERT INTO "migrations" VALUES('m013_jobs','2026-11-28T17:42:04.841376+00:00');
-INSERT INTO "migrations" VALUES('m014_validation','2026-11-28T17:42:04.845362+00:00');
-INSERT INTO "migrations" VALUES('m015_checkpoints','2026-11-28T17:42:04.845587+00:00');
-INSERT INTO "migrations" VALUES('m016_users','2026-11-28T17:42:04.845734+00:00');
-INSERT INTO "migrations" VALUES('m017_accounts','2026-11-28T17:42:04.845882+00:00');
-INSERT INTO "migrations" VALUES('m018_shared_adapters','2026-11-28T17:42:04.847383+00:00');
-INSERT INTO "migrations" VALUES('m019_preferences','2026-11-28T17:42:04.848183+00:00');
+INSERT INTO "migrations" VALUES('m009_schema','2026-11-28T17:50:45.231065+00:00');
+INSERT INTO "migrations" VALUES('m010_language','2026-11-28T17:50:45.244014+00:00');
+INSERT INTO "migrations" VALUES('m011_application_runs','2026-11-28T17:50:45.244238+00:00');
+INSERT INTO "migrations" VALUES('m012_counts','2026-11-28T17:50:45.244593+00:00');
+INSERT INTO "migrations" VALUES('m013_jobs','2026-11-28T17:50:45.244893+00:00');
+INSERT INTO "migrations" VALUES('m014_validation','2026-11-28T17:50:45.253932+00:00');
+INSERT INTO "migrations" VALUES('m015_checkpoints','2026-11-28T17:50:45.254092+00:00');
+INSERT INTO "migrations" VALUES('m016_users','2026-11-28T17:50:45.254216+00:00');
+INSERT INTO "migrations" VALUES('m017_accounts','2026-11-28T17:50:45.254363+00:00');
+INSERT INTO "migrations" VALUES('m018_shared_adapters','2026-11-28T17:50:45.255834+00:00');
+INSERT INTO "migrations" VALUES('m019_preferences','2026-11-28T17:50:45.256670+00:00');
 CREATE TABLE pairs (
     id INTEGER PRIMARY KEY,
     created_at TEXT NOT NULL,
