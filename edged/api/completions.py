@@ -164,7 +164,7 @@ async def _record(
     The record's own tokens are those to be served: with the user's written preference. Raises ApiError.
     """
     messages, prompt, reading = None, None, reading_turn(caller)
-    asked_ids: Sequence[int] | None = None
+    asked_ids: Sequence[int] = ()
     if isinstance(body, ChatRequest):
         _demand_room(services, len(body.messages), "messages", "messages")
         messages = tuple(message.plain() for message in body.messages)
@@ -194,7 +194,7 @@ async def _record(
         messages=messages,
         prompt=prompt,
     )
-    return completion, completion.prompt_ids if asked_ids is None else asked_ids
+    return completion, asked_ids or completion.prompt_ids
 
 
 async def _tokenize(reading: asyncio.Lock, encode: Callable[[T], R], content: T, chars: int) -> R:

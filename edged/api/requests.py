@@ -35,7 +35,8 @@ _MAX_STOPS = 16
 _MAX_TOKENS = 2**31
 _MAX_BIASES = 1024
 _MAX_MESSAGES = 10_000
-MAX_PREFERENCE_CHARS = 500
+_MAX_LINE = 500
+"""Most characters of a written preference."""
 _THREAD_BYTES = 1 << 16
 """Bodies from this size on are parsed and checked in a thread."""
 _UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
@@ -404,22 +405,18 @@ class RollbackRequest(_Own):
 
 def _check_preference(text: str) -> str:
     # One line, so that it cannot look like further turns.
-    line = " ".join(text.encode("utf-8", "replace").decode().split())
+    line = " ".join(text.split())
     if not line:
         _refuse("is empty")
-    if len(line) > MAX_PREFERENCE_CHARS:
-        _refuse(f"{len(line)} characters are too many: at most {MAX_PREFERENCE_CHARS}")
+    if len(line) > _MAX_LINE:
+        _refuse(f"{len(line)} characters are too many: at most {_MAX_LINE}")
     return line
 
 
 class PreferenceRequest(_Own):
     """`PUT /v1/adapters/{name}/preference`; `text` becomes one line."""
 
-    text: Annotated[
-        str,
-        Field(json_schema_extra={"minLength": 1, "maxLength": MAX_PREFERENCE_CHARS}),
-        AfterValidator(_check_preference),
-    ]
+    text: Annotated[str, Field(json_schema_extra={"maxLength": _MAX_LINE}), AfterValidator(_check_preference)]
 
 
 class StrikeRequest(_Own):

@@ -332,7 +332,7 @@ class Imported(Answer):
 
 
 class Preference(Answer):
-    """What a user wants of all answers, in words; `note` says whether prompts have it, and why not.
+    """A user's words on the answers that are wanted; `note` says whether prompts have them, and why not.
 
     `distilled`, from 0 to 1, says how far answers without it are as those with it.
     """

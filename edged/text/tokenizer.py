@@ -155,7 +155,7 @@ class Tokenizer:
 
     @cached_property
     def turn_marks(self) -> list[str]:
-        """What the chat template writes between contents, but special tokens and plain words: "[INST]", "Human:"."""
+        """Text that the chat template writes around contents, but for plain words: "[INST]", "Human:"."""
         parts = (part.strip() for piece in self._written_turns[1] for part in self._special_name.split(piece))
         return [part for part in dict.fromkeys(parts) if not re.fullmatch(r"\w*", part)]
 

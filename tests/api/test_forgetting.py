@@ -25,6 +25,7 @@ from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.api.version_answers import VersionAnswers
+from edged.api.written_preferences import WrittenPreferences
 from edged.settings.access import Role
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, FairnessSettings, LimitSettings, Settings
@@ -107,6 +108,8 @@ class Scene:
             maintenance=self.maintenance,
             runs=ApplicationRuns(FairnessSettings, self.store),
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
+            preferences=WrittenPreferences(self.store, Tokenizer(byte_tokenizer(), "bytes")),
+            tastes=SimpleNamespace(renew=lambda: None),
             version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), *[cast(Any, None)] * 2),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))

@@ -162,6 +162,8 @@ def test_no_person_is_taken_for_an_adapter_of_anothers_job() -> None:
                     assert admin.post("/v1/completions", json={**asked, "user": person}).status_code == 403
                     assert admin.post("/v1/completions", json={**asked, "model": f"tiny:{person}"}).status_code == 200
                 assert admin.post("/v1/feedback", json={"user": name, **pair}).status_code == 403
+                preference = f"/v1/adapters/{name}/preference"
+                assert admin.put(preference, json={"text": "formal"}).json()["error"]["code"] == "forbidden_user"
             assert Client(ANN, live.socket).get(f"/v1/feedback?user={name}").data == b""
             assert ann.chat.completions.create(model=f"tiny:{name}", user=name, **GREEDY).choices, "its owner's"
             assert app.ask(user=other).status == 200

@@ -159,8 +159,10 @@ def test_a_checkpoint_stays_as_it_is(client: openai.OpenAI, tiny: LiveDaemon) ->
             http.post("/v1/adapters/firm@2/import", content=export),
             http.post("/v1/adapters/firm@2/rollback", json={"version": 0}),
             http.post("/v1/adapters/firm@2/mend"),
+            http.put("/v1/adapters/firm@2/preference", json={"text": "formal"}),
+            http.post("/v1/adapters/firm@2/strike", json={"key": "short"}),
         ]
-        assert [answer.status_code for answer in changes] == [409, 409, 409]
+        assert [answer.status_code for answer in changes] == [409] * 5
         assert {answer.json()["error"]["code"] for answer in changes} == {"checkpoint"}
         assert [each["version"] for each in http.get("/v1/adapters/firm@2").json()["versions"]] == [1]
     assert trained(client, "next", 1, model="tiny:firm@2").fine_tuned_model == "tiny:next"
