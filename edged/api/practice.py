@@ -43,8 +43,8 @@ _ROWS, _LEAST_ROWS = 4, 2
 """Answers that are drawn of a prompt, and the fewest to compare."""
 _KEPT = 48
 """Number of latest answers of the adapter, and of the base, from which shares are told."""
-_PREFERRED = 0.65
-"""P(the best answer of a prompt is preferred to the worst) from which on the two make a pair."""
+_PREFERRED, _CERTAIN = 0.54, 0.75
+"""P(the best answer of a prompt is preferred to the worst) from which on the two make a pair, and a whole one."""
 _SATISFIED = 0.95
 """Share of the adapter's answers that are liked, or show the edits, at which practice ends."""
 _PATIENCE = 16
@@ -401,7 +401,8 @@ class Practice:
             sure = taste.preference(question, texts[best], texts[worst])
             if sure >= _PREFERRED and texts[best].strip():
                 chosen, rejected = (tuple(answers[at].token_ids) for at in (best, worst))
-                pairs.append(self._pair(adapter, answers[best].request.prompt_ids, chosen, rejected))
+                weight = min(1.0, (sure - 0.5) / (_CERTAIN - 0.5))
+                pairs.append(self._pair(adapter, answers[best].request.prompt_ids, chosen, rejected, weight))
         if wins:
             practised.note(sum(wins) / len(wins))
         practised.ended |= not is_sure(taste) or practised.kl_nats > self._budget(taste)
@@ -427,19 +428,16 @@ class Practice:
         return next(each.question for each in practised.prompts if each.ids == drawn.request.prompt_ids)
 
     def _pair(
-        self, adapter: str, prompt: tuple[int, ...], chosen: tuple[int, ...], rejected: tuple[int, ...] = ()
+        self,
+        adapter: str,
+        prompt: tuple[int, ...],
+        chosen: tuple[int, ...],
+        rejected: tuple[int, ...] = (),
+        weight: float = 1.0,
     ) -> TokenPair:
-        number = -next(self._numbers)
-        return TokenPair(
-            number,
-            adapter,
-            prompt,
-            chosen,
-            rejected,
-            practice=True,
-            imitate=not rejected,
-            own=(bool(rejected),) * 2,
-        )
+        """Return a pair of practice; without a `rejected` answer the chosen one is imitated."""
+        about = (-next(self._numbers), adapter, prompt, chosen, rejected, weight)
+        return TokenPair(*about, practice=True, imitate=not rejected)
 
     async def _learn(self, adapter: str, practised: Practised, pairs: list[TokenPair]) -> VersionPublished | None:
         """Have the engine train on practice; returns the version that it makes, or None."""
