@@ -62,7 +62,7 @@ _EVIDENCE = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DrawnAnswer:
     """An answer that was drawn, with what it answers."""
 
     question: str
@@ -70,7 +70,9 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class PracticePrompt:
+    """A prompt to practise on, and the text that was asked in it."""
+
     question: str
     ids: tuple[int, ...]
     with_preference: tuple[int, ...] = ()
@@ -83,12 +85,12 @@ class Practised:
 
     taste: Taste
     operator: Operator | None
-    prompts: Sequence[_Prompt]
+    prompts: Sequence[PracticePrompt]
     preference: str = ""
     """The written preference that is to be learned."""
     distances: list[float] = field(default_factory=list)
     """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
-    adapter_answers: deque[Answer] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    adapter_answers: deque[DrawnAnswer] = field(default_factory=lambda: deque(maxlen=_KEPT))
     base_answers: dict[str, list[tuple[str, Draw]]] = field(default_factory=dict)
     """Answers of the base by the text that was asked."""
     kl_nats: float = 0.0
@@ -98,7 +100,7 @@ class Practised:
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _PATIENCE))
     """The share of each round's answers that are expected to be preferred to the base's, or that show the edits."""
 
-    def next_prompts(self, count: int) -> list[_Prompt]:
+    def next_prompts(self, count: int) -> list[PracticePrompt]:
         """Return the prompts whose turn it is."""
         first, self.turn = self.turn, self.turn + count
         return [self.prompts[at % len(self.prompts)] for at in range(first, first + min(count, len(self.prompts)))]
@@ -199,24 +201,24 @@ class Practice:
         self.users[adapter] = practised
         self._wake.set()
 
-    def _read(self, adapter: str, preference: str) -> tuple[Operator | None, list[_Prompt]]:
+    def _read(self, adapter: str, preference: str) -> tuple[Operator | None, list[PracticePrompt]]:
         """Read a user's edits and latest prompts, those with signals first, also with the written preference."""
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
         edits = [(row.rejected.text, row.chosen.text) for row in rows if row.source == "edit"]
-        found: dict[str, _Prompt] = {}
+        found: dict[str, PracticePrompt] = {}
         for row in reversed(rows):
             question = question_of(row.messages, row.prompt)
             if question not in found and len(found) < _PROMPTS:
                 with contextlib.suppress(TokenizerError, UnusablePrompt):
                     ids = tokenize_pair(self._tokenizer, row, 2 * _PROMPT_TOKENS)[0].prompt
-                    found[question] = _Prompt(
+                    found[question] = PracticePrompt(
                         question, ids[-_PROMPT_TOKENS:], self._preferred(row.messages, preference)
                     )
         for completion in self._store.read(lambda db: latest_prompts(db, adapter, _PROMPTS)):
             question = question_of(completion.messages, completion.prompt)
             if question not in found and len(found) < _PROMPTS:
                 preferred = self._preferred(completion.messages, preference)
-                found[question] = _Prompt(question, completion.prompt_ids[-_PROMPT_TOKENS:], preferred)
+                found[question] = PracticePrompt(question, completion.prompt_ids[-_PROMPT_TOKENS:], preferred)
         return induce(edits), list(found.values())
 
     def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
@@ -250,15 +252,15 @@ class Practice:
         if taste is None:
             return NOT_JUDGED
         rows = await asyncio.to_thread(self._store.read, lambda db: latest_answers(db, adapter, _KEPT // 2))
-        served = [Answer(question_of(each.messages, each.prompt), each.choices[0].text) for each in rows]
+        served = [DrawnAnswer(question_of(each.messages, each.prompt), each.choices[0].text) for each in rows]
         base = [
-            Answer(asked, text)
+            DrawnAnswer(asked, text)
             for asked, some in (practised.base_answers if practised else {}).items()
             for text, _ in some
         ]
         own = list(practised.adapter_answers) if practised else []
 
-        def judged(answers: Sequence[Answer]) -> tuple[int, int]:
+        def judged(answers: Sequence[DrawnAnswer]) -> tuple[int, int]:
             likes = [taste.likes(each.question, each.text, apart=True) > 0.5 for each in answers[-_KEPT:]]
             return sum(likes), len(likes)
 
@@ -307,7 +309,7 @@ class Practice:
         operator = practised.operator
         drawn = await self._draw(adapter, adapter, prompts, min(_ROWS, rows) if operator is None else 1)
         for prompt, answers in zip(prompts, drawn, strict=True):
-            practised.adapter_answers.extend(Answer(prompt.question, self._text(each)) for each in answers)
+            practised.adapter_answers.extend(DrawnAnswer(prompt.question, self._text(each)) for each in answers)
         teach = [prompt for prompt in prompts if prompt.with_preference]
         if practised.preference and teach:
             return await self._distil(adapter, practised, teach)
@@ -326,7 +328,7 @@ class Practice:
             await self._learn(adapter, practised, pairs)
         return True
 
-    async def _distil(self, adapter: str, practised: Practised, prompts: Sequence[_Prompt]) -> bool:
+    async def _distil(self, adapter: str, practised: Practised, prompts: Sequence[PracticePrompt]) -> bool:
         """Have the adapter imitate the base that has the preference in its prompt, until it answers as that does.
 
         The mean NLL of such answers, less that by the base itself, is the forward KL of the two (context
@@ -353,7 +355,12 @@ class Practice:
         return True
 
     async def _draw(
-        self, adapter: str | None, user: str, prompts: Sequence[_Prompt], each: int, with_preference: bool = False
+        self,
+        adapter: str | None,
+        user: str,
+        prompts: Sequence[PracticePrompt],
+        each: int,
+        with_preference: bool = False,
     ) -> list[list[Draw]]:
         """Draw so many answers of each prompt; those that were dropped are left out."""
         sampling = Sampling(

@@ -237,7 +237,7 @@ class AdapterVersion(Answer):
 
 
 class TasteBelief(Answer):
-    """What a user's taste model believes: `agree` of the `of` signals that tell agree; `key` strikes it."""
+    """A belief of a taste model: `agree` of the `of` signals that tell agree; `key` strikes it."""
 
     key: str
     text: str
