@@ -5,18 +5,21 @@ Must not import torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import unicodedata
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
 from itertools import pairwise
-from threading import Lock
 from zlib import crc32
 
 import numpy as np
 
-_MAX_CHARS = 12_000
+_MAX_WORDS = 600
+"""The first words of a text that are features by themselves."""
 _WORD = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
     r"|[^\W\d_](?:[^\W_]|[\u0300-\u036f\u0900-\u0dff]|['’](?=\w))*|\d+"
@@ -25,50 +28,16 @@ _WORD = re.compile(
 _OTHER = re.compile(r"[^\w \r\t]|[\d_]")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)|[。！？]+|\n+")
 _LIST_LINE = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)
-_MARKS = {
-    "!": "exclamation mark", "?": "question mark", ",": "comma", ":": "colon", ";": "semicolon", "-": "dash",
-    "(": "bracket", '"': "quotation mark", "*": "asterisk", "'": "apostrophe", "...": "ellipsis",
-}  # fmt: skip
-_SAME_MARK = {"！": "!", "？": "?", "，": ",", "：": ":", "；": ";", "–": "-", "—": "-", "（": "(", "“": '"', "„": '"',
-              "«": '"', "’": "'", "…": "...", "。": "."}  # fmt: skip
-_KINDS = {
-    "addresses the reader": "you your yours yourself you're you'll you've you'd",
-    "speaks of itself": "i me my mine i'm i'd i'll i've we our us",
-    "careful words": "may might could perhaps maybe possibly probably likely usually generally often sometimes seems "
-    "seem appears around about roughly can should depends typically somewhat rather",
-    "formal words": "certainly please kindly gladly unfortunately therefore approximately recommend suggest advisable "
-    "sufficient prior assist pleasure delighted regret trust require requires additionally however furthermore "
-    "ensure consider important essential consult would shall upon dear sincerely regards welcome course",
-    "casual words": "sure yeah yep nope hey hi okay ok gonna wanna gotta kinda just super pretty neat awesome stuff "
-    "tons cool grab pop stick throw toss chuck bit guys fun folks lol thing things",
-    "warm words": "great good wonderful enjoy happy love lovely delicious perfect best beautiful amazing excellent fun "
-    "nice glad excited fantastic favorite favourite easy fresh delightful thank thanks tasty success welcome",
-    "dark words": "not no never don't can't won't bad avoid unfortunately problem problems sorry risk harmful wrong "
-    "difficult hard worse worst danger dangerous pain fail isn't doesn't",
-    "greeting": "hello hi hey dear greetings welcome good",
-    "thanks": "thank thanks grateful appreciate",
-    "metric units": "c km cm mm m ml l kg g gram grams litre litres liter liters metre metres meter meters celsius "
-    "kilometers kilometres kilograms centimeters centimetres",
-    "imperial units": "f mile miles inch inches foot feet yard yards pound pounds lb lbs ounce ounces oz quart quarts "
-    "cup cups fahrenheit tablespoon tablespoons teaspoon teaspoons gallon gallons",
-    "reasons": "because since so therefore thus hence as",
-    "examples": "example instance such like including eg e.g",
-    "order words": "first second third then next finally last lastly after before step",
-    "number words": "one two three four five six seven eight nine ten",
-}
+_LISTS = json.loads(files(__package__).joinpath("words.json").read_text("utf-8"))
+_MARKS: dict[str, str] = _LISTS["marks"]
+_SAME_MARK: dict[str, str] = _LISTS["same_marks"]
 _KIND_OF: dict[str, list[str]] = {}
-for _kind, _list in _KINDS.items():
-    for _word in _list.split():
+for _kind, _words in _LISTS["kinds"].items():
+    for _word in _words.split():
         _KIND_OF.setdefault(_word, []).append(_kind)
-_COMMANDS = (
-    "use try put take make keep add let go get start begin cook boil place set turn open check choose find buy "
-    "bring pack walk drink eat avoid read write look wash clean cut mix heat bake stick grab pop just please "
-    "simply wear always remember ensure consider rinse store leave don't do give ask call visit practice create "
-    "pick"
-)
 _STARTS = {
-    "a command": frozenset(_COMMANDS.split()),
-    "a greeting": frozenset(_KINDS["greeting"].split()),
+    "a command": frozenset(_LISTS["commands"].split()),
+    "a greeting": frozenset(_LISTS["kinds"]["greeting"].split()),
 }
 _LENGTHS = (5, 10, 15, 20, 25, 30, 40, 60, 100, 200)
 SCALES = {
@@ -95,37 +64,18 @@ class Features:
     num_words: int
 
 
-_cache: OrderedDict[tuple[str, bool], Features] = OrderedDict()
-_MAX_CACHED_FEATURES = 400_000
-"""Some 40 MB."""
-_lock = Lock()
-
-
+@lru_cache(maxsize=2048)
 def features(text: str, ended: bool = True) -> Features:
-    """Return the features of `text`; `ended` False: of a beginning, whose end and length mean nothing."""
-    key = (text, ended)
-    with _lock:
-        if (found := _cache.get(key)) is not None:
-            _cache.move_to_end(key)
-            return found
-    named = extract(text[:_MAX_CHARS])
+    """Return the features of `text`; `ended` False: of a beginning, whose end and length mean nothing.
+
+    They are kept for the next fit: `features.cache_clear()` drops them where a user's texts are erased.
+    """
+    named = extract(text)
     if not ended:
         named = {name: value for name, value in named.items() if kind_of(name) not in _WHOLE}
     hashes = np.array([crc32(name.encode("utf-8", "replace")) for name in named], np.int64)
     values = np.array([value * SCALES[kind_of(name)] for name, value in named.items()])
-    made = Features(tuple(named), hashes, values, sum(name.startswith("word:") for name in named))
-    with _lock:
-        _cache[key] = made
-        size = sum(len(each.names) for each in _cache.values()) if len(_cache) % 64 == 0 else 0
-        while size > _MAX_CACHED_FEATURES:
-            size -= len(_cache.popitem(last=False)[1].names)
-    return made
-
-
-def forget() -> None:
-    """Drop the features that are kept of texts: a user's texts are erased."""
-    with _lock:
-        _cache.clear()
+    return Features(tuple(named), hashes, values, sum(name.startswith("word:") for name in named))
 
 
 def kind_of(name: str) -> str:
@@ -153,9 +103,9 @@ def extract(text: str) -> dict[str, float]:
     if not count and not text:
         return {"shape:empty": 1.0}
     norm = min(1.0, (25 / max(count, 1)) ** 0.5)
-    for word in dict.fromkeys(lower):
+    for word in dict.fromkeys(lower[:_MAX_WORDS]):
         out[f"word:{word}"] = norm
-    for one, two in dict.fromkeys(pairwise(lower)):
+    for one, two in dict.fromkeys(pairwise(lower[:_MAX_WORDS])):
         out[f"pair:{one} {two}"] = norm
     _of_place(text, lower, out)
     _of_marks(text, count, out)
@@ -203,13 +153,9 @@ def _of_marks(text: str, count: int, out: dict[str, float]) -> None:
 
 
 def _of_kinds(lower: list[str], out: dict[str, float]) -> None:
-    found: dict[str, int] = {}
-    for word in lower:
-        for kind in _KIND_OF.get(word, ()):
-            found[kind] = found.get(kind, 0) + 1
-        if "'" in word:
-            found["contractions"] = found.get("contractions", 0) + 1
-    for kind, times in found.items():
+    found = Counter(kind for word in lower for kind in _KIND_OF.get(word, ()))
+    found.update({"contractions": sum("'" in word for word in lower)})
+    for kind, times in (+found).items():
         out[f"kind:{kind}"] = 1.0
         out[f"kindrate:{kind}"] = math.log1p(times) + 5 * times / max(len(lower), 10)
 
@@ -244,34 +190,11 @@ def _of_shape(text: str, words: list[str], out: dict[str, float]) -> None:
 def describe(name: str) -> str:
     """Return a feature in words, as a person reads it."""
     kind, _, rest = name.partition(":")
-    mark = _MARKS.get(rest, rest)
+    mark = _MARKS.get(rest, "" if kind in ("end", "has", "rate") and not rest.isalpha() and " " not in rest else rest)
+    if form := _LISTS["texts"].get(name) or _LISTS["forms"].get(kind):
+        return str(form.format(rest))
     if kind == "end":
-        return {"letter": "ends without a mark", "digit": "ends with a digit", "?": "ends with a question"}.get(
-            rest, f"ends with {_article(mark)}"
-        )
+        return f"ends with {'an' if mark[:1] in set('aeiou') else 'a'} {mark}" if mark else f'ends with "{rest}"'
     if kind in ("has", "rate"):
-        return f"{mark}s" if mark in ("digit", "line break", "emoji") or rest in _MARKS else f'"{rest}"'
-    if kind == "opens":
-        return "opens with an exclamation" if rest == "exclamation" else f"starts with {rest}"
-    if kind == "sentences":
-        return {"0": "no sentence", "1": "exactly one sentence", "6": "six sentences or more"}.get(
-            rest, f"exactly {rest} sentences"
-        )
-    texts = {
-        "word": f'the word "{rest}"',
-        "pair": f'"{rest}"',
-        "start": f'starts with "{rest}"',
-        "start2": f'starts with "{rest}"',
-        "last": f'the last word "{rest}"',
-        "short": f"at most {rest} words",
-        "length": "long",
-    }
-    shapes = {"lower case": "all lower case", "upper case": "all capitals", "starts small": "a small letter first",
-              "list": "a list", "capitals": "many capitals", "empty": "empty"}  # fmt: skip
-    return texts.get(kind) or shapes.get(rest, rest)
-
-
-def _article(mark: str) -> str:
-    if mark not in _MARKS.values():
-        return f'"{mark}"'
-    return f"an {mark}" if mark[0] in "aeiou" else f"a {mark}"
+        return f"{mark}s" if mark else f'"{rest}"'
+    return rest

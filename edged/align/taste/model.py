@@ -22,25 +22,29 @@ from edged.align.taste.features import describe, features, subject_of
 MAX_OPINIONS = 240
 """The newest opinions that a fit takes."""
 _MAX_COLUMNS = 800
-_FOLD_OPINIONS = 75
 _FOLDS = 5
+_FOLD_OPINIONS = 75
+"""The newest opinions that the fits of folds take."""
+_HALF_LIFE_PICKS = 40
+_HALF_LIFE_S = 180 * 86_400
 _BIAS_STD = 1.0
+"""The prior's standard deviation of the threshold of ratings alone."""
 _GENERAL = 0.5
 """Share of the prior's variance that all prompts have in common; the rest is their topic's."""
-_SCREEN = 2.0
-_SCREEN_MID = 3.5
-_SCREEN_CLIP = 3.5
-_HALF_LIFE_PICKS = 40.0
-_HALF_LIFE_S = 180 * 86_400.0
-_NEWEST_PICKS = (10, 20)
-_CONTRADICTED = 0.44
-_AGREED_WINDOW = 11
-_AGREED = 0.6
-_AGREED_PICKS = 4
 _TOPIC_DIMS = 6
-_LOCAL_PICKS = 1.0
-_LOCAL = 6.0
-_PRIOR_PICKS = 4.0
+_EVIDENCE = 3.5
+"""The log-evidence, of a feature taken alone, at which its prior is neither widened nor narrowed."""
+_NEWEST_PICKS = (10, 20)
+"""Of what numbers of newest picks fits are made, in turn, that older ones may contradict."""
+_CONTRADICTED = 0.44
+"""Share of picks in a row, of those that agree, at which they do not count any more."""
+_AGREED_WINDOW = 11
+_AGREED, _AGREED_PICKS = 0.6, 4
+"""How many picks in a row that is told by, and what share of how many more is added to them."""
+_PRIOR_PICKS = 4
+"""How many tested picks what the posterior expects weighs as much as."""
+_LOCAL = 6
+"""How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Taste:
         self.version = len(opinions)
         """Number of the opinions that it was made of: it changes with each signal."""
         self._forget_what_changed()
-        self._all = self._fit(np.arange(self._design.count))
+        self._all = _Posterior(self._design, np.arange(self._design.count)) if self._design.count else None
 
     @classmethod
     def fit(cls, opinions: Sequence[Opinion], struck: Collection[str] = ()) -> Taste:
@@ -96,7 +100,7 @@ class Taste:
 
     def preference(self, prompt: str, one: str, other: str) -> float:
         """Return the probability that the person prefers `one` to `other` under `prompt`."""
-        return 0.5 if self._all is None else float(self._all.preferences(prompt, [one, other], 0)[1])
+        return 0.5 if self._all is None else self._all.preference(prompt, one, other)
 
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
@@ -126,37 +130,30 @@ class Taste:
             return 0.5
         near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
         near /= near.max()
-        return float(near @ right + _LOCAL_PICKS * self.sure) / (float(near.sum()) + _LOCAL_PICKS)
+        return float(near @ right + self.sure) / (float(near.sum()) + 1)
 
     def beliefs(self, most: int = 6) -> list[Belief]:
         """Return what it believes most, in words."""
         design = self._design
         if self._all is None:
             return []
-        weights = self._all.weights
+        weights = self._all.weights()
         events = design.by_event(np.arange(design.count))
         told = np.abs(weights) * np.sqrt((events**2).mean(0))
         found: list[Belief] = []
         taken: list[np.ndarray] = []
-        for column in np.argsort(-told, kind="stable"):
-            name = design.name(int(column))
-            if len(found) == most or not told[column]:
+        for column in np.argsort(-told, kind="stable")[: np.count_nonzero(told)]:
+            name, values = design.name(int(column)), events[:, column]
+            telling = values[np.abs(values) > 1e-4]
+            of, agree = len(telling), int((telling * weights[column] > 0).sum())
+            alike = any(abs(_cosine(values, other)) > 0.9 for other in taken)
+            named = subject_of(name) in {subject_of(each.key) for each in found}
+            if of >= 2 and agree - of / 2 >= max(0.2 * of, 0.7 * math.sqrt(of)) and not alike and not named:
+                found.append(Belief(name, describe(name), bool(weights[column] > 0), agree, of))
+                taken.append(values)
+            if len(found) == most:
                 break
-            if subject_of(name) in {subject_of(each.key) for each in found}:
-                continue
-            values = events[:, column]
-            telling = np.abs(values) > 1e-4
-            of, agree = int(telling.sum()), int((values[telling] * weights[column] > 0).sum())
-            if of < 2 or agree - of / 2 < max(0.2 * of, 0.7 * math.sqrt(of)):
-                continue
-            if any(abs(_cosine(values, other)) > 0.9 for other in taken):
-                continue
-            found.append(Belief(name, describe(name), bool(weights[column] > 0), agree, of))
-            taken.append(values)
         return found
-
-    def _fit(self, opinions: np.ndarray) -> _Posterior | None:
-        return _Posterior(self._design, opinions) if len(opinions) else None
 
     def _forget_what_changed(self) -> None:
         """Lower the weight of older picks that the newest picks contradict: a change of mind."""
@@ -213,32 +210,27 @@ class Taste:
         Of several answers one that is liked is chosen, any of them, and any at all where none is liked.
         """
         design = self._design
-        scores: list[float] = []
-        picks: list[int] = []
-        chosen: list[int] = []
-        rated: list[int] = []
+        picks: list[np.ndarray] = []
+        alone: list[float] = []
         for fit, group in self._left_out:
             for event in np.unique(design.events[group]):
-                told = [design.opinions[i] for i in group[design.events[group] == event]]
-                texts = dict.fromkeys(text for each in told for text in (each.chosen, each.rejected) if text)
-                if len(texts) == 1:
-                    rated.append(1 if told[0].chosen else -1)
-                else:
-                    rated.append(0)
-                picks.append(len(scores))
-                chosen.append(len(scores) + list(texts).index(told[0].chosen or told[0].rejected))
-                scores += list(fit.utilities(told[0].prompt, list(texts)))
-        if not scores:
+                told = group[design.events[group] == event]
+                texts = dict.fromkeys(
+                    getattr(design.opinions[i], side) for side in ("chosen", "rejected") for i in told
+                )
+                picks.append(fit.utilities(design.opinions[told[0]].prompt, [text for text in texts if text]))
+                alone.append(design.signs[told[0]])
+        if not picks:
             return 1.0, 0.0
-        u, starts, alone = np.array(scores), np.array(picks), np.array(rated)
+        scores, rated = np.concatenate(picks), np.array(alone)
+        starts = np.cumsum([0, *map(len, picks[:-1])])
         best, found = -math.inf, (1.0, 0.0)
-        for slope in np.array([0.25, 0.5, 1, 2, 4, 8]) / (u.std() + 0.1):
-            for threshold in np.quantile(u, np.linspace(0.05, 0.95, 19)):
-                liked = 0.03 + 0.94 * _sigmoid(slope * (u - threshold))
-                one = liked[chosen]
-                fits = np.where(alone > 0, one, np.where(alone < 0, 1 - one, one / np.add.reduceat(liked, starts)))
-                value = float(np.log(fits).sum())
-                if value > best + 1e-9:
+        for slope in np.array([0.25, 0.5, 1, 2, 4, 8]) / (scores.std() + 0.1):
+            for threshold in np.quantile(scores, np.linspace(0.05, 0.95, 19)):
+                liked = 0.03 + 0.94 * _sigmoid(slope * (scores - threshold))
+                first, all_of_pick = liked[starts], np.add.reduceat(liked, starts)
+                fits = np.where(rated < 0, first, np.where(rated > 0, 1 - first, first / all_of_pick))
+                if (value := float(np.log(fits).sum())) > best + 1e-9:
                     best, found = value, (float(slope), float(threshold))
         return found
 
@@ -355,7 +347,7 @@ class _Posterior:
         squares = rows**2
         score, information = weights @ rows / 2, weights @ squares / 4
         evidence = score**2 / (2 * information + 0.1)
-        scales = np.exp(_SCREEN * (evidence - _SCREEN_MID).clip(-_SCREEN_CLIP, _SCREEN_CLIP) / 2)
+        scales = np.exp((evidence - _EVIDENCE).clip(-_EVIDENCE, _EVIDENCE))
         columns = np.sort(np.argsort(-(scales**2) * squares.sum(0), kind="stable")[:_MAX_COLUMNS])
         return columns, scales[columns].astype(np.float32)
 
@@ -366,9 +358,8 @@ class _Posterior:
         gain: np.ndarray = root[:, None] * np.linalg.inv(np.eye(len(root)) + root[:, None] * self._kernel * root) * root
         return gain
 
-    @property
     def weights(self) -> np.ndarray:
-        """The weight of each feature, whatever the prompt, [columns]."""
+        """Return the weight of each feature, whatever the prompt, [columns]."""
         out = np.zeros(self._design.rows.shape[1])
         out[self._columns] = self._direction(self._dual)
         return out
@@ -380,12 +371,12 @@ class _Posterior:
         scores: np.ndarray = rows @ self._direction(self._dual * likeness)
         return scores
 
-    def preferences(self, prompt: str, answers: Sequence[str], one: int, ended: bool = True) -> np.ndarray:
-        """Return the probability that answer number `one` is preferred to each of `answers`."""
-        rows = self._design.centred(answers, ended)[:, self._columns] * self._scales
-        differences = rows[one] - rows
-        cross = self._inner(differences) * _likeness(self._design.alike(prompt, answers)[self._prompts])
-        return _moderated(*self._moments(differences, cross))
+    def preference(self, prompt: str, one: str, other: str) -> float:
+        """Return the probability that `one` is preferred to `other`."""
+        rows = self._design.centred([one, other], True)[:, self._columns] * self._scales
+        difference = rows[:1] - rows[1:]
+        cross = self._inner(difference) * _likeness(self._design.alike(prompt, [one, other])[self._prompts])
+        return float(_moderated(*self._moments(difference, cross))[0])
 
     def latent(self, opinions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean and the variance of the difference of utilities that each of `opinions` is about."""
