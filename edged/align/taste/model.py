@@ -184,7 +184,7 @@ class Taste:
 
     @cached_property
     def _tested(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each prompt: how much its opinions tell, the share decided right without them, and the share expected."""
+        """The test by prompt: how much its opinions tell, the share decided right without them, and the share expected."""
         size = len(self._design.prompt_places)
         weights, right, expected = np.full(size, 1e-9), np.zeros(size), np.zeros(size)
         for fit, group in self._left_out:
