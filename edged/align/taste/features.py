@@ -196,5 +196,5 @@ def describe(name: str) -> str:
     if kind == "end":
         return f"ends with {'an' if mark[:1] in set('aeiou') else 'a'} {mark}" if mark else f'ends with "{rest}"'
     if kind in ("has", "rate"):
-        return f"{mark}s" if mark else f'"{rest}"'
+        return f"{mark}{'es' if mark[-1] == 'h' else 's'}" if mark else f'"{rest}"'
     return rest

@@ -41,8 +41,8 @@ _CONTRADICTED = 0.44
 _AGREED_WINDOW = 11
 _AGREED, _AGREED_PICKS = 0.6, 4
 """How many picks in a row that is told by, and what share of how many more is added to them."""
-_PRIOR_PICKS = 4
-"""How many tested picks what the posterior expects weighs as much as."""
+_USUAL, _USUAL_PICKS = 0.65, 3
+"""The share of choices decided right after some five picks, as measured, and how many picks it weighs as much as."""
 _LOCAL = 6
 """How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
 
@@ -112,20 +112,18 @@ class Taste:
     def sure(self) -> float:
         """The share of choices of one of two that are the person's, with prompts left out of the fit in turn.
 
-        For few prompts it is mostly what the posterior expects.
+        For few prompts it is mostly the share that most people's signals have.
         """
-        weights, right, expected = self._tested
-        if weights.sum() < 1e-3:
-            return 0.5
-        prior = float(weights @ expected / weights.sum())
-        return max(0.5, float(weights @ right + _PRIOR_PICKS * prior) / (float(weights.sum()) + _PRIOR_PICKS))
+        weights, right = self._tested
+        total = float(weights.sum())
+        return (float(weights @ right) + _USUAL * _USUAL_PICKS) / (total + _USUAL_PICKS) if total > 1e-3 else 0.5
 
     def sure_of(self, prompt: str, answers: Sequence[str]) -> float:
         """Return `sure` for a prompt to which `answers` are: what was right under prompts like it counts most.
 
         It is near 0.5 where what the person likes elsewhere does not count.
         """
-        weights, right, _ = self._tested
+        weights, right = self._tested
         if self._all is None or weights.sum() < 1e-3:
             return 0.5
         near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
@@ -183,18 +181,18 @@ class Taste:
         return [(_Posterior(self._design, newest[~out]), newest[out]) for out in held if out.any() and not out.all()]
 
     @cached_property
-    def _tested(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The test by prompt: how much its opinions tell, the share decided right without them, and the share expected."""
+    def _tested(self) -> tuple[np.ndarray, np.ndarray]:
+        """The test by prompt: how much its opinions tell, and the share decided right without them."""
         size = len(self._design.prompt_places)
-        weights, right, expected = np.full(size, 1e-9), np.zeros(size), np.zeros(size)
+        weights, right = np.full(size, 1e-9), np.zeros(size)
         for fit, group in self._left_out:
-            mean, variance = fit.latent(group)
-            certain = _moderated(np.abs(mean), variance)
+            mean = fit.latent(group)[0]
             # A pair that the fit leaves open tells little: its answers may be equal to the person.
-            share = self._design.weights[group] / self._design.event_size[group] * (2 * certain - 1)
-            for total, values in ((weights, share), (right, share * (mean > 0)), (expected, share * certain)):
-                np.add.at(total, self._design.prompt_of[group], values)
-        return weights, right / weights, expected / weights
+            told = np.minimum(1, np.abs(mean) / (np.abs(mean).mean() + 1e-9))
+            share = told * self._design.weights[group] / self._design.event_size[group]
+            np.add.at(weights, self._design.prompt_of[group], share)
+            np.add.at(right, self._design.prompt_of[group], share * (mean > 0))
+        return weights, right / weights
 
     def _apart(self, prompt: str) -> _Posterior | None:
         place = self._design.prompt_places.get(prompt)
