@@ -41,7 +41,7 @@ _CONTRADICTED = 0.44
 _AGREED_WINDOW = 11
 _AGREED, _AGREED_PICKS = 0.6, 4
 """How many picks in a row that is told by, and what share of how many more is added to them."""
-_USUAL, _USUAL_PICKS = 0.65, 3
+_USUAL, _USUAL_PICKS = 0.65, 5
 """The share of choices decided right after some five picks, as measured, and how many picks it weighs as much as."""
 _LOCAL = 6
 """How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
