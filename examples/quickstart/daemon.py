@@ -17,8 +17,10 @@ LOG_LINES = 15
 
 
 class TemporaryDaemon:
-    """A process of `edged serve` with the demo model on a socket in a new folder; `remove` stops it and deletes the
-    folder."""
+    """A process of `edged serve` on a socket in a new folder; `remove` stops it and deletes the folder.
+
+    It serves the demo model where the options name no other.
+    """
 
     READY_S, STOP_S = 90.0, 12.0
     """Time limits for the daemon to become ready, and to stop by itself."""

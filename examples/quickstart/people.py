@@ -12,52 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edged.client.client import DaemonError
-from examples.demo_model.dialogues import formality, prompts, uses_metric
 from examples.quickstart.daemon import TemporaryDaemon
-from examples.quickstart.fluency import is_fluent, load
+from examples.quickstart.fluency import load
+from examples.quickstart.lessons import CANDIDATES, DEMO, THINK_S, Lesson, Taste
 
 CHAT = "/v1/chat/completions"
-MAX_TOKENS = 96
-CANDIDATES = 4
-"""Number of answers that a user picks from."""
 CLEARLY_BETTER = 1.0
 """Least difference of scores at which a user picks."""
-THINK_S = (2.0, 4.0)
-"""A user's shortest and longest time to read the candidates of one conversation."""
-CONVERSATIONS = 3
-"""Number of a user's simultaneous conversations."""
-PACE = (
-    f"each user keeps {CONVERSATIONS} conversations going, and in each thinks {THINK_S[0]:g} to {THINK_S[1]:g} s "
-    f"before picking one of {CANDIDATES} answers"
-)
-BROKEN = -2.0
-"""Score of an answer that is not fluent, under every taste."""
 MAX_OPEN = 8
 """Largest number of open application requests: a slow machine gets less load, not a growing queue."""
-
-
-@dataclass(frozen=True)
-class Taste:
-    """A user's taste: formal answers in metric units, or casual ones in imperial units."""
-
-    user: str
-    formal: bool
-    colour: str
-
-    def __str__(self) -> str:
-        return "formal, in metric units" if self.formal else "casual, in imperial units"
-
-    def score(self, question: str, text: str) -> float:
-        """Return how well an answer fits this taste: -2 (not at all, or not fluent) to 2."""
-        if not is_fluent(question, text):
-            return BROKEN
-        metric = uses_metric(text)
-        units = 0.0 if metric is None else (1.0 if metric else -1.0)
-        liking = formality(text) + units
-        return liking if self.formal else -liking
-
-
-TASTES = (Taste("ada", True, "bright_blue"), Taste("ben", False, "bright_yellow"))
 
 
 @dataclass
@@ -72,24 +35,26 @@ class Exchange:
 class Crowd:
     """All users and applications: starts the threads, keeps the users' last exchanges, and stops.
 
-    `requests_per_s` is the applications' load: Poisson arrivals, of which at most MOST_OPEN run at once.
+    `requests_per_s` is the applications' load: Poisson arrivals, of which at most MAX_OPEN run at once.
     """
 
-    def __init__(self, daemon: TemporaryDaemon, seed: int, requests_per_s: float) -> None:
-        self.exchanges = {taste.user: Exchange() for taste in TASTES}
+    def __init__(self, daemon: TemporaryDaemon, seed: int, requests_per_s: float, lesson: Lesson = DEMO) -> None:
+        self.lesson = lesson
+        self.exchanges = {taste.user: Exchange() for taste in lesson.tastes}
         self.failure: str = ""
         self._daemon = daemon
         self._stop = threading.Event()
         self._free = threading.Semaphore(MAX_OPEN)
         roles: list[tuple[Any, ...]] = [
-            (self._user, taste, seed, number) for number in range(CONVERSATIONS) for taste in TASTES
+            (self._user, taste, seed, number) for number in range(lesson.conversations) for taste in lesson.tastes
         ]
         roles.append((self._applications, seed, requests_per_s))
         self._threads = [threading.Thread(target=self._run, args=role, daemon=True) for role in roles]
 
     def start(self) -> None:
-        """Start all threads; loading the model that judges the answers takes seconds first."""
-        load()
+        """Start all threads; loading the model that judges the demo model's answers takes seconds first."""
+        if self.lesson.judges_fluency:
+            load()
         for thread in self._threads:
             thread.start()
 
@@ -110,10 +75,10 @@ class Crowd:
     def _user(self, taste: Taste, seed: int, conversation: int) -> None:
         """Ask, think, and pick the best of the adapter's candidates if they differ, over and over."""
         rng = random.Random(f"{seed} {taste.user} {conversation}")
-        questions = prompts(rng.randrange(2**32), with_units=True)
+        questions = self.lesson.questions(rng.randrange(2**32), False)
         with self._daemon.client() as client:
             while not self._stop.is_set():
-                body = {**_body(next(questions)), "user": taste.user, "n": CANDIDATES}
+                body = {**self._body(next(questions)), "user": taste.user, "n": CANDIDATES}
                 answer = client.post(CHAT, body)
                 self._stop.wait(rng.uniform(*THINK_S))
                 question, texts = body["messages"][0]["content"], _texts(answer)
@@ -127,7 +92,7 @@ class Crowd:
     def _applications(self, seed: int, requests_per_s: float) -> None:
         """Send questions to the base model at random moments."""
         rng = random.Random(seed)
-        questions = prompts(seed + 100)
+        questions = self.lesson.questions(seed + 100, False)
         while not self._stop.wait(rng.expovariate(requests_per_s)):
             if self._free.acquire(blocking=False):
                 threading.Thread(target=self._run, args=(self._application, next(questions)), daemon=True).start()
@@ -135,31 +100,36 @@ class Crowd:
     def _application(self, question: str) -> None:
         try:
             with self._daemon.client() as client:
-                for _ in client.events(CHAT, {**_body(question), "stream": True}):
+                for _ in client.events(CHAT, {**self._body(question), "stream": True}):
                     if self._stop.is_set():
                         return
         finally:
             self._free.release()
 
+    def _body(self, question: str) -> dict[str, Any]:
+        return _body(question, self.lesson.max_tokens, self.lesson.temperature)
+
 
 @dataclass
 class Exam:
-    """An exam: the same questions for all users before and after, answered greedily; no user was trained on them."""
+    """An exam: the same questions for all users before and after; no user was trained on them."""
 
     questions: list[str]
     before: list[str]
     after: dict[str, list[str]] = field(default_factory=dict)
+    lesson: Lesson = DEMO
 
     @classmethod
-    def sit(cls, daemon: TemporaryDaemon, seed: int, count: int) -> Exam:
+    def sit(cls, daemon: TemporaryDaemon, seed: int, count: int, lesson: Lesson) -> Exam:
         """Ask the base model `count` questions that neither its training nor a user's has seen."""
-        fresh = prompts(seed, fresh=True, with_units=True)
-        questions = [next(fresh) for _ in range(count)]
-        return cls(questions, _greedy(daemon, questions, ""))
+        fresh = lesson.questions(seed, True)
+        exam = cls([next(fresh) for _ in range(count)], [], lesson=lesson)
+        exam.before = exam._answers(daemon, "")
+        return exam
 
     def repeat(self, daemon: TemporaryDaemon, user: str) -> None:
         """Ask the user's adapter the same questions."""
-        self.after[user] = _greedy(daemon, self.questions, user)
+        self.after[user] = self._answers(daemon, user)
 
     def shown(self, taste: Taste) -> int:
         """Return the question to show this user: the one whose first answer fitted their taste least."""
@@ -172,25 +142,25 @@ class Exam:
 
     def broken(self, texts: list[str]) -> list[str]:
         """Return the answers that are not fluent."""
-        return [text for question, text in zip(self.questions, texts, strict=True) if not is_fluent(question, text)]
+        return [text for asked, text in zip(self.questions, texts, strict=True) if self.lesson.is_broken(asked, text)]
 
+    def _answers(self, daemon: TemporaryDaemon, user: str) -> list[str]:
+        """Return the answers to the questions, asked at once. Raises DaemonError."""
 
-def _greedy(daemon: TemporaryDaemon, questions: list[str], user: str) -> list[str]:
-    """Return the greedy answers to questions asked at once. Raises DaemonError."""
+        def answer(question: str) -> str:
+            body = _body(question, self.lesson.max_tokens, self.lesson.exam_temperature)
+            with daemon.client() as client:
+                response = client.post(CHAT, {**body, "user": user} if user else body)
+            return _texts(response)[0]
 
-    def answer(question: str) -> str:
-        body = {**_body(question), "temperature": 0.0}
-        with daemon.client() as client:
-            response = client.post(CHAT, {**body, "user": user} if user else body)
-        return _texts(response)[0]
-
-    with ThreadPoolExecutor(len(questions)) as threads:
-        return list(threads.map(answer, questions))
+        with ThreadPoolExecutor(len(self.questions)) as threads:
+            return list(threads.map(answer, self.questions))
 
 
 def _texts(response: dict[str, Any]) -> list[str]:
     return [str(choice["message"]["content"]) for choice in response["choices"]]
 
 
-def _body(question: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
+def _body(question: str, max_tokens: int, temperature: float) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return {"messages": messages, "max_tokens": max_tokens, "temperature": temperature}

@@ -14,8 +14,9 @@ from rich.text import Text
 
 from edged.cli.output import number, percent
 from edged.cli.plot import line_plot
-from edged.cli.status import BINS, FIRST_PAIR, bins_panel, headline, held, metrics_table
-from examples.quickstart.people import PACE, TASTES, Crowd, Exam, Exchange, Taste
+from edged.cli.status import BINS, FIRST_PAIR, bins_panel, headline, held
+from examples.quickstart.lessons import Taste
+from examples.quickstart.people import Crowd, Exam, Exchange
 
 PLOT_HEIGHT = 5
 SERVING_WIDTH = 46
@@ -46,14 +47,17 @@ def live_screen(moment: Moment, crowd: Crowd, width: int) -> RenderableType:
         ProgressBar(total=moment.total_s, completed=min(moment.elapsed_s, moment.total_s)), f"{left:.0f} s left"
     )
     half = (width - 2) // 2
-    users = [_user_panel(taste, moment.adapters.get(taste.user), crowd.exchanges[taste.user], half) for taste in TASTES]
+    users = [
+        _user_panel(taste, moment.adapters.get(taste.user), crowd.exchanges[taste.user], half)
+        for taste in crowd.lesson.tastes
+    ]
     top = Table.grid(padding=(0, 1))
     top.add_row(
         _serving_panel(moment.status), bins_panel(moment.status, min(BINS, width - SERVING_WIDTH - BINS_MARGIN))
     )
     side_by_side = Table.grid(padding=(0, 1))
     side_by_side.add_row(*users)
-    return Group(headline(moment.status), progress, Text(PACE, style="dim"), top, side_by_side)
+    return Group(headline(moment.status), progress, Text(crowd.lesson.pace, style="dim"), top, side_by_side)
 
 
 def plain_line(moment: Moment) -> str:
@@ -66,24 +70,20 @@ def plain_line(moment: Moment) -> str:
         f"TTFT {number(latency['ttft_ms']['p50'], 0)} ms, TBT {number(latency['tbt_ms']['p50'], 1)} ms, "
         f"queue {status['queue']['waiting']}, bin {filling} tokens of prefill/decode/fine-tune"
     ]
-    for taste in TASTES:
-        item = moment.adapters.get(taste.user)
-        if item:
-            parts.append(
-                f"{taste.user} v{item['version']} {item['pairs_trained']}/{item['pairs_seen']} pairs, "
-                f"reward accuracy {number(item['reward_accuracy_recent'])}, "
-                f"win rate {number(item['win_rate_recent'])}, KL {number(item['held_out_kl_nats'])}"
-            )
+    parts += [
+        f"{user} v{item['version']} {item['pairs_trained']}/{item['pairs_seen']} pairs, {item['verdict']}"
+        for user, item in moment.adapters.items()
+    ]
     return "; ".join(parts)
 
 
 def closing(console: Console, exam: Exam, moment: Moment) -> None:
-    """Print the closing page: per user one question's answers before and after and a summary of all, then the
-    metrics."""
-    for taste in TASTES:
+    """Print the closing page: per user one question's answers before and after, a summary of all, and what edged
+    says of itself."""
+    for taste in exam.lesson.tastes:
         index = exam.shown(taste)
         before, after = exam.before, exam.after[taste.user]
-        broken, item = len(exam.broken(after)), moment.adapters.get(taste.user)
+        item = moment.adapters.get(taste.user)
         body = Table.grid(padding=(0, 2))
         body.add_column(style="dim")
         body.add_row("question", exam.questions[index])
@@ -94,13 +94,25 @@ def closing(console: Console, exam: Exam, moment: Moment) -> None:
             f"{len(after)} questions that were new: taste met {exam.liking(taste, before):+.2f} before, "
             f"{exam.liking(taste, after):+.2f} after (-2: the opposite, or broken; +2: fully)",
         )
-        fluent = f"{len(after) - broken} of {len(after)} are fluent"
-        body.add_row("language", f"[red]{fluent}: the adapter broke the others[/]" if broken else fluent)
+        if exam.lesson.judges_fluency:
+            broken = len(exam.broken(after))
+            fluent = f"{len(after) - broken} of {len(after)} are fluent"
+            body.add_row("language", f"[red]{fluent}: the adapter broke the others[/]" if broken else fluent)
+        if item:
+            body.add_row("verdict", Text(item["verdict"]))
+            body.add_row("edged believes", Text(believed(taste.user, item)))
         if item and item["pairs_quarantined"]:
             body.add_row("held", Text(held(item)))
         console.print(Panel(body, title=f"{taste.user} likes {taste}", title_align="left", border_style=taste.colour))
-    if moment.adapters:
-        console.print(metrics_table(list(moment.adapters.values())))
+
+
+def believed(user: str, item: dict[str, Any]) -> str:
+    """Return what edged believes of a user's taste, in one line."""
+    sides = (
+        (word, [each["text"] for each in item["beliefs"] or [] if each["likes"] is likes])
+        for word, likes in (("likes", True), ("does not like", False))
+    )
+    return "; ".join(f"{user} {word}: {', '.join(texts)}" for word, texts in sides if texts) or "nothing yet"
 
 
 def _serving_panel(status: dict[str, Any]) -> RenderableType:
@@ -129,8 +141,9 @@ def _user_panel(taste: Taste, item: dict[str, Any] | None, exchange: Exchange, w
         rows = line_plot(values, inside // 2 - 1, PLOT_HEIGHT, ends=(0.0, 1.0), guide=0.5)
         heading = f"{title} {percent(values[-1] if values else None)}"
         plots.append(Text("\n".join([heading, *rows]), style=colour, no_wrap=True))
-    facts = "no pair yet"
+    facts, belief = "no pair yet", ""
     if item:
+        belief = _fitted(f"believed: {believed(taste.user, item)}", inside, 1)
         kl, waiting = number(item["held_out_kl_nats"]), item["pairs_quarantined"]
         facts = f"v{item['version']}, {item['pairs_trained']}/{item['pairs_seen']} pairs trained, KL {kl} nats/token"
         facts += f", {waiting} held" if waiting else ""
@@ -140,12 +153,12 @@ def _user_panel(taste: Taste, item: dict[str, Any] | None, exchange: Exchange, w
         for (mark, style), text in zip(EXCHANGE_LINES, said, strict=True)
     ]
     return Panel(
-        Group(Text(facts, style="dim"), Columns(plots, padding=(0, 1)), *lines),
+        Group(Text(facts, style="dim"), Columns(plots, padding=(0, 1)), Text(belief, style="dim"), *lines),
         title=f"[{taste.colour}]{taste.user}[/] likes it {taste}",
         title_align="left",
         border_style="dim",
         width=width,
-        height=PLOT_HEIGHT + LINES_EACH * len(EXCHANGE_LINES) + 4,
+        height=PLOT_HEIGHT + LINES_EACH * len(EXCHANGE_LINES) + 5,
     )
 
 
