@@ -35,11 +35,15 @@ PICTURE_WIDTH = 110
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--model", default="demo", show_default=True, help="demo, smollm2 (made by tools/smollm2), or a folder.")
-@click.option("--seconds", type=click.FloatRange(5), help=f"Length of the live part [{DEMO.seconds:g}, demo model].")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(5),
+    help=f"Length of the live part [{DEMO.seconds:g}; other models {LENGTHS.seconds:g}].",
+)
 @click.option(
     "--rate",
     type=click.FloatRange(0.1),
-    help=f"Background requests per second [{DEMO.requests_per_s:g}, demo model; {LENGTHS.requests_per_s:g}, others].",
+    help=f"Background requests per second [{DEMO.requests_per_s:g}; other models {LENGTHS.requests_per_s:g}].",
 )
 @click.option("--seed", type=int, default=1, show_default=True, help="Other questions, other moments.")
 @click.option(

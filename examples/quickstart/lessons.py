@@ -16,7 +16,7 @@ THINK_S = (2.0, 4.0)
 """A user's shortest and longest time to read the candidates of one conversation."""
 BROKEN = -2.0
 """Score of an answer that is not fluent, under every taste."""
-SHORT_WORDS, LONG_WORDS = 25, 55
+SHORT_WORDS, LONG_WORDS = 25, 40
 """An answer of at most this many words is short, of at least this many long."""
 
 _QUESTIONS = (
@@ -158,11 +158,11 @@ LENGTHS = Lesson(
         Taste("ben", "bright_yellow", "long, with a question back", _long_and_asking),
     ),
     questions=_plain_questions,
-    max_tokens=72,
+    max_tokens=56,
     temperature=0.7,
     exam_temperature=0.7,
     conversations=2,
-    seconds=100.0,
+    seconds=150.0,
     requests_per_s=0.1,
     judges_fluency=False,
 )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import psutil
@@ -17,9 +18,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from examples.quickstart import __main__ as quickstart
-from examples.quickstart import screen
 from examples.quickstart.fluency import is_fluent
-from examples.quickstart.people import TASTES, Exam
+from examples.quickstart.lessons import DEMO, LENGTHS
+from examples.quickstart.people import Exam
 from examples.quickstart.screen import Moment, closing
 from tests.cli.conftest import clean_environment, wait_for
 
@@ -52,14 +53,14 @@ def daemons(tmp_path: Path) -> list[int]:
 
 
 def test_the_two_users_have_opposite_tastes() -> None:
-    ada, ben = TASTES
+    ada, ben = DEMO.tastes
     assert ada.score(QUESTION, FORMAL) > 0 > ada.score(QUESTION, CASUAL)
     assert ben.score(QUESTION, CASUAL) > 0 > ben.score(QUESTION, FORMAL)
 
 
 @pytest.mark.parametrize("text", [BROKEN, f"Certainly. {BROKEN}", f"{CASUAL} {BROKEN}", "stuff stuff stuff stuff", ""])
 def test_a_broken_answer_scores_least_for_both_tastes_and_words_do_not_help(text: str) -> None:
-    assert [taste.score(QUESTION, text) for taste in TASTES] == [-2.0, -2.0]
+    assert [taste.score(QUESTION, text) for taste in DEMO.tastes] == [-2.0, -2.0]
 
 
 def test_what_the_demo_model_answers_is_fluent_unless_it_says_it_again_and_again() -> None:
@@ -69,20 +70,55 @@ def test_what_the_demo_model_answers_is_fluent_unless_it_says_it_again_and_again
 
 
 def test_the_closing_page_says_that_answers_are_broken_and_how_held_pairs_are_settled() -> None:
-    questions, answers = [QUESTION] * 2, {taste.user: [FORMAL, BROKEN] for taste in TASTES}
-    item = {"adapter": "ben", "pairs_quarantined": 2, "held": "burst"}
-    console = Console(record=True, width=200, file=io.StringIO())
-    with patch.object(screen, "metrics_table", return_value=""):
-        closing(console, Exam(questions, [FORMAL, FORMAL], answers), Moment(90, 90, {}, {"ben": item}))
-    page = console.export_text()
+    questions, answers = [QUESTION] * 2, {taste.user: [FORMAL, BROKEN] for taste in DEMO.tastes}
+    page = closing_page(Exam(questions, [FORMAL, FORMAL], answers), {"pairs_quarantined": 2, "held": "burst"})
     assert page.count("1 of 2 are fluent: the adapter broke the others") == 2
     assert page.count("edged quarantine release --user ben") == 1
+
+
+def test_the_closing_page_tells_the_verdict_and_what_edged_believes() -> None:
+    texts = {"short": True, "ends with an exclamation mark": True, "reasons": False}
+    beliefs = [{"key": text, "text": text, "likes": likes, "agree": 5, "of": 5} for text, likes in texts.items()]
+    exam = Exam([QUESTION], ["It depends."], {taste.user: ["Yes!"] for taste in LENGTHS.tastes}, LENGTHS)
+    page = closing_page(exam, {"pairs_quarantined": 0, "verdict": "better than chance: 9 of 10", "beliefs": beliefs})
+    assert "better than chance: 9 of 10" in page
+    assert "ben likes: short, ends with an exclamation mark; ben does not like: reasons" in page
+    assert "fluent" not in page
+
+
+def closing_page(exam: Exam, item: dict[str, Any]) -> str:
+    """The closing page where ben has an adapter with these values."""
+    known = {"adapter": "ben", "verdict": "too early to tell: 1 pair", "beliefs": None, **item}
+    console = Console(record=True, width=200, file=io.StringIO())
+    closing(console, exam, Moment(90, 90, {}, {"ben": known}))
+    return console.export_text()
+
+
+def test_another_models_users_score_by_length_and_questions() -> None:
+    ada, ben = LENGTHS.tastes
+    short, long = "Dogs love snow.", " ".join(["Dogs love snow."] * 15)
+    assert ada.score(QUESTION, short) == 2.0
+    assert ada.score(QUESTION, long) == -2.0
+    assert ben.score(QUESTION, f"{long} Do you?") == 2.0
+    assert ben.score(QUESTION, f"{short} Do you?") > ben.score(QUESTION, short) == -2.0
+    assert [taste.score(QUESTION, "") for taste in LENGTHS.tastes] == [-2.0, -2.0]
+
+
+def test_no_exam_question_of_another_model_is_one_that_users_ask() -> None:
+    taught, asked = (LENGTHS.questions(1, fresh) for fresh in (False, True))
+    assert not {next(taught) for _ in range(100)} & {next(asked) for _ in range(100)}
+
+
+def test_a_model_that_is_no_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    result = CliRunner().invoke(quickstart.main, ["--model", str(tmp_path / "nothing")])
+    assert result.exit_code == 2
+    assert "has no config.json: give demo, smollm2, or a folder" in result.output
 
 
 @pytest.mark.parametrize(("broken", "exit_code"), [([], 0), ([BROKEN], 1)])
 def test_it_fails_when_an_answer_is_broken_in_the_end(broken: list[str], exit_code: int) -> None:
     daemon = MagicMock(**{"wait_until_ready.return_value": 1.0})
-    with patch.multiple(quickstart, TemporaryDaemon=lambda: daemon, show=lambda *_: broken):
+    with patch.multiple(quickstart, TemporaryDaemon=lambda *_: daemon, show=lambda *_: broken):
         result = CliRunner().invoke(quickstart.main)
     assert result.exit_code == exit_code
     assert ("the adapter broke the language: should do w w" in result.output) == bool(broken)
@@ -106,9 +142,9 @@ def test_it_shows_both_users_learning_and_leaves_the_daemon_only_when_asked(tmp_
     output, errors = process.communicate(timeout=200)
     try:
         assert process.returncode == 0, errors
-        for taste in TASTES:
+        for taste in DEMO.tastes:
             assert f"{taste.user} likes {taste}" in output
-        for word in ("tok/s", "TTFT", "win rate", "reward accuracy", "before", "after", "edged chat", "edged metrics"):
+        for word in ("tok/s", "TTFT", "verdict", "edged believes", "before", "after", "edged chat", "edged metrics"):
             assert word in output
         assert len(daemons(tmp_path)) == 1
         socket = re.search(r"export EDGED_SOCKET=(\S+)", output)
@@ -126,8 +162,8 @@ def test_both_tastes_are_met_better_in_the_end_and_every_answer_is_fluent(tmp_pa
     process = start(tmp_path, "--seed", str(seed))
     output, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors
-    assert output.count("8 of 8 are fluent") == len(TASTES)
+    assert output.count("8 of 8 are fluent") == len(DEMO.tastes)
     moved = re.findall(r"taste met (\S+) before, (\S+) after", output)
-    assert len(moved) == len(TASTES)
+    assert len(moved) == len(DEMO.tastes)
     for before, after in moved:
         assert float(after) > float(before), output
