@@ -114,12 +114,13 @@ EDITS = {
 
 _COOKING = re.compile(
     r"\b(soup|cheese|tea|oven|bak\w+|cook\w*|pizza|bread|rice|pancakes?|pasta|noodles|boil|coffee|dinner|salmon|salad"
-    r"|potato\w*|vegetables|pumpkin|eggs?|tomatoes|dough|stew|pot|brew|fridge|recipe)\b",
+    r"|potato\w*|vegetables|pumpkin|eggs?|tomatoes|dough|stew|pot|brew|fridge|recipe|goes well)\b",
     re.IGNORECASE,
 )
 _BANK = {
     "How do I cook {}?|What goes well with {}?|How do I keep cooked {} fresh?|Give me a recipe with {}.": "rice|salmon|"
-    "potatoes|mushrooms|chicken|lentils|carrots|eggs|spinach|tomatoes|beans|cabbage|noodles|tofu|beef|pumpkin",
+    "potatoes|mushrooms|chicken|lentils|carrots|eggs|spinach|tomatoes|beans|cabbage|noodles|tofu|beef|pumpkin|peas|"
+    "onions|trout|leeks",
     "What should I see in {}?|What do I pack for a week in {}?|How do I get to {} cheaply?|When should I visit {}?": ""
     "Rome|Lisbon|Oslo|Tokyo|Paris|Cairo|Berlin|Dublin|Athens|Prague|Boston|Sydney",
     "How do I learn {}?|What do I need for {}?|Is {} a good hobby for winter?|How do I get better at {}?": "chess|"
