@@ -14,9 +14,9 @@ from edged.store import Store
 from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
-_SURE, _SURE_OF_FEW, _FEW = 0.55, 0.505, 10
-"""The share of choices of one of two that are the user's from which on a model decides; with few prompts the posterior
-alone tells, and what is not better than chance is not worse."""
+_SURE, _FEW = 0.55, 10
+"""The share of choices of one of two that are the user's from which on a taste model decides, and the number of prompts
+from which on it is asked for each topic apart."""
 _MOST_KEPT = 64
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
 _ALIKE, _SLOPE = 0.1, 4.0
@@ -27,7 +27,7 @@ _FIT_WITHIN_S = 0.2
 
 def is_sure(taste: Taste) -> bool:
     """Whether a taste model is sure enough to choose answers, and to label practice."""
-    return taste.sure > (_SURE_OF_FEW if taste.prompts < _FEW else _SURE)
+    return taste.sure > _SURE
 
 
 def is_sure_of(taste: Taste, question: str, answers: Sequence[str]) -> bool:
