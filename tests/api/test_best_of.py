@@ -1,4 +1,4 @@
-"""`best_of`: answers are chosen among several, by likelihood where asked for, by the user's taste where there is one."""
+"""`best_of`: answers are chosen among several, by likelihood where asked for, by taste where a user has one."""
 
 from __future__ import annotations
 
