@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -53,6 +54,8 @@ _BASE_ANSWERS = 2
 """Answers of the base that are drawn of each prompt, to compare the adapter's with."""
 _DISTANCES, _MOST_DISTANCES = 6, 60
 """Rounds from which the distance to answers with a written preference is told, and after which it is left at that."""
+_TOLD = 0.1
+"""The least gain of that share that the store is told of."""
 _LEARNED = 0.8
 """Share of that distance that is gone when the preference leaves the prompt."""
 _STEP_S, _PAUSE_S, _IDLE_S = 60.0, 0.2, 1.0
@@ -112,6 +115,9 @@ class Practised:
         self.ended |= len(latest) >= _KEPT // 2 and shown >= _SATISFIED
         self.gains.append(shown)
         return self.ended
+
+    told: float = -1.0
+    """The share that was last told to the store; under 0: none yet."""
 
     @property
     def distilled(self) -> float:
@@ -195,7 +201,7 @@ class Practice:
         practised = Practised(taste or Taste.fit([]), operator, prompts, preference)
         if before is not None:
             if before.preference == preference:
-                practised.distances = before.distances
+                practised.distances, practised.told = before.distances, before.told
             practised.kl_nats, practised.turn = before.kl_nats, before.turn
             practised.base_answers = before.base_answers
         self.users[adapter] = practised
@@ -346,12 +352,16 @@ class Practice:
         practised.distances.append(made.loss - own)
         share, text = practised.distilled, practised.preference
         log.debug("preference of %s: distance %.3f nats a token, %.2f learned", adapter, made.loss - own, share)
-        if share >= _LEARNED or len(practised.distances) >= _MOST_DISTANCES:
-            share, practised.preference = LEARNED, ""
+        learned = share >= _LEARNED or len(practised.distances) >= _MOST_DISTANCES
+        if learned:
+            practised.preference = ""
             logs.event(log, logging.INFO, "preference_learned", f"{adapter} has learned its written preference")
-            await asyncio.wrap_future(
-                self._preferences.change(adapter, lambda db: set_distilled(db, adapter, text, LEARNED))
-            )
+        elif share < practised.told + _TOLD:
+            return True
+        # From the first step on there is something to undo where the preference is changed.
+        practised.told = LEARNED if learned else max(share, _TOLD)
+        write = partial(set_distilled, adapter=adapter, text=text, share=practised.told)
+        await asyncio.wrap_future(self._preferences.change(adapter, write))
         return True
 
     async def _draw(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
+from edged.align.taste.features import features
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import opinions_of, question_of
 from edged.store import Store
@@ -81,6 +82,7 @@ class Tastes:
 
     def renew(self) -> None:
         """Fit all models anew, since signals were erased; any thread may call this."""
+        features.cache_clear()
         for adapter in list(self._fitted):
             self.refit(adapter)
 

@@ -1,0 +1,108 @@
+"""Practice through a daemon: what is learned of an adapter's own answers, of edits, and of a written preference."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.api.live import LiveDaemon, running
+from tests.models import byte_tokenizer, save_tiny
+
+ASKED = [{"role": "user", "content": "How are you?"}]
+
+
+@pytest.fixture(scope="module")
+def practising(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
+    folder = tmp_path_factory.mktemp("practice")
+    save_tiny(folder / "model", "llama")
+    byte_tokenizer().save_pretrained(folder / "model")
+    with running(folder / "daemon", folder / "model", align__practice="true", guard__held_out_share="0.0") as daemon:
+        yield daemon
+
+
+def until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (what := found()):
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.1)
+    return what
+
+
+def adapter(http: httpx2.Client, user: str) -> dict[str, Any]:
+    answer = http.get(f"/v1/adapters/{user}")
+    return answer.json() if answer.is_success else {"versions": [], "beliefs": []}
+
+
+def reasons(http: httpx2.Client, user: str) -> list[str]:
+    return [version["reason"] for version in adapter(http, user)["versions"]]
+
+
+def teach(http: httpx2.Client, user: str, number: int) -> None:
+    body = {"user": user, "prompt": f"How {number}?", "chosen": f"e fine {number}!", "rejected": f"x so so {number}."}
+    assert http.post("/v1/feedback", json=body).status_code == 200
+
+
+def test_an_adapter_practises_once_its_user_s_taste_is_known_and_tells_what_is_believed(practising: LiveDaemon) -> None:
+    with practising.http() as http:
+        for number in range(12):
+            teach(http, "ann", number)
+        until(lambda: reasons(http, "ann").count("practised") >= 2)
+        found = adapter(http, "ann")
+        practised = [version for version in found["versions"] if version["reason"] == "practised"]
+        assert any(version["own_kl_nats"] is not None for version in practised)
+        assert found["pairs_seen"] == 12, "practice is in no count of pairs"
+        assert {"likes: " * each["likes"] + each["text"] for each in found["beliefs"]}
+        assert set(found["liked"]) == {"served", "adapter", "base"}
+        told = json.dumps(http.get("/v1/status").json()) + http.get("/metrics").text + practising.log
+        assert "so so" not in told, "words of signals are for those who may teach"
+
+
+def test_a_line_that_is_struck_is_believed_no_more(practising: LiveDaemon) -> None:
+    with practising.http() as http:
+        for number in range(12):
+            teach(http, "sue", number)
+        beliefs = until(lambda: adapter(http, "sue")["beliefs"])
+        answer = http.post("/v1/adapters/sue/strike", json={"key": beliefs[0]["key"]})
+        assert answer.json()["struck"] == [beliefs[0]["key"]]
+        until(lambda: beliefs[0]["key"] not in [each["key"] for each in adapter(http, "sue")["beliefs"]])
+        assert adapter(http, "sue")["struck"] == [beliefs[0]["key"]]
+
+
+def test_edits_that_agree_are_imitated(practising: LiveDaemon) -> None:
+    with practising.http() as http:
+        for _ in range(5):
+            body = {"messages": ASKED, "user": "eve", "max_tokens": 24, "ignore_eos": True}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            text = answer["choices"][0]["message"]["content"]
+            edit = {"completion_id": answer["id"], "signal": "edit", "text": f"{text} Yours, Eve"}
+            assert http.post("/v1/feedback", json=edit).status_code == 200
+        until(lambda: reasons(http, "eve").count("practised") >= 2)
+
+
+def test_a_preference_is_distilled_and_undone_when_it_is_changed(practising: LiveDaemon) -> None:
+    with practising.http() as http:
+        for number in range(4):
+            asked = [{"role": "user", "content": f"How are you, {number}?"}]
+            http.post("/v1/chat/completions", json={"messages": asked, "user": "pia", "max_tokens": 12})
+        path = "/v1/adapters/pia/preference"
+        assert http.put(path, json={"text": "formal"}).status_code == 200
+        until(lambda: http.get(path).json()["distilled"] > 0)
+        assert "practised" in reasons(http, "pia")
+        assert http.put(path, json={"text": "casual"}).json()["distilled"] == 0
+        assert "rollback to 0" in reasons(http, "pia")
+
+
+def test_a_user_who_is_forgotten_in_the_middle_practises_no_more(practising: LiveDaemon) -> None:
+    with practising.http() as http:
+        for number in range(12):
+            teach(http, "tom", number)
+        until(lambda: "practised" in reasons(http, "tom"))
+        assert http.delete("/v1/adapters/tom").status_code == 200
+        time.sleep(1.0)
+        assert http.get("/v1/adapters/tom").status_code == 404
+        assert "Traceback" not in practising.log
