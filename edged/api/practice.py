@@ -33,7 +33,7 @@ from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.completions import latest_answers, latest_prompts
-from edged.store.feedback import LEARNED, latest_pairs, requeue_taken_back, set_distilled
+from edged.store.feedback import LEARNED, get_preference, latest_pairs, requeue_taken_back, set_distilled
 from edged.text.preference import prompts
 from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
 
@@ -196,7 +196,7 @@ class Practice:
         taste, preference = await self._tastes.of(adapter), self._preferences.in_prompt(adapter)
         if taste is None and not preference:
             return self.forget(adapter)
-        operator, prompts = await asyncio.to_thread(self._read, adapter, preference)
+        operator, prompts = await asyncio.to_thread(self._read, adapter)
         before = self.users.get(adapter)
         practised = Practised(taste or Taste.fit([]), operator, prompts, preference)
         if before is not None:
@@ -207,9 +207,11 @@ class Practice:
         self.users[adapter] = practised
         self._wake.set()
 
-    def _read(self, adapter: str, preference: str) -> tuple[Operator | None, list[PracticePrompt]]:
+    def _read(self, adapter: str) -> tuple[Operator | None, list[PracticePrompt]]:
         """Read a user's edits and latest prompts, those with signals first, also with the written preference."""
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
+        written = self._store.read(lambda db: get_preference(db, adapter))
+        preference = written.text if written is not None else ""
         edits = [(row.rejected.text, row.chosen.text) for row in rows if row.source == "edit"]
         found: dict[str, PracticePrompt] = {}
         for row in reversed(rows):
@@ -320,9 +322,10 @@ class Practice:
         if practised.preference and teach:
             return await self._distil(adapter, practised, teach)
         if operator is None:
-            pairs = self._comparisons(adapter, practised, drawn)
+            pairs = self._comparisons(adapter, practised, prompts, drawn)
         elif not practised.shows(operator):
-            pairs = self._imitations(adapter, practised, await self._draw(None, adapter, prompts, min(_ROWS, rows)))
+            taught = await self._draw(None, adapter, prompts, min(_ROWS, rows), with_preference=True)
+            pairs = self._imitations(adapter, practised, prompts, taught)
         log.debug(
             "practice of %s: %d prompts, %d pairs, gain %.3f, KL %.3f%s",
             *(adapter, len(prompts), len(pairs), practised.gains[-1] if practised.gains else 0.0, practised.kl_nats),
@@ -381,7 +384,7 @@ class Practice:
         requests = [
             Request(
                 f"practice-{next(self._numbers)}",
-                prompt.with_preference if with_preference else prompt.ids,
+                (with_preference and prompt.with_preference) or prompt.ids,
                 sampling,
                 adapter,
                 ServiceClass.BATCH,
@@ -398,20 +401,20 @@ class Practice:
     def _text(self, drawn: Draw) -> str:
         return self._tokenizer.decode([token for token in drawn.token_ids if token not in self._tokenizer.eos_ids])
 
-    def _comparisons(self, adapter: str, practised: Practised, drawn: Sequence[Sequence[Draw]]) -> list[TokenPair]:
+    def _comparisons(
+        self, adapter: str, practised: Practised, prompts: Sequence[PracticePrompt], drawn: Sequence[Sequence[Draw]]
+    ) -> list[TokenPair]:
         """Return pairs of the best and the worst answer of each prompt, where the taste model is sure of the two."""
         taste, pairs, wins = practised.taste, list[TokenPair](), list[float]()
-        for answers in drawn:
+        for prompt, answers in zip(prompts, drawn, strict=True):
             if not answers:
                 continue
-            texts, question = [self._text(each) for each in answers], self._question(answers[0], practised)
+            texts, question = [self._text(each) for each in answers], prompt.question
             utilities = taste.scores(question, texts)
             base = practised.base_answers.get(question, [])
             if not is_sure_of(taste, question, texts):
                 # What is learned elsewhere shall not spill: here the base's answer is as good as any.
-                pairs += [
-                    self._pair(adapter, answers[0].request.prompt_ids, tuple(each.token_ids)) for _, each in base[:1]
-                ]
+                pairs += [self._pair(adapter, prompt.ids, tuple(each.token_ids)) for _, each in base[:1]]
                 continue
             wins += [taste.preference(question, text, other) for text in texts for other, _ in base]
             best, worst = int(utilities.argmax()), int(utilities.argmin())
@@ -419,30 +422,29 @@ class Practice:
             if sure >= _PREFERRED and texts[best].strip():
                 chosen, rejected = (tuple(answers[at].token_ids) for at in (best, worst))
                 weight = min(1.0, (sure - 0.5) / (_CERTAIN - 0.5))
-                pairs.append(self._pair(adapter, answers[best].request.prompt_ids, chosen, rejected, weight))
+                pairs.append(self._pair(adapter, prompt.ids, chosen, rejected, weight))
         if wins:
             practised.note(sum(wins) / len(wins))
         practised.ended |= not is_sure(taste) or practised.kl_nats > self._budget(taste)
         return pairs
 
-    def _imitations(self, adapter: str, practised: Practised, drawn: Sequence[Sequence[Draw]]) -> list[TokenPair]:
+    def _imitations(
+        self, adapter: str, practised: Practised, prompts: Sequence[PracticePrompt], drawn: Sequence[Sequence[Draw]]
+    ) -> list[TokenPair]:
         """Return the best of the base's answers to each prompt as the user would have edited them.
 
-        The rest of such an answer is the base's own text, so that imitating it changes nothing else.
+        The rest of such an answer is the base's own text, also by what the user has written, so that imitating it
+        changes nothing else.
         """
         operator, pairs, eos = practised.operator, list[TokenPair](), self._tokenizer.eos_id
         assert operator is not None
-        for answers in drawn:
-            ended = [each for each in answers if each.ended]
-            if ended:
-                question = self._question(ended[0], practised)
-                best = ended[int(practised.taste.scores(question, [self._text(each) for each in ended]).argmax())]
-                edited = self._tokenizer.encode_answer(operator.apply(self._text(best)))
-                pairs.append(self._pair(adapter, best.request.prompt_ids, (*edited, eos)))
+        for prompt, answers in zip(prompts, drawn, strict=True):
+            texts = [self._text(each) for each in answers if each.ended]
+            if texts:
+                best = texts[int(practised.taste.scores(prompt.question, texts).argmax())]
+                edited = self._tokenizer.encode_answer(operator.apply(best))
+                pairs.append(self._pair(adapter, prompt.ids, (*edited, eos)))
         return pairs
-
-    def _question(self, drawn: Draw, practised: Practised) -> str:
-        return next(each.question for each in practised.prompts if each.ids == drawn.request.prompt_ids)
 
     def _pair(
         self,
