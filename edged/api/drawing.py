@@ -44,7 +44,7 @@ async def draw(
     draws = {request.request_id: Draw(request) for request in requests}
     try:
         for request in requests:
-            router.expect(request.request_id, queue)
+            router.expect(request.request_id, queue, counted=not request.candidate)
             engine.submit(request)
         while any(each.finish is None for each in draws.values()):
             event = await queue.get()

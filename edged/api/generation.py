@@ -278,7 +278,7 @@ class Generation:
         for index in range(1, min(chooser.rows, 1 + rows)):
             name = f"{self.completion.id}-{index}"
             answer = ChoiceText(index, name, services.tokenizer, self.sampling, self.body.stops)
-            services.event_router.expect(name, self._queue)
+            services.event_router.expect(name, self._queue, counted=False)
             try:
                 services.engine.submit(replace(request, request_id=name, pace=None, candidate=True))
             except (EngineBusy, RequestRefused):

@@ -58,6 +58,8 @@ _TOLD = 0.1
 """The least gain of that share that the store is told of."""
 _LEARNED = 0.8
 """Share of that distance that is gone when the preference leaves the prompt."""
+_MOST_USERS = 256
+"""Users whose practice is in memory; the one whose turn was longest ago goes first."""
 _STEP_S, _PAUSE_S, _IDLE_S = 60.0, 0.2, 1.0
 """The longest wait for a step; pauses where there is no room, and where there is nothing to do."""
 _EVIDENCE = 12
@@ -161,7 +163,9 @@ class Practice:
         """Submits the pairs of an adapter again that versions taken back had learned."""
 
     def start(self) -> None:
-        """Begin."""
+        """Begin, with the adapters that are known."""
+        for adapter in list(self._engine.adapters())[-_KEPT:]:
+            self._tastes.refit(adapter)
         self._task = asyncio.create_task(self._run(), name="edged-practice")
 
     async def close(self) -> None:
@@ -178,8 +182,9 @@ class Practice:
     def on_records(self, records: Sequence[Record]) -> None:
         """Hear that a step of practice ended; any thread may call this."""
         for record in records:
-            if isinstance(record, VersionPublished | StepSkipped) and record.adapter in self._stepped:
-                made = record if isinstance(record, VersionPublished) else None
+            back = isinstance(record, VersionPublished) and record.taken_back
+            if isinstance(record, VersionPublished | StepSkipped) and (back or record.adapter in self._stepped):
+                made = record if isinstance(record, VersionPublished) and not back else None
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._router.loop.call_soon_threadsafe(self._note_step, record.adapter, made)
 
@@ -191,6 +196,9 @@ class Practice:
     def _note_step(self, adapter: str, made: VersionPublished | None) -> None:
         if (stepped := self._stepped.get(adapter)) is not None and not stepped.done():
             stepped.set_result(made)
+        if made is None and adapter in self.users:
+            # The step failed, or its version was taken back: the next signal begins anew.
+            self.users[adapter].ended = True
 
     async def _renew(self, adapter: str) -> None:
         taste, preference = await self._tastes.of(adapter), self._preferences.in_prompt(adapter)
@@ -205,6 +213,8 @@ class Practice:
             practised.kl_nats, practised.turn = before.kl_nats, before.turn
             practised.base_answers = before.base_answers
         self.users[adapter] = practised
+        while len(self.users) > _MOST_USERS:
+            self.users.popitem(last=False)
         self._wake.set()
 
     def _read(self, adapter: str) -> tuple[Operator | None, list[PracticePrompt]]:
@@ -307,7 +317,7 @@ class Practice:
         """Draw, judge, and learn from what some prompts show; returns whether there was room for it."""
         align = self._live.current.align
         rows = self._engine.spare_rows(_PROMPT_TOKENS // 4 + _ANSWER_TOKENS)
-        if rows < _LEAST_ROWS or self._engine.queue()["finetune"]:
+        if rows < _LEAST_ROWS or not self._engine.finetuning.open_to_practice:
             return False
         count, pairs = max(1, min(align.micro_batch_pairs, rows // _ROWS)), list[TokenPair]()
         prompts = practised.next_prompts(count)

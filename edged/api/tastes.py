@@ -18,7 +18,7 @@ log = logging.getLogger("edged.api")
 _SURE, _FEW = 0.55, 10
 """The share of choices of one of two that are the user's from which on a taste model decides, and the number of prompts
 from which on it is asked for each topic apart."""
-_MOST_KEPT = 64
+_MOST_KEPT = 256
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
 _ALIKE, _SLOPE = 0.1, 4.0
 """The least weight of a pick between answers that are liked alike, and how it grows with P(chosen is preferred)."""

@@ -88,6 +88,12 @@ class StepTable:
         if self.trains:
             self._trainer.practise(adapter, pairs)
 
+    @property
+    def open_to_practice(self) -> bool:
+        """Whether practice would be trained on, and people's own pairs leave time; any thread may ask."""
+        held = self._held or self._scheduler.degraded or not self._settings.current.align.enabled
+        return self.trains and not held and not self.pairs_queued
+
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
         self._trainer.pair_queues.tick(time.monotonic())
