@@ -145,7 +145,11 @@ def verdict(liked: Liked, pairs: int) -> str:
     base_known = liked.base[1] >= _FIRST_ANSWERS
     base = liked.base[0] / liked.base[1] if base_known else 0.5
     low, high = wilson(hits, of)
-    kind = "better than chance" if low > base else "worse than chance" if high < base else "not followed yet"
+    base_low, base_high = wilson(*liked.base) if base_known else [base, base]
+    # Newcombe's interval of the difference of two shares (1998, method 10) is above, or below, 0.
+    above = hits / of - base > math.hypot(hits / of - low, base_high - base)
+    below = base - hits / of > math.hypot(high - hits / of, base - base_low)
+    kind = "better than chance" if above else "worse than chance" if below else "not followed yet"
     told = f"{kind}: {hits / of:.0%} of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
     told = told.replace("%", " %")
     if liked.served[1] >= _FIRST_ANSWERS and liked.adapter[1] >= _FIRST_ANSWERS:
