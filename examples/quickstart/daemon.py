@@ -22,7 +22,7 @@ class TemporaryDaemon:
     It serves the demo model where the options name no other.
     """
 
-    READY_S, STOP_S = 90.0, 12.0
+    READY_S, STOP_S = 180.0, 12.0
     """Time limits for the daemon to become ready, and to stop by itself."""
 
     def __init__(self, *options: str, folder: Path | None = None) -> None:

@@ -162,7 +162,7 @@ LENGTHS = Lesson(
     temperature=0.7,
     exam_temperature=0.7,
     conversations=2,
-    seconds=150.0,
+    seconds=120.0,
     requests_per_s=0.1,
     judges_fluency=False,
 )

@@ -128,7 +128,7 @@ class Exam:
         return exam
 
     def repeat(self, daemon: TemporaryDaemon, user: str) -> None:
-        """Ask the user's adapter the same questions."""
+        """Ask the same questions for the user."""
         self.after[user] = self._answers(daemon, user)
 
     def shown(self, taste: Taste) -> int:
@@ -145,7 +145,7 @@ class Exam:
         return [text for asked, text in zip(self.questions, texts, strict=True) if self.lesson.is_broken(asked, text)]
 
     def _answers(self, daemon: TemporaryDaemon, user: str) -> list[str]:
-        """Return the answers to the questions, asked at once. Raises DaemonError."""
+        """Return the answers to the questions. Raises DaemonError."""
 
         def answer(question: str) -> str:
             body = _body(question, self.lesson.max_tokens, self.lesson.exam_temperature)
@@ -153,7 +153,9 @@ class Exam:
                 response = client.post(CHAT, {**body, "user": user} if user else body)
             return _texts(response)[0]
 
-        with ThreadPoolExecutor(len(self.questions)) as threads:
+        # An answer is chosen among candidates only while no other request waits.
+        at_once = 1 if user and self.lesson.exam_temperature else len(self.questions)
+        with ThreadPoolExecutor(at_once) as threads:
             return list(threads.map(answer, self.questions))
 
 
