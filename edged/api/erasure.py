@@ -52,6 +52,7 @@ def forget_user(services: Services, name: str) -> dict[str, Any] | None:
         for adapter in erased.adapters:
             services.reading_speeds.forget(adapter)
             services.version_answers.forget(adapter)
+            services.practice.forget(adapter)
             services.preferences.change(adapter, lambda db: None).result()
             whole = uploads_gone
             with suppress(UnknownAdapter):

@@ -95,6 +95,8 @@ class Practised:
     """The written preference that is to be learned."""
     distances: list[float] = field(default_factory=list)
     """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
+    told: float = -1.0
+    """How much of the preference is learned, as it was last told to the store; under 0: not yet."""
     adapter_answers: deque[DrawnAnswer] = field(default_factory=lambda: deque(maxlen=_KEPT))
     base_answers: dict[str, list[tuple[str, Draw]]] = field(default_factory=dict)
     """Answers of the base by the text that was asked."""
@@ -117,9 +119,6 @@ class Practised:
         self.ended |= len(latest) >= _KEPT // 2 and shown >= _SATISFIED
         self.gains.append(shown)
         return self.ended
-
-    told: float = -1.0
-    """The share that was last told to the store; under 0: none yet."""
 
     @property
     def distilled(self) -> float:
@@ -164,7 +163,7 @@ class Practice:
 
     def start(self) -> None:
         """Begin, with the adapters that are known."""
-        for adapter in list(self._engine.adapters())[-_KEPT:]:
+        for adapter in {*list(self._engine.adapters())[-_MOST_USERS:], *self._preferences.pending}:
             self._tastes.refit(adapter)
         self._task = asyncio.create_task(self._run(), name="edged-practice")
 
@@ -264,7 +263,7 @@ class Practice:
     async def liked(self, adapter: str) -> Liked:
         """Return how many of an adapter's latest answers its user's taste model likes, told apart from their prompts.
 
-        They are those served since the signals, what the adapter gave by itself, and the base's.
+        They are the latest that were served, what the adapter gave by itself, and the base's.
         """
         taste, practised = await self._tastes.of(adapter), self.users.get(adapter)
         if taste is None:
@@ -301,6 +300,9 @@ class Practice:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_IDLE_S):
                         await self._wake.wait()
+                # Somebody who has told it once may have asked by now.
+                for name in [name for name, each in self.users.items() if not each.prompts]:
+                    await self._renew(name)
                 continue
             self.users.move_to_end(adapter)
             try:
@@ -319,6 +321,9 @@ class Practice:
         rows = self._engine.spare_rows(_PROMPT_TOKENS // 4 + _ANSWER_TOKENS)
         if rows < _LEAST_ROWS or not self._engine.finetuning.open_to_practice:
             return False
+        if practised.turn >= len(practised.prompts):
+            # What was asked meanwhile is practised on, too.
+            practised.prompts, practised.turn = (await asyncio.to_thread(self._read, adapter))[1], 0
         count, pairs = max(1, min(align.micro_batch_pairs, rows // _ROWS)), list[TokenPair]()
         prompts = practised.next_prompts(count)
         new = [prompt for prompt in prompts if prompt.question not in practised.base_answers]

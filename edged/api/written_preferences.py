@@ -28,6 +28,11 @@ class WrittenPreferences:
         for row in self._store.read(all_preferences):
             self._take(row.adapter, row)
 
+    @property
+    def pending(self) -> list[str]:
+        """The users whose prompts have a preference, which is to be learned."""
+        return list(self._texts)
+
     def in_prompt(self, adapter: str | None) -> str:
         """Return what prompts of an adapter's chats have in their system turn; "" for nothing."""
         return self._texts.get(adapter or "", "")

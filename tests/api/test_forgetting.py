@@ -110,6 +110,7 @@ class Scene:
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
             preferences=WrittenPreferences(self.store, Tokenizer(byte_tokenizer(), "bytes")),
             tastes=SimpleNamespace(renew=lambda: None),
+            practice=SimpleNamespace(forget=lambda name: None),
             version_answers=VersionAnswers(self.store, cast(Any, None), cast(Any, self.engine), *[cast(Any, None)] * 2),
         )
         self._app[LIFECYCLE] = Lifecycle("ready", cast(Services, services))
