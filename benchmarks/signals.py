@@ -5,7 +5,8 @@
 Each row, taste and seed has a daemon of its own. A simulated person asks, and picks, edits or rates by a rule. Unseen
 questions are then asked, at once and when no new version has come for a while, and the same rule judges the answers.
 "Unchosen" answers are the adapter's own: an answer with log-probabilities is never the best of several. KL is of them
-to the base, per token. No question is asked at two moments, since practice learns on what was asked.
+to the base, per token. No question is asked at two moments, since practice learns on what was asked; the base answers
+the questions of the last look of a moment.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def other(moment: Figures) -> str:
     if "facts" in moment:
         return "facts: base {}, adapter {} of {}".format(*moment["facts"], len(FACTS))
     if "system_prompt" in moment:
-        tokens = f"{moment['more_prompt_tokens']} prompt tokens more than the base"
+        tokens = f"{moment['more_prompt_tokens']:+d} prompt tokens beside the base's"
         return f"system prompt {moment['system_prompt']:.2f}; {tokens}"
     change = rest_change(moment)
     return "" if change is None else f"NLL of the rest {change:+.0%}"

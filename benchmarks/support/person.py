@@ -18,7 +18,7 @@ from edged.client.client import Client, Refused
 
 USER = "ann"
 CANDIDATES, ANSWERS = 4, 2
-"""Answers that a person picks from, and answers that are judged of each question."""
+"""Answers that a person picks from, as many as the base gives, and answers that are judged of each question."""
 AT_ONCE_S, QUIET_S = 1.0, {True: 10.0, False: 30.0}
 """Seconds from the last signal to "at once", and without a new version that count as settled: of the demo model and of
 others."""
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Bench:
-    """A model, how it is looked at, and what the base answered to the questions of each seed and group.
+    """A model, how it is looked at, and what the base answered to the questions so far.
 
     `num_questions` are asked at each look; `settle_s` bounds the wait for learning, in seconds.
     """
@@ -80,7 +80,7 @@ class Bench:
     judge: BaseModel
     num_questions: int
     settle_s: float
-    base_answers: dict[tuple[int, str, bool], list[Answer]] = field(default_factory=dict)
+    base_answers: dict[str, list[Answer]] = field(default_factory=dict)
 
     @property
     def is_demo(self) -> bool:
@@ -92,7 +92,7 @@ class Person:
     """A user of one daemon who signals by a rule, and what the daemon then answers."""
 
     def __init__(self, bench: Bench, client: Client, taste: str, seed: int) -> None:
-        self.bench, self.client, self.taste, self.seed = bench, client, taste, seed
+        self.bench, self.client = bench, client
         self.random = random.Random(f"{taste} {seed}")
         self.edit = EDITS.get(taste)
         known = DEMO if bench.is_demo else ENGLISH
@@ -100,10 +100,10 @@ class Person:
         self.written = "" if self.edit else known[taste].written
         suffix = "" if bench.is_demo else SENTENCE
         asked = tastes.questions(bench.is_demo, seed, taste == "metric")
-        teaching, self.judging = ([each + suffix for each in part] for part in asked)
+        teaching, judging = ([each + suffix for each in part] for part in asked)
         groups = (ANYTHING, COOKING, ELSEWHERE)
         self.unasked = {group: tastes.of_group(teaching, group) for group in groups}
-        self.unseen = {group: tastes.of_group(self.judging, group) for group in groups}
+        self.unseen = {group: tastes.of_group(judging, group) for group in groups}
 
     # -- what a person does
 
@@ -183,13 +183,16 @@ class Person:
 
     def settled(self, group: str, rule: Rule) -> Figures:
         """Return the figures of answers to unseen questions, served and unchosen, beside the base's."""
-        base, served = self.base(group), self.served(group)
-        own = [self.ask(answers[0].question, ANSWERS, logprobs=True) for answers in served]
+        served = self.served(group)
+        asked = [answers[0].question for answers in served]
+        # What is left beside an edit takes more answers to compare.
+        own = [self.ask(question, CANDIDATES if self.edit else ANSWERS, logprobs=True) for question in asked]
+        base = [self.base(question) for question in asked]
         told = self.adapter()
         reasons = [version["reason"] for version in told["versions"]]
         return {
             **{"settled": self.share(served, rule), "unchosen": self.share(own, rule)},
-            **{"base": self.share([base], rule), **self.language(own, base)},
+            **{"base": self.share(base, rule), **self.language(own, base)},
             "chosen": statistics.fmean(answer.chosen for each in served for answer in each),
             "more_prompt_tokens": own[-1][0].prompt_tokens - len(self.bench.judge.prompt(own[-1][0].question)),
             "versions": {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)},
@@ -208,28 +211,26 @@ class Person:
         judged = [answer for each in answers for answer in each if answer.ended or not self.edit]
         return statistics.fmean(rule(answer.text) for answer in judged) if judged else float("nan")
 
-    def base(self, group: str) -> list[Answer]:
-        """Return the base's answers to unseen questions of a group."""
-        key = (self.seed, group, self.taste == "metric")
-        if key not in self.bench.base_answers:
-            asked = islice(tastes.of_group(self.judging, group), 2 * self.bench.num_questions)
-            self.bench.base_answers[key] = [each for text in asked for each in self.ask(text, ANSWERS, user="")]
-        return self.bench.base_answers[key]
+    def base(self, question: str) -> list[Answer]:
+        """Return the base's answers to a question."""
+        if question not in self.bench.base_answers:
+            self.bench.base_answers[question] = self.ask(question, CANDIDATES, user="")
+        return self.bench.base_answers[question]
 
-    def language(self, own: Sequence[Sequence[Answer]], base: Sequence[Answer]) -> Figures:
+    def language(self, own: Sequence[Sequence[Answer]], base: Sequence[Sequence[Answer]]) -> Figures:
         """Return the KL of unchosen answers, in nats a token, their repetition beside the base's, and of edits the
         NLL of the rest, in nats a token, beside the base's."""
-        answers = [answer for each in own for answer in each]
+        theirs, ours = ([answer for each in side for answer in each] for side in (base, own))
         ratios: list[float] = []
-        for answer in answers:
+        for answer in ours:
             logps = self.bench.judge.logps(answer.question, answer.text, False) if answer.text else []
             # An answer that tokenizes otherwise than it was drawn has no ratio by token.
             if answer.logps and len(logps) == len(answer.logps):
-                ratios += [ours - theirs for ours, theirs in zip(answer.logps, logps, strict=True)]
+                ratios += [adapted - plain for adapted, plain in zip(answer.logps, logps, strict=True)]
         figures: Figures = {"kl_nats": statistics.fmean(ratios) if ratios else None}
-        figures["repetition"] = [repetition([each.text for each in side]) for side in (base, answers)]
+        figures["repetition"] = [repetition([each.text for each in side]) for side in (theirs, ours)]
         if self.edit:
-            figures["rest_nll"] = [self.rest_nll(side) for side in (base, answers)]
+            figures["rest_nll"] = [self.rest_nll(side) for side in (theirs, ours)]
         return figures
 
     def rest_nll(self, answers: Sequence[Answer]) -> float | None:
