@@ -142,7 +142,7 @@ class _EdgedLearner:
                 "micro_batch_pairs": job.pairs_per_step,
                 "replay_share": 0.0,
                 "loss_threshold": 0.0,
-                "idle_replay": 0,
+                "practice": False,
                 "max_active_adapters": 1,
                 "recompute": job.recompute,
             },

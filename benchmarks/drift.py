@@ -117,7 +117,7 @@ def follow(bench: Bench, pairs: Sequence[TokenPair]) -> dict[str, Any]:
         "versions": [
             version.reason
             for _, version in bench.recorder.versions[first:]
-            if version.reason not in ("trained", "repeated")
+            if version.reason not in ("trained", "practised")
         ],
     }
 

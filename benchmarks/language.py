@@ -25,7 +25,6 @@ import math
 import random
 import statistics
 import tempfile
-import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,12 +159,6 @@ class Bench(LocalEngine):
                 recorder.outcomes.pop(pair_id, None)
             self.submit_pairs(part)
             recorder.wait_for(partial(self._settled, ids), "what was to be learned", _LONGEST_S)
-            quiet = 0 if self.settings.align.idle_replay else 2
-            while quiet < 2:
-                # The second time it is sure that no test or pass was about to begin.
-                finetune = self.engine.status()["finetune"]
-                quiet = 0 if finetune["passes_due"] or finetune["active_adapters"] else quiet + 1
-                time.sleep(0.05)
         return [score for _, score in recorder.scores[first:]]
 
     def _settled(self, ids: Sequence[int]) -> bool:

@@ -49,7 +49,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "serving": {"max_batch_tokens": 48},
     "align": {
         "micro_batch_pairs": 1, "replay_share": 0.0, "window_tokens": 32, "loss_threshold": 0.0, "rank": 4,
-        "alpha": 8.0, "max_grad_norm": 1e9, "sft_weight": 0.0, "idle_replay": 0,
+        "alpha": 8.0, "max_grad_norm": 1e9, "sft_weight": 0.0, "practice": False,
     },
     "guard": {"held_out_share": 0.0},
     "feedback": {"quarantine": False},

@@ -186,7 +186,7 @@ def _stored(database: Path, acknowledged: set[int]) -> tuple[int, list[str]]:
     with sqlite3.connect(database) as db:
         (integrity,) = db.execute("PRAGMA integrity_check").fetchone()
         pairs = db.execute("SELECT chosen, state, note FROM pairs WHERE chosen LIKE 'good %'").fetchall()
-        most = AlignSettings().epochs + AlignSettings().idle_replay
+        most = AlignSettings().epochs
         again = db.execute("SELECT count(*) FROM pairs WHERE epochs_done > ?", [most]).fetchone()[0]
     missing = {f"good {number}" for number in acknowledged} - {chosen for chosen, _, _ in pairs}
     problems = [f"integrity_check: {integrity}"] if integrity != "ok" else []
