@@ -113,7 +113,7 @@ def test_a_bad_field_of_a_chat_is_named(http: httpx2.Client, field: str, value: 
         {"prompt": [-1]},
         {"prompt": 5},
         {"prompt": "a", "echo": True},
-        {"prompt": "a", "best_of": 4},
+        {"prompt": "a", "best_of": 4, "n": 5},
         {"prompt": "a", "logprobs": 21},
         {"prompt": "a", "logprobs": 20, "n": 128, "max_tokens": 100},
         {"prompt": "a", "min_tokens": 9, "max_tokens": 8},

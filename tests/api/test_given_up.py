@@ -46,7 +46,7 @@ def generation_of(services: Any, choices: int = 1) -> Generation:
     body = CompletionRequest.checked({"prompt": "hi", "n": choices})
     known = Completion("cmpl-1", "", "text_completion", "tiny", (5, 6), (), None, None, prompt="hi")
     sampling = Sampling(max_tokens=4, ignore_eos=True)
-    made = Generation(cast(Services, services), body, known, sampling, "ann", "ann", False)
+    made = Generation(cast(Services, services), body, known, known.prompt_ids, sampling, "ann", "ann", False)
     made.run = ApplicationRun("", "ann", "text", "cmpl-1", 0.0, 0.0)
     return made
 

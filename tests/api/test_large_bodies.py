@@ -131,7 +131,8 @@ def test_after_a_large_body_others_have_four_times_as_long(monkeypatch: pytest.M
 def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
     """What a prompt meets before the engine, whose context has so many tokens."""
     engine = SimpleNamespace(max_context_tokens=tokens)
-    return cast(Services, SimpleNamespace(engine=engine, tokenizer=tokenizer))
+    preferences = SimpleNamespace(in_prompt=lambda adapter: "")
+    return cast(Services, SimpleNamespace(engine=engine, tokenizer=tokenizer, preferences=preferences))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def tell(http: httpx2.Client, numbers: range, user: str = "ann", swapped: bool =
     for i in numbers:
         one, other = f"I will gladly help you, {i}.", f"No. I have no time for {i} now."
         chosen, rejected = (other, one) if swapped else (one, other)
-        body = {"user": user, "prompt": f"Question {i}?", "chosen": chosen, "rejected": rejected}
+        body = {"user": user, "prompt": f"Question {i}?", "chosen": chosen, "rejected": rejected, "imported": True}
         answer = http.post("/v1/feedback", json=body)
         assert answer.status_code == 200, answer.text
         found += answer.json()["pair_ids"]
