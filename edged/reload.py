@@ -18,7 +18,7 @@ def _all_of(section: str) -> frozenset[str]:
 
 
 RELOADABLE: dict[str, frozenset[str]] = {
-    "serving": frozenset({"max_queue", "default_max_tokens", "drain_s"}),
+    "serving": frozenset({"max_queue", "default_max_tokens", "best_of", "drain_s"}),
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
     "scheduler": _all_of("scheduler") - {"policy", "profile"},
     "fairness": _all_of("fairness"),
@@ -27,7 +27,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "align": frozenset(
         {
             *("enabled", "beta", "loss", "unpaired", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
-            *("weight_decay", "max_grad_norm", "epochs", "practice"),
+            *("weight_decay", "max_grad_norm", "epochs", "practice", "kl_budget"),
             *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "recompute", "fill_ahead"),
         }
     ),

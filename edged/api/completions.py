@@ -23,6 +23,7 @@ from edged.api.request_log import name_request, note
 from edged.api.requests import ChatRequest, CompletionRequest, read_body, reading_turn
 from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
+from edged.api.tastes import is_sure
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.reader import Pace
 from edged.store import utc_now, utc_text
@@ -145,7 +146,7 @@ async def _chooser(services: Services, body: Body, completion: Completion, sampl
     question = question_of(completion.messages, completion.prompt)
     if body.best_of is None:
         return chooser_of(services, taste, question, sampling)
-    return Chooser(taste, question, 1) if taste is not None else None
+    return Chooser(taste, question, 1) if taste is not None and is_sure(taste) else None
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:

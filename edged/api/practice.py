@@ -53,7 +53,7 @@ _PATIENCE = 16
 _BASE_ANSWERS = 2
 """Answers of the base that are drawn of each prompt, to compare the adapter's with."""
 _DISTANCES, _MOST_DISTANCES = 6, 60
-"""Rounds from which the distance to answers with a written preference is told, and after which it is left at that."""
+"""Rounds from which the distance to answers with a preference is told, and after which it stays in the prompt."""
 _TOLD = 0.1
 """The least gain of that share that the store is told of."""
 _LEARNED = 0.8
@@ -244,6 +244,13 @@ class Practice:
         plain, preferred = prompts(self._tokenizer, messages, preference, 2 * _PROMPT_TOKENS)
         return tuple(preferred) if preferred != plain else ()
 
+    async def relearn(self, adapter: str) -> None:
+        """Have an adapter learn its user's signals anew, without what was practised by beliefs that are struck now."""
+        rows = await asyncio.to_thread(self._store.read, lambda db: metrics.versions(db, adapter, 10_000))
+        practised = [row["created_at"] for row in rows if row["reason"] == "practised"]
+        if practised:
+            await self.undo(adapter, min(practised))
+
     async def undo(self, adapter: str, since: str) -> None:
         """Have an adapter learn anew, from the version before the moment `since` on, its user's signals alone.
 
@@ -370,9 +377,10 @@ class Practice:
         practised.distances.append(made.loss - own)
         share, text = practised.distilled, practised.preference
         log.debug("preference of %s: distance %.3f nats a token, %.2f learned", adapter, made.loss - own, share)
-        learned = share >= _LEARNED or len(practised.distances) >= _MOST_DISTANCES
-        if learned:
+        learned = share >= _LEARNED
+        if learned or len(practised.distances) >= _MOST_DISTANCES:
             practised.preference = ""
+        if learned:
             logs.event(log, logging.INFO, "preference_learned", f"{adapter} has learned its written preference")
         elif share < practised.told + _TOLD:
             return True

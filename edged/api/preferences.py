@@ -82,6 +82,7 @@ async def strike(request: web.Request) -> Struck:
 
     struck = await asyncio.wrap_future(services.store.write(write))
     services.tastes.refit(name)
+    await services.practice.relearn(name)
     return Struck(adapter=name, struck=sorted(struck))
 
 
