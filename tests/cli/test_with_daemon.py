@@ -194,7 +194,7 @@ def test_adapters_are_listed_shown_rolled_back_exported_and_forgotten(daemon: Da
     version = next(item["version"] for item in listed if item["adapter"] == "bob")
     assert version >= 1
     table = daemon.run("adapters", "list", COLUMNS="200").stdout
-    for word in ("bob v", "on disk", "last use", "waiting", "held", "chance"):
+    for word in ("bob v", "on disk", "last use", "waiting", "held", "early"):
         assert word in table
     item = next(item for item in listed if item["adapter"] == "bob")
     assert item["last_used_at"] >= item["updated_at"]
