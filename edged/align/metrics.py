@@ -17,8 +17,8 @@ AdapterSummary = dict[str, Any]
 RECENT_PAIRS = 50
 """Number of latest pairs in the `_recent` means and the series' running means."""
 
-_FIRST_ANSWERS = 6
-"""Fewest answers for a verdict on them."""
+_FIRST_ANSWERS, _MANY_PAIRS = 6, 60
+"""Fewest answers for a verdict on them, and number of pairs at which it is not early any more."""
 _DEVIATIONS = 1.96
 """Standard deviations within which 95 % of a normal distribution lie."""
 
@@ -141,7 +141,8 @@ def verdict(liked: Liked, pairs: int) -> str:
     """
     hits, of = liked.served if liked.served[1] >= _FIRST_ANSWERS else liked.adapter
     if of < _FIRST_ANSWERS:
-        return f"too early to tell: {pairs} pair{'s' * (pairs != 1)}"
+        about = f"{pairs} pair{'s' * (pairs != 1)}"
+        return f"too early to tell: {about}" if pairs < _MANY_PAIRS else f"not judged: no answers since {about}"
     base_known = liked.base[1] >= _FIRST_ANSWERS
     base = liked.base[0] / liked.base[1] if base_known else 0.5
     low, high = wilson(hits, of)
@@ -150,8 +151,7 @@ def verdict(liked: Liked, pairs: int) -> str:
     above = hits / of - base > math.hypot(hits / of - low, base_high - base)
     below = base - hits / of > math.hypot(high - hits / of, base - base_low)
     kind = "better than chance" if above else "worse than chance" if below else "not followed yet"
-    told = f"{kind}: {hits / of:.0%} of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
-    told = told.replace("%", " %")
+    told = f"{kind}: {100 * hits / of:.0f} % of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
     if liked.served[1] >= _FIRST_ANSWERS and liked.adapter[1] >= _FIRST_ANSWERS:
         told += f", {100 * liked.adapter[0] / liked.adapter[1]:.0f} % of those that the adapter gives unchosen"
     return f"{told}, {100 * base:.0f} % of the base's" if base_known else told

@@ -38,7 +38,9 @@ from edged.engine.stats.iterations import Iteration
 from edged.governors.limits import EngineLimits
 from edged.models import source_of
 from edged.runtime.process import in_thread
+from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
+from edged.scheduler.task import ServiceClass
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart, beside
@@ -172,13 +174,16 @@ class Engine:
                 f"prompt ({len(request.prompt_ids)} tokens) and max_tokens ({request.sampling.max_tokens}) exceed the "
                 f"context of {self.max_context_tokens} tokens"
             )
-        if self.sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
+        # An answer that has begun goes on.
+        begun = request.delivery == "next_block" and not request.candidate
+        if not begun and self.sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
             raise EngineBusy(f"{self.settings.serving.max_queue} requests are waiting (serving.max_queue)")
         submitted = time.monotonic()
         try:
-            self.sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, submitted)
+            factor = 0.0 if begun else self.settings.scheduler.refuse_ttft_factor
+            self.sequences.refuse_late(request, factor, submitted)
         except EngineBusy:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
@@ -204,6 +209,10 @@ class Engine:
         """Return how many candidates of `num_tokens` each find room that nothing else needs."""
         waits = self._requests_waiting > 1 or self.error or self.commands.stopping
         return 0 if waits else self.sequences.spare_rows(num_tokens)
+
+    def count_stream(self, reason: FinishReason, reader: Reader | None, user: str, service: ServiceClass) -> None:
+        """Count the end of an answer that was delivered in blocks."""
+        self.commands.offer(lambda: self.sequences.count_end(reason, reader, user, service))
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -325,19 +325,23 @@ class SequenceTable:
             self._pages.free(sequence)
         self.move(sequence, SequenceStatus.FINISHED)
         self._leave_slot(sequence)
-        if sequence.request.counts:
-            self.stats.outcomes[reason] += 1
-        if sequence.request.delivery == "block" and not sequence.request.candidate and sequence.first_token_s:
+        request, task = sequence.request, sequence.task
+        if request.delivery == "block" and not request.candidate and sequence.first_token_s:
             # The first token of a block leaves with its last.
-            self.stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, sequence.task.service)
-        reader = sequence.task.reader
-        if reader is not None and reader.num_tokens:
-            self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, sequence.task.service)
-            if not sequence.forgotten:
-                self.stats.qoe_by_user.append((sequence.task.tenant, reader.qoe))
-            self.stats.totals.stall_s += reader.stall_s
+            self.stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
+        if request.counts and request.delivery == "tokens":
+            self.count_end(reason, task.reader, None if sequence.forgotten else task.tenant, task.service)
         self._events.append(sequence.finish(reason, now, error))
         self._prefix_wait.leave(sequence)
+
+    def count_end(self, reason: FinishReason, reader: Reader | None, user: str | None, service: ServiceClass) -> None:
+        """Count the end of an answer, and what its reader experienced; None is a user who was forgotten."""
+        self.stats.outcomes[reason] += 1
+        if reader is not None and reader.num_tokens:
+            self.stats.qoe.add(reader.qoe, reader.qoe >= GOOD_QOE, service)
+            if user is not None:
+                self.stats.qoe_by_user.append((user, reader.qoe))
+            self.stats.totals.stall_s += reader.stall_s
 
     def _leave_slot(self, sequence: Sequence) -> None:
         self._slots.release(sequence.slot)
@@ -381,7 +385,7 @@ class SequenceTable:
 
     def _rows_in_time(self, tasks: list[Task], served: list[Task]) -> int:
         """Return how many rows more leave each decode the time that it has, of those that `spare_rows` may give."""
-        if len({task.tenant for task in served}) < 2:
+        if len({task.tenant for task in tasks}) < 2:
             return self._max_sequences
         cost, targets = self._scheduler.cost, self._scheduler.targets
         context = sum(task.context - task.pruned for task in tasks)
@@ -408,7 +412,10 @@ class SequenceTable:
         """Drop the latest candidates, as many as there is no room for any more."""
         served = [sequence.task for sequence in self.by_task.values() if not sequence.request.candidate]
         short = self._pages.available < self._pages.pool.capacity // 4
-        room = min(self._rows_in_time(served, served), self._max_sequences - len(served))
+        tasks = [sequence.task for sequence in self.by_task.values()]
+        # The candidates there are have their part in the tasks; of rows in time the served ones come first.
+        room = self._rows_in_time(served, served) if len({task.tenant for task in tasks}) > 1 else self._max_sequences
+        room = min(room, self._max_sequences - len(served))
         if short or self._wanted:
             room = 0
         for sequence in list(self._candidates.values())[max(0, room) :]:

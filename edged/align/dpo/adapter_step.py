@@ -88,8 +88,8 @@ class AdapterStep:
         """Log-ratios per token of practice pairs' answers: they are the adapter's own, so their mean is its KL."""
         self._taken: list[PairOutcome] = []
         """Outcomes of all pairs so far."""
-        self._mark: tuple[int, int, list[torch.Tensor]] | None = None
-        """Numbers of outcomes and `_origins`, and the gradients, at the end of the latest micro-batch."""
+        self._mark: tuple[int, int, int, list[torch.Tensor]] | None = None
+        """Numbers of outcomes, `_origins` and `_ratios`, and the gradients, at the end of the latest micro-batch."""
 
     def _mismatches(self) -> list[TokenPair]:
         """Each rated answer's prompt with the answer before (TRL's pairs for KTO's KL); none of a single rating."""
@@ -147,7 +147,7 @@ class AdapterStep:
 
     def mark(self) -> None:
         """Save the state between two micro-batches, to which `restart` returns."""
-        self._mark = len(self._taken), len(self._origins), [total.clone() for total in self._totals]
+        self._mark = len(self._taken), len(self._origins), len(self._ratios), [total.clone() for total in self._totals]
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """Return what `VersionPublished` tells of the step, which took `seconds`."""
@@ -162,8 +162,8 @@ class AdapterStep:
 
     def restart(self) -> None:
         """Undo the current micro-batch: return to the end of the one before."""
-        taken, origins, totals = self._mark or (0, 0, None)
-        del self._taken[taken:], self._origins[origins:]
+        taken, origins, ratios, totals = self._mark or (0, 0, 0, None)
+        del self._taken[taken:], self._origins[origins:], self._ratios[ratios:]
         if totals is None:
             torch._foreach_zero_(self._totals)
         else:

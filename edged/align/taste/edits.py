@@ -24,7 +24,9 @@ _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf90
 """Characters of scripts without spaces between words (Thai, Lao, Burmese, Khmer, kana, Han): each is a token."""
 _LETTER = rf"(?![{_ALONE}])\w"
 _TOKEN = re.compile(rf"[{_ALONE}]|(?:{_LETTER})+(?:['’-](?:{_LETTER})+)*|\s+|[^\w\s]")
-_SENTENCE = re.compile(r"\S.*?(?:[.!?…]+[\"')\]”’»]*(?=\s|$)|[。！？]+[」』”’）]*|(?=\n\s*\n)|$)\s*", re.DOTALL)
+_SENTENCE = re.compile(
+    r"\S.*?(?:(?<![.!?…])[.!?…]++[\"')\]”’»]*(?=\s|$)|[。！？]+[」』”’）]*|(?=\n\s*\n)|$)\s*", re.DOTALL
+)
 _END_MARKS = ".!?…。！？"
 
 

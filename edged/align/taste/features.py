@@ -26,8 +26,10 @@ _WORD = re.compile(
 )
 """A word; a character alone in scripts that put no spaces between words."""
 _OTHER = re.compile(r"[^\w \r\t]|[\d_]")
-_SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)|[。！？]+|\n+")
-_LIST_LINE = re.compile(r"^\s*(?:[-*•]|\d+[.)])\s", re.MULTILINE)
+_SENTENCE_END = re.compile(r"(?<![.!?…])[.!?…]++[\"')\]]*+(?=\s|$)|[。！？]+|\n+")
+_LIST_LINE = re.compile(r"^[^\S\n]*(?:[-*•]|\d+[.)])\s", re.MULTILINE)
+_MAX_CHARS = 12_000
+"""Characters of a text that are looked at: of a longer one its beginning and its end."""
 _LISTS = json.loads(files(__package__).joinpath("words.json").read_text("utf-8"))
 _MARKS: dict[str, str] = _LISTS["marks"]
 _SAME_MARK: dict[str, str] = _LISTS["same_marks"]
@@ -70,7 +72,7 @@ def features(text: str, ended: bool = True) -> Features:
 
     They are kept for the next fit: `features.cache_clear()` drops them where a user's texts are erased.
     """
-    named = extract(text)
+    named = extract(text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS // 2] + text[-_MAX_CHARS // 2 :])
     if not ended:
         named = {name: value for name, value in named.items() if kind_of(name) not in _WHOLE}
     hashes = np.array([crc32(name.encode("utf-8", "replace")) for name in named], np.int64)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 import numpy as np
 
@@ -76,8 +77,8 @@ class Taste:
         self._design = _Design(opinions, frozenset(map(subject_of, struck)))
         self.prompts = len({each.prompt for each in opinions})
         """Number of prompts that it has opinions on."""
-        self.version = len(opinions)
-        """Number of the opinions that it was made of: it changes with each signal."""
+        self.version = crc32(repr((len(opinions), opinions[-1:], sorted(struck))).encode())
+        """A number that changes with each signal, and with what is struck."""
         self._forget_what_changed()
         self._all = _Posterior(self._design, np.arange(self._design.count)) if self._design.count else None
 

@@ -9,6 +9,8 @@ from edged.align.taste.model import Opinion
 from edged.store.completions import content_text
 from edged.store.feedback import PairRow, latest_pairs
 
+_QUESTION_CHARS = 4000
+"""Characters of what was asked that are looked at, the last ones."""
 MOST_OPINIONS = 1000
 """Number of the latest signals that count."""
 
@@ -26,4 +28,4 @@ def opinion_of(row: PairRow) -> Opinion:
 
 def question_of(messages: Sequence[Mapping[str, object]] | None, prompt: str | None) -> str:
     """The text under which answers are compared: a chat's last message, or the prompt."""
-    return content_text(messages[-1]) if messages else prompt or ""
+    return (content_text(messages[-1]) if messages else prompt or "")[-_QUESTION_CHARS:]
