@@ -180,10 +180,12 @@ async function strike(key) {
 /** Keep what a person wants of all answers, in words; an empty text clears it. */
 async function tell(event) {
   event.preventDefault();
-  const [path, text] = [`v1/adapters/${encodeURIComponent(shown.adapter)}/preference`, byId("preference").value.trim()];
+  const [user, text] = [shown.adapter, byId("preference").value.trim()];
+  const path = `v1/adapters/${encodeURIComponent(user)}/preference`;
   try {
-    showPreference(await (text ? call(path, { text }, "PUT") : call(path, undefined, "DELETE")));
-    announce("Kept.");
+    const found = await (text ? call(path, { text }, "PUT") : call(path, undefined, "DELETE"));
+    if (user === shown.adapter) showPreference(found);
+    announce(text ? "Kept." : "Cleared.");
   } catch (error) {
     complain(error);
   }

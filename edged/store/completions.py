@@ -90,10 +90,16 @@ def content_text(message: Message) -> str:
 
 
 def latest_prompts(db: Database, adapter: str, most: int) -> list[Completion]:
-    """The latest completions of an adapter with different prompts, at most so many, newest first, without choices."""
+    """The latest completions of an adapter with different prompts, at most so many, newest first, without choices.
+
+    Those of bare tokens, which another model's tokenizer may have made, are left out.
+    """
     sql = """SELECT * FROM completions WHERE rowid IN (
-                 SELECT max(rowid) FROM (SELECT rowid, prompt_key FROM completions WHERE adapter = ?
-                                         ORDER BY created_at DESC LIMIT 1000) GROUP BY prompt_key)
+                 SELECT max(rowid) FROM (
+                     SELECT rowid, prompt_key FROM completions
+                     WHERE adapter = ? AND coalesce(messages, prompt) IS NOT NULL
+                     ORDER BY created_at DESC LIMIT 1000)
+                 GROUP BY prompt_key)
              ORDER BY created_at DESC LIMIT ?"""
     return [record_of(Completion, row, choices=()) for row in db.query(sql, [adapter, most])]
 

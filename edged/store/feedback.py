@@ -403,7 +403,8 @@ def set_preference(db: Database, preference: WrittenPreference) -> None:
     """Write a preference in the place of the one before; what was distilled of the same text stays."""
     db.execute(
         """INSERT INTO preferences VALUES (:adapter, :text, :created_at, :account, :distilled)
-            ON CONFLICT (adapter) DO UPDATE SET text = :text, created_at = :created_at, account = :account,
+            ON CONFLICT (adapter) DO UPDATE SET text = :text, account = :account,
+                created_at = CASE text WHEN :text THEN created_at ELSE :created_at END,
                 distilled = CASE text WHEN :text THEN distilled ELSE :distilled END""",
         field_values(preference),
     )
