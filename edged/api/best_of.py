@@ -1,24 +1,25 @@
 """Answers that are chosen among several: whole ones, or streams block by block, by their user's taste model."""
 
-import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from edged.align.taste.model import Taste
-from edged.api.drawing import Draw, draw
+from edged.api.drawing import Draw, Drawing
 from edged.api.services import Services
 from edged.api.tastes import is_sure, is_sure_of
-from edged.engine.request import Event, FinishEvent, FinishReason, Request, TokenEvent
+from edged.engine.request import EngineBusy, Event, FinishEvent, FinishReason, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.reader import Reader
 
+log = logging.getLogger("edged.api")
 _AUTO = 4
 """Number of candidates by default."""
-_BLOCK, _LEAST_BLOCK, _MOST_BLOCK = 16, 8, 64
-"""Tokens of a block: unchosen, and the fewest and most of one that is chosen."""
+_LEAST_BLOCK, _MOST_BLOCK = 8, 64
+"""The fewest and the most tokens of a block that is chosen."""
 _PLANNED = 0.6
 """Share of the time until a block is due that its tokens are predicted to take."""
 
@@ -35,18 +36,28 @@ class Chooser:
         """Return the number of the answer that the user is expected to like best; each is a text, and whether whole."""
         if not is_sure_of(self.taste, self.question, [text for text, _ in answers]):
             return 0
-        scores = [float(self.taste.scores(self.question, [text], ended)[0]) for text, ended in answers]
+        scores = [
+            # An empty answer is chosen where there is no other.
+            (bool(text.strip()), float(self.taste.scores(self.question, [text], ended)[0]))
+            for text, ended in answers
+        ]
         return max(range(len(scores)), key=scores.__getitem__)
 
 
-def chooser_of(services: Services, taste: Taste | None, question: str, sampling: Sampling) -> Chooser | None:
-    """Return the chooser of an answer that names neither `n` nor `best_of`; None where it is not to be chosen.
+def may_choose(services: Services, sampling: Sampling, stream: bool) -> bool:
+    """Whether an answer that names neither `n` nor `best_of` may be chosen among several.
 
-    An answer of temperature 0, of a seed, or with log-probabilities is the model's own.
+    One of temperature 0, of a seed, or with log-probabilities is the model's own. Penalties count an answer's tokens,
+    which the blocks of a stream are not known to have before them.
     """
-    setting = services.settings.serving.best_of
     own = sampling.temperature == 0 or sampling.seed is not None or sampling.logprobs is not None
-    if setting in ("off", "1") or taste is None or own or not is_sure(taste):
+    return services.settings.serving.best_of not in ("off", "1") and not own and not (stream and sampling.penalizes)
+
+
+def chooser_of(services: Services, taste: Taste | None, question: str) -> Chooser | None:
+    """Return the chooser of an answer that may be chosen; None where the taste model is not sure enough."""
+    setting = services.settings.serving.best_of
+    if taste is None or not is_sure(taste):
         return None
     return Chooser(taste, question, _AUTO if setting == "auto" else int(setting))
 
@@ -56,7 +67,7 @@ class Blocks:
     """A streamed answer that is drawn in blocks: of each, several continuations, the best of which goes on.
 
     A block is chosen only where it is delivered in time: the first within its target for a first token, later ones
-    before the reader has read what is there. Otherwise a block is one continuation, delivered as it is made.
+    before the reader has read what is there. Otherwise the rest is one continuation, delivered as it is made.
     """
 
     services: Services
@@ -71,6 +82,7 @@ class Blocks:
     _first: FinishEvent | None = None
     _first_s: float = 0.0
     _reader: Reader | None = None
+    _drawing: Drawing | None = None
     _stopped: bool = False
 
     def __post_init__(self) -> None:
@@ -80,57 +92,75 @@ class Blocks:
             ttft_s = max(pace.ttft_s, self.services.engine.scheduler.cost.prompt_s(prompt))
             self._reader = Reader(pace.tokens_per_s, self.asked_s + ttft_s)
 
+    def begin(self) -> bool:
+        """Submit the first block; False where it cannot be chosen in time. Raises EngineBusy and RequestRefused."""
+        rows, size = self._plan(self.request.sampling.max_tokens)
+        if rows > 1:
+            self._drawing = self._submit(rows, size, 0)
+        return rows > 1
+
     def stop(self) -> None:
         """Draw no more: a stop string was found in what was delivered."""
         self._stopped = True
 
     async def run(self) -> None:
         """Draw the answer to its end."""
-        reason, number = None, 0
+        number = 0
         try:
+            reason: FinishReason | None = None
             while reason is None and not self._stopped:
                 reason = await self._block(number)
                 number += 1
-        except asyncio.CancelledError:
-            raise
+            self._end(reason or "stop")
         except Exception as error:
-            return self._end("error", str(error))
-        self._end(reason or "stop")
+            if not isinstance(error, EngineBusy):
+                log.exception("a streamed answer ends early")
+            self._end("error", str(error) if isinstance(error, EngineBusy) else "the engine gave this request up")
 
-    async def _block(self, number: int) -> FinishReason | None:
-        """Draw and deliver a block; return the reason for which the answer ends with it, or None."""
-        sampling, left = self.request.sampling, self.request.sampling.max_tokens - len(self._tokens)
-        rows, size = self._plan(left)
-        if rows == 1:
-            size = min(left, _BLOCK)
-        prompt = (*self.request.prompt_ids, *(event.token_id for event in self._tokens))
-        least = min(size, max(0, sampling.min_tokens - len(self._tokens)))
+    def _submit(self, rows: int, size: int, number: int) -> Drawing:
+        """Submit the continuations of a block, all but the first as candidates."""
+        sampling = self.request.sampling
         request = replace(
             self.request,
-            prompt_ids=prompt,
-            sampling=replace(sampling, max_tokens=size, min_tokens=least),
+            prompt_ids=(*self.request.prompt_ids, *(event.token_id for event in self._tokens)),
+            sampling=replace(
+                sampling, max_tokens=size, min_tokens=min(size, max(0, sampling.min_tokens - len(self._tokens)))
+            ),
             pace=None,
-            delivery="next_block" if number else "block" if rows > 1 else "tokens",
+            delivery="next_block" if number else "block",
         )
         requests = [
             replace(request, request_id=f"{request.request_id}-{number}-{row}", candidate=row > 0)
             for row in range(rows)
         ]
-        live = self._deliver if rows == 1 else None
-        draws = await draw(self.services.engine, self.services.event_router, requests, live)
+        asked_s = None if number else self.asked_s
+        return Drawing(self.services.engine, self.services.event_router, requests, asked_s)
+
+    async def _block(self, number: int) -> FinishReason | None:
+        """Draw and deliver a block; return the reason for which the answer ends with it, or None.
+
+        Where none can be chosen in time, the rest of the answer is delivered as it is made.
+        """
+        left = self.request.sampling.max_tokens - len(self._tokens)
+        drawing, self._drawing = self._drawing, None
+        chosen = drawing is not None
+        if drawing is None:
+            rows, size = self._plan(left)
+            chosen = rows > 1
+            drawing = self._submit(rows, size if chosen else left, number)
+        draws = await drawing.collect(None if chosen else self._deliver)
         best = self._choose([each for each in draws if each.whole] or draws[:1])
-        if rows > 1:
+        if chosen:
             self.chosen_of = max(self.chosen_of, sum(each.whole for each in draws))
             for event in best.tokens:
                 self._deliver(event)
         finish = best.finish
         assert finish is not None
         self._first = self._first or finish
-        if finish.reason == "length" and len(self._tokens) < sampling.max_tokens:
-            return None if len(prompt) + size < self.services.engine.max_context_tokens else "length"
         if finish.reason == "error":
-            raise RuntimeError(finish.error or "the engine gave this request up")
-        return finish.reason
+            raise EngineBusy(finish.error or "the engine gave this request up")
+        ended = len(self._tokens) >= self.request.sampling.max_tokens
+        return finish.reason if finish.reason != "length" or ended or not chosen else None
 
     def _plan(self, left: int) -> tuple[int, int]:
         """Return the number of continuations of the next block, and its tokens, that are delivered in time."""
@@ -146,7 +176,7 @@ class Blocks:
         begun_s = cost.prompt_s(rows * page, context) if self._tokens else cost.prompt_s(context)
         due_s = self._due_s(token_s) - now - begun_s
         size = min(size, int(_PLANNED * due_s / token_s) if token_s > 0 and due_s < math.inf else size)
-        return (rows, size) if rows > 1 and size >= min(_LEAST_BLOCK, left) else (1, size)
+        return (rows, size) if rows > 1 and size >= min(_LEAST_BLOCK, left) else (1, left)
 
     def _due_s(self, token_s: float) -> float:
         """Return when the next token is due: where nobody is said to read, each one's target counts from the first."""
@@ -181,7 +211,8 @@ class Blocks:
             self.emit(replace(event, request_id=self.request.request_id))
 
     def _end(self, reason: FinishReason, error: str = "") -> None:
-        now = time.monotonic()
+        now, known = time.monotonic(), self.request
+        self.services.engine.count_stream(reason, self._reader, known.fairness_key or known.user or "", known.service)
         first = self._first or FinishEvent(self.request.request_id, reason)
         self.emit(
             replace(

@@ -14,7 +14,7 @@ from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
 from edged.align.taste.opinions import question_of
 from edged.api import openai_format
 from edged.api.access import caller_of
-from edged.api.best_of import Chooser, chooser_of
+from edged.api.best_of import Chooser, chooser_of, may_choose
 from edged.api.connections import has_begun
 from edged.api.errors import as_api_error, bad_request
 from edged.api.generation import Generation
@@ -142,10 +142,14 @@ async def _chooser(services: Services, body: Body, completion: Completion, sampl
     """Return what chooses the answer among several; None where it is not chosen, or by its likelihood."""
     if (body.choices > 1 and body.best_of is None) or (body.drawn == body.choices and body.best_of is not None):
         return None
-    taste = await services.tastes.of(completion.adapter)
+    if body.best_of is None and not may_choose(services, sampling, bool(body.stream)):
+        return None
+    # Where no pair has come, there is no taste to wait for.
+    known = completion.adapter is not None and services.engine.version(completion.adapter) is not None
+    taste = await services.tastes.of(completion.adapter) if known else None
     question = question_of(completion.messages, completion.prompt)
     if body.best_of is None:
-        return chooser_of(services, taste, question, sampling)
+        return chooser_of(services, taste, question)
     return Chooser(taste, question, 1) if taste is not None and is_sure(taste) else None
 
 
@@ -233,10 +237,10 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
     max_tokens = min(wanted, context - prompt_tokens)
     alternatives, most = body.top_alternatives, services.settings.api.max_logprobs
     if alternatives is not None and not body.stream:
-        choices, each = body.choices, max_tokens * (1 + alternatives)
+        choices, each = body.drawn, max_tokens * (1 + alternatives)
         if choices * each > most:
             raise bad_request(
-                f"n x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = "
+                f"answers x max_tokens x (1 + alternatives) = {choices} x {max_tokens} x {1 + alternatives} = "
                 f"{choices * each} log-probabilities are more than api.max_logprobs = {most}: "
                 "ask for fewer, or for a stream",
                 "logprobs",

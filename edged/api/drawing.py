@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
-from edged.engine.request import Event, FinishEvent, FinishReason, Request, TokenEvent
+from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
 
 
 @dataclass(slots=True)
@@ -33,31 +33,47 @@ class Draw:
         return self.finish is not None and self.finish.reason in ("stop", "length")
 
 
-async def draw(
-    engine: Engine, router: EventRouter, requests: Sequence[Request], on_event: Callable[[Event], None] | None = None
-) -> list[Draw]:
-    """Submit requests at once and return their draws, in order, when all have ended; `on_event` hears each event.
+class Drawing:
+    """Requests that were submitted, and their draws so far. Use: `collect`, or `cancel`."""
 
-    Cancelled, it cancels them. Raises EngineBusy and RequestRefused, with none of them left running.
-    """
-    queue: asyncio.Queue[Event] = asyncio.Queue()
-    draws = {request.request_id: Draw(request) for request in requests}
-    try:
-        for request in requests:
-            router.expect(request.request_id, queue, counted=not request.candidate)
-            engine.submit(request)
-        while any(each.finish is None for each in draws.values()):
-            event = await queue.get()
-            if isinstance(event, TokenEvent):
-                draws[event.request_id].tokens.append(event)
-            else:
-                draws[event.request_id].finish = event
-            if on_event is not None:
-                on_event(event)
-    finally:
-        reason: FinishReason = "cancelled"
-        for name, each in draws.items():
+    def __init__(
+        self, engine: Engine, router: EventRouter, requests: Sequence[Request], asked_s: float | None = None
+    ) -> None:
+        """Submit the requests at once. Raises EngineBusy and RequestRefused for the first; later ones are dropped."""
+        self._engine, self._router = engine, router
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._draws = {request.request_id: Draw(request) for request in requests}
+        for number, request in enumerate(requests):
+            router.expect(request.request_id, self._queue, counted=not request.candidate)
+            try:
+                engine.submit(request, asked_s)
+            except (EngineBusy, RequestRefused):
+                router.drop(request.request_id)
+                if not number:
+                    raise
+                self._draws[request.request_id].finish = FinishEvent(request.request_id, "dropped")
+
+    async def collect(self, on_event: Callable[[Event], None] | None = None) -> list[Draw]:
+        """Return the draws, in the order of the requests, when all have ended; `on_event` hears each event.
+
+        Cancelled, it cancels them.
+        """
+        try:
+            while any(each.finish is None for each in self._draws.values()):
+                event = await self._queue.get()
+                if isinstance(event, TokenEvent):
+                    self._draws[event.request_id].tokens.append(event)
+                else:
+                    self._draws[event.request_id].finish = event
+                if on_event is not None:
+                    on_event(event)
+        finally:
+            self.cancel()
+        return list(self._draws.values())
+
+    def cancel(self) -> None:
+        """Cancel what has not ended."""
+        for name, each in self._draws.items():
             if each.finish is None:
-                router.drop(name)
-                engine.cancel(name, reason)
-    return list(draws.values())
+                self._router.drop(name)
+                self._engine.cancel(name)

@@ -256,9 +256,16 @@ class Generation:
         services = self.services
         request = self._request(answer)
         if self.chooser is not None and self.body.stream:
-            blocks = self._blocks = Blocks(services, request, self.chooser, asked_s, self._queue.put_nowait)
-            self._drawing = asyncio.create_task(blocks.run())
-            return
+            blocks = Blocks(services, request, self.chooser, asked_s, self._queue.put_nowait)
+            try:
+                begun = blocks.begin()
+            except Exception:
+                services.admission.leave(self.fairness_key)
+                self._cancel()
+                raise
+            if begun:
+                self._blocks, self._drawing = blocks, asyncio.create_task(blocks.run())
+                return
         services.event_router.expect(request.request_id, self._queue)
         try:
             services.engine.submit(request, asked_s)
@@ -268,7 +275,7 @@ class Generation:
             self._cancel()
             raise
         self._inside.add(answer.request_id)
-        if self.chooser is not None:
+        if self.chooser is not None and not self.body.stream:
             self._submit_candidates(request, self.chooser)
 
     def _submit_candidates(self, request: Request, chooser: Chooser) -> None:
@@ -482,7 +489,7 @@ class Generation:
         for request_id in self._candidates.keys() & self._unfinished.keys():
             self.services.event_router.drop(request_id)
             self.services.engine.cancel(request_id)
-        if self._drawing is not None and not self._drawing.done():
+        if self._drawing is not None and self.answers[0].request_id in self._unfinished:
             self._drawing.cancel()
             self.services.admission.leave(self.fairness_key)
         self._inside.clear()

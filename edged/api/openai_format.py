@@ -64,7 +64,7 @@ def fingerprint(generation: Generation) -> str:
     """
     version, chooser = generation.version, generation.chooser
     weights = f"{generation.completion.adapter}@{version}" if version else "base"
-    return f"{weights}+taste@{chooser.taste.version}" if chooser and generation.chosen_of > 1 else weights
+    return f"{weights}+taste@{chooser.taste.version:08x}" if chooser and generation.chosen_of > 1 else weights
 
 
 def full(generation: Generation) -> Json:

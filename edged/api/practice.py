@@ -20,7 +20,7 @@ from edged.align.taste.edits import Operator, induce
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
 from edged.align.versions import UnknownVersion
-from edged.api.drawing import Draw, draw
+from edged.api.drawing import Draw, Drawing
 from edged.api.event_router import EventRouter
 from edged.api.tastes import Tastes, is_sure, is_sure_of
 from edged.api.written_preferences import WrittenPreferences
@@ -34,6 +34,7 @@ from edged.settings.load import Settings
 from edged.store import Store
 from edged.store.completions import latest_answers, latest_prompts
 from edged.store.feedback import LEARNED, get_preference, latest_pairs, requeue_taken_back, set_distilled
+from edged.store.jobs.jobs import open_job_of
 from edged.text.preference import prompts
 from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
 
@@ -58,6 +59,8 @@ _TOLD = 0.1
 """The least gain of that share that the store is told of."""
 _LEARNED = 0.8
 """Share of that distance that is gone when the preference leaves the prompt."""
+_MADE_ELSEWHERE = ("imported", "rebuilt", "job")
+"""Reasons of versions whose weights do not follow from the signals that the store has."""
 _MOST_USERS = 256
 """Users whose practice is in memory; the one whose turn was longest ago goes first."""
 _STEP_S, _PAUSE_S, _IDLE_S = 60.0, 0.2, 1.0
@@ -92,7 +95,9 @@ class Practised:
     operator: Operator | None
     prompts: Sequence[PracticePrompt]
     preference: str = ""
-    """The written preference that is to be learned."""
+    """The written preference that is to be learned; "" once it is, or was given up."""
+    text: str = ""
+    """The written preference, as prompts have it."""
     distances: list[float] = field(default_factory=list)
     """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
     told: float = -1.0
@@ -117,7 +122,7 @@ class Practised:
         latest = list(self.adapter_answers)[-_KEPT // 2 :]
         shown = sum(operator.shown(each.text) for each in latest) / max(1, len(latest))
         self.ended |= len(latest) >= _KEPT // 2 and shown >= _SATISFIED
-        self.gains.append(shown)
+        self.note(shown)
         return self.ended
 
     @property
@@ -152,8 +157,10 @@ class Practice:
         self._tastes, self._preferences, self._live = tastes, preferences, live
         self.users: OrderedDict[str, Practised] = OrderedDict()
         """Those who have practice, the one whose turn is next first."""
-        self._judged: dict[str, Liked] = {}
+        self.judged: dict[str, Liked] = {}
         """What was liked of adapters' answers, when it was last asked for."""
+        self._told: dict[str, tuple[Any, ...]] = {}
+        """The taste and the answers that `judged` is of."""
         self._numbers = itertools.count(1)
         self._wake = asyncio.Event()
         self._stepped: dict[str, asyncio.Future[VersionPublished | None]] = {}
@@ -171,8 +178,7 @@ class Practice:
         """End, with the round under way."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def on_taste(self, adapter: str) -> None:
         """Begin a user's practice anew, since there are new signals."""
@@ -182,15 +188,26 @@ class Practice:
         """Hear that a step of practice ended; any thread may call this."""
         for record in records:
             back = isinstance(record, VersionPublished) and record.taken_back
-            if isinstance(record, VersionPublished | StepSkipped) and (back or record.adapter in self._stepped):
+            waited = isinstance(record, StepSkipped) or (
+                isinstance(record, VersionPublished) and record.reason == "practised"
+            )
+            if isinstance(record, VersionPublished | StepSkipped) and (
+                back or (waited and record.adapter in self._stepped)
+            ):
                 made = record if isinstance(record, VersionPublished) and not back else None
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._router.loop.call_soon_threadsafe(self._note_step, record.adapter, made)
 
     def forget(self, adapter: str) -> None:
-        """Forget a user's practice."""
-        self.users.pop(adapter, None)
-        self._judged.pop(adapter, None)
+        """Forget a user's practice; any thread may call this."""
+
+        def drop() -> None:
+            self.users.pop(adapter, None)
+            self.judged.pop(adapter, None)
+            self._told.pop(adapter, None)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._router.loop.call_soon_threadsafe(drop)
 
     def _note_step(self, adapter: str, made: VersionPublished | None) -> None:
         if (stepped := self._stepped.get(adapter)) is not None and not stepped.done():
@@ -203,14 +220,26 @@ class Practice:
         taste, preference = await self._tastes.of(adapter), self._preferences.in_prompt(adapter)
         if taste is None and not preference:
             return self.forget(adapter)
-        operator, prompts = await asyncio.to_thread(self._read, adapter)
         before = self.users.get(adapter)
-        practised = Practised(taste or Taste.fit([]), operator, prompts, preference)
+        if (
+            before is not None
+            and before.prompts
+            and (taste or before.taste).version == before.taste.version
+            and preference == before.text
+        ):
+            return
+        operator, prompts = await asyncio.to_thread(self._read, adapter)
+        if await self._tastes.of(adapter) is not taste:
+            # It was fitted anew, or forgotten, meanwhile.
+            return
+        practised = Practised(taste or Taste.fit([]), operator, prompts, preference, preference)
         if before is not None:
-            if before.preference == preference:
-                practised.distances, practised.told = before.distances, before.told
+            if before.text == preference:
+                practised.preference, practised.told = before.preference, before.told
+                practised.distances = before.distances
             practised.kl_nats, practised.turn = before.kl_nats, before.turn
-            practised.base_answers = before.base_answers
+            asked = {prompt.question for prompt in prompts}
+            practised.base_answers = {text: each for text, each in before.base_answers.items() if text in asked}
         self.users[adapter] = practised
         while len(self.users) > _MOST_USERS:
             self.users.popitem(last=False)
@@ -234,8 +263,13 @@ class Practice:
         for completion in self._store.read(lambda db: latest_prompts(db, adapter, _PROMPTS)):
             question = question_of(completion.messages, completion.prompt)
             if question not in found and len(found) < _PROMPTS:
-                preferred = self._preferred(completion.messages, preference)
-                found[question] = PracticePrompt(question, completion.prompt_ids[-_PROMPT_TOKENS:], preferred)
+                with contextlib.suppress(TokenizerError):
+                    # Anew: another model's tokenizer may have made the stored tokens.
+                    messages, text = completion.messages, completion.prompt or ""
+                    encode = self._tokenizer.encode_prompt
+                    asked = encode(text) if messages is None else self._tokenizer.render_chat(messages)
+                    preferred = self._preferred(messages, preference)
+                    found[question] = PracticePrompt(question, tuple(asked[-_PROMPT_TOKENS:]), preferred)
         return induce(edits), list(found.values())
 
     def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
@@ -258,6 +292,11 @@ class Practice:
         """
         rows = await asyncio.to_thread(self._store.read, lambda db: metrics.versions(db, adapter, 10_000))
         before = next((row["version"] for row in rows if row["created_at"] < since and row["on_disk"]), 0)
+        kept = any(row["reason"] in _MADE_ELSEWHERE for row in rows if row["version"] > before)
+        job = await asyncio.to_thread(lambda: self._store.read(lambda db: open_job_of(db, adapter)))
+        if kept or job:
+            log.info("%s keeps what it practised: weights of an import or a job would be lost", adapter)
+            return
         try:
             version = await asyncio.wrap_future(self._engine.rollback(adapter, before))
         except UnknownVersion:
@@ -272,6 +311,8 @@ class Practice:
 
         They are the latest that were served, what the adapter gave by itself, and the base's.
         """
+        if self._engine.version(adapter) is None:
+            return NOT_JUDGED
         taste, practised = await self._tastes.of(adapter), self.users.get(adapter)
         if taste is None:
             return NOT_JUDGED
@@ -288,12 +329,15 @@ class Practice:
             likes = [taste.likes(each.question, each.text, apart=True) > 0.5 for each in answers[-_KEPT:]]
             return sum(likes), len(likes)
 
-        self._judged[adapter] = await asyncio.to_thread(lambda: Liked(judged(served), judged(own), judged(base)))
-        return self._judged[adapter]
+        told = (taste.version, [each.id for each in rows], len(own), len(base), own[-1:])
+        if self._told.get(adapter) != told:
+            self.judged[adapter] = await asyncio.to_thread(lambda: Liked(judged(served), judged(own), judged(base)))
+            self._told[adapter] = told
+        return self.judged[adapter]
 
     def readings(self, adapters: Collection[str]) -> dict[str, Any]:
         """Return the metric of what was liked, of those of `adapters` that were judged; any thread may call this."""
-        known = {name: liked.report() for name, liked in self._judged.copy().items() if name in adapters}
+        known = {name: liked.report() for name, liked in self.judged.copy().items() if name in adapters}
         shares = {(name, kind): each["share"] for name, kinds in known.items() for kind, each in kinds.items() if each}
         return {"edged_adapter_liked_ratio": shares}
 
@@ -301,26 +345,36 @@ class Practice:
 
     async def _run(self) -> None:
         while True:
-            adapter = next((name for name, each in self.users.items() if each.prompts and not each.ended), "")
-            if not adapter or not self._live.current.align.practice:
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_IDLE_S):
-                        await self._wake.wait()
-                # Somebody who has told it once may have asked by now.
-                for name in [name for name, each in self.users.items() if not each.prompts]:
-                    await self._renew(name)
-                continue
-            self.users.move_to_end(adapter)
             try:
-                if not await self._round(adapter, self.users[adapter]):
-                    await asyncio.sleep(_PAUSE_S)
+                await self._turn()
             except (EngineBusy, RequestRefused):
                 await asyncio.sleep(_IDLE_S)
             except Exception:
-                log.exception("practice of %s failed: it goes on with the next signal", adapter)
-                if adapter in self.users:
-                    self.users[adapter].ended = True
+                log.exception("practice failed: it goes on with the next user")
+                await asyncio.sleep(_IDLE_S)
+
+    async def _turn(self) -> None:
+        """Have the next user practise for a round, or wait where there is nothing to do."""
+        adapter = next((name for name, each in self.users.items() if each.prompts and not each.ended), "")
+        if not adapter or not self._live.current.align.practice:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_IDLE_S):
+                    await self._wake.wait()
+            # Somebody who has told it once may have asked by now.
+            for name in [name for name, each in self.users.items() if not each.prompts]:
+                await self._renew(name)
+            return
+        self.users.move_to_end(adapter)
+        practised = self.users[adapter]
+        try:
+            if not await self._round(adapter, practised):
+                await asyncio.sleep(_PAUSE_S)
+        except (EngineBusy, RequestRefused):
+            raise
+        except Exception:
+            practised.ended = True
+            raise
 
     async def _round(self, adapter: str, practised: Practised) -> bool:
         """Draw, judge, and learn from what some prompts show; returns whether there was room for it."""
@@ -335,7 +389,8 @@ class Practice:
         prompts = practised.next_prompts(count)
         new = [prompt for prompt in prompts if prompt.question not in practised.base_answers]
         for prompt, answers in zip(new, await self._draw(None, adapter, new, _BASE_ANSWERS), strict=True):
-            practised.base_answers[prompt.question] = [(self._text(each), each) for each in answers]
+            if answers:
+                practised.base_answers[prompt.question] = [(self._text(each), each) for each in answers]
         operator = practised.operator
         drawn = await self._draw(adapter, adapter, prompts, min(_ROWS, rows) if operator is None else 1)
         for prompt, answers in zip(prompts, drawn, strict=True):
@@ -417,7 +472,7 @@ class Practice:
             for prompt in prompts
             for _ in range(each)
         ]
-        draws = await draw(self._engine, self._router, requests)
+        draws = await Drawing(self._engine, self._router, requests).collect() if requests else []
         by_prompt = [draws[at : at + each] for at in range(0, len(draws), each)]
         return [[each for each in some if each.whole] for some in by_prompt]
 

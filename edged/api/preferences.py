@@ -70,19 +70,21 @@ async def strike(request: web.Request) -> Struck:
     body = await read_body(request, StrikeRequest.checked)
     _count(services, name)
 
-    def write(db: Database) -> set[str]:
+    def write(db: Database) -> tuple[set[str], bool]:
         _demand_teachable(db, name)
+        before = feedback.struck(db, name)
         if body.undo:
             feedback.unstrike(db, name, body.key)
         else:
             feedback.strike(db, name, body.key, utc_text(utc_now()))
         if len(keys := feedback.struck(db, name)) > _MAX_STRUCK:
             raise bad_request(f"{_MAX_STRUCK} lines of {name} are struck: no more are taken", "key")
-        return keys
+        return keys, keys != before
 
-    struck = await asyncio.wrap_future(services.store.write(write))
-    services.tastes.refit(name)
-    await services.practice.relearn(name)
+    struck, changed = await asyncio.wrap_future(services.store.write(write))
+    if changed:
+        services.tastes.refit(name)
+        await services.practice.relearn(name)
     return Struck(adapter=name, struck=sorted(struck))
 
 

@@ -60,11 +60,6 @@ class Tastes:
             self._fitted.move_to_end(adapter)
         return self._fitted.get(adapter)
 
-    @property
-    def fitted(self) -> list[str]:
-        """The adapters whose models are in memory."""
-        return [name for name, taste in self._fitted.items() if taste is not None]
-
     def refit(self, adapter: str) -> None:
         """Fit an adapter's model to the signals that the store has now; any thread may call this."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -82,9 +77,17 @@ class Tastes:
 
     def renew(self) -> None:
         """Fit all models anew, since signals were erased; any thread may call this."""
-        features.cache_clear()
-        for adapter in list(self._fitted):
-            self.refit(adapter)
+
+        def renew_all() -> None:
+            # What is under way has read signals that are gone: its result is not taken.
+            names = {*self._fitted, *self._fits}
+            self._fits.clear()
+            self._thread.submit(features.cache_clear)
+            for adapter in names:
+                self._fit(adapter)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(renew_all)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -113,8 +116,9 @@ class Tastes:
             self._loop.call_soon_threadsafe(self._done, adapter, fit)
 
     def _done(self, adapter: str, fit: Future[Taste | None]) -> None:
-        if self._fits.get(adapter) is fit:
-            del self._fits[adapter]
+        if self._fits.get(adapter) is not fit:
+            return
+        del self._fits[adapter]
         if fit.cancelled():
             return
         if error := fit.exception():
