@@ -12,7 +12,7 @@ Everything here runs inside `Store.write`.
 | dwell | + or - by reading time | scalar | `weight_dwell` |
 | skip | - | scalar | `weight_skip` |
 | rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
-| accepted (seen in the next turn) | + | scalar: the chat went on after a regenerated answer | `weight_regenerate` |
+| accepted (seen in the next turn) | + | scalar: the chat went on after an answer that was regenerated, or ended a complaint | `weight_regenerate` |
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
@@ -173,8 +173,8 @@ def note_next_turn(
     """Store the signal of a newly stored chat completion on the answer before it; None where it gives none.
 
     When its last message corrects or rephrases the user's message before, the answer between is marked rejected
-    ("rephrase"). When the chat simply goes on, and another answer to the same prompt had been regenerated, the answer
-    is marked "accepted".
+    ("rephrase"). When the chat simply goes on, and another answer to the same prompt had been regenerated, or the one
+    before had been complained about, the answer is marked "accepted".
     """
     completion = get_completion(db, completion_id)
     before = answer_before(db, completion, settings) if completion else None
@@ -185,8 +185,11 @@ def note_next_turn(
     if is_correction(asks) or is_rephrase(asked, asks):
         said = cut_side(Side(asks), settings.align.max_pair_tokens).text
         return _record(db, before, _new_signal(learner, before, "rephrase", said, None, now))
+    earlier = answer_before(db, before.completion, settings)
+    complained = earlier is not None and earlier.rating is not None and earlier.rating.signal == "rephrase"
     others = rated_others(db, before)
-    if before.rating is None and any(other.rating and other.rating.signal == "regenerate" for other in others):
+    again = any(other.rating and other.rating.signal == "regenerate" for other in others)
+    if before.rating is None and (complained or again):
         return _record(db, before, _new_signal(learner, before, "accepted", None, None, now))
     return None
 
@@ -523,6 +526,8 @@ _CORRECTION = re.compile(
       | you\s(?:misunderstood|missed|did\snot|didn't|didn’t|forgot)\b
       | (?:please\s)?(?:try|answer|explain|say|write|do)\s(?:it\s|that\s|this\s)?again\b
       | (?:please\s)?(?:rephrase|rewrite|redo|shorten)\b
+      | (?:please\s|(?:can|could|would)\syou\s)?(?:say|put)\s(?:it|that|this)\s
+        (?:in\s(?:a|one)\s\w+(?:\sway)?|more\s\w+|less\s\w+|like\sa\s\w+|\w+ly)\b
       | (?:make\s(?:it|that)\s|please\s)?(?:be\s)?(?:much\s|a\sbit\s)?(?:shorter|longer|simpler|briefer|less|more)\b
         (?=\s*(?:please|formal|casual|polite|detailed|brief|[,.!]|$))
     )""",

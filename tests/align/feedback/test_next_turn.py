@@ -30,6 +30,32 @@ def test_a_correction_in_the_next_turn_rejects_the_answer_and_the_accepted_new_o
     assert row.messages == tuple(chat("Where is Paris?"))
 
 
+def test_the_answer_that_ends_a_complaint_is_the_better_one_once_the_chat_goes_on(desk):
+    first = ("Where is Paris?", "In France.", "Say that casually, please.")
+    desk.answer("a", "In France.", asked="Where is Paris?")
+    desk.answer("b", "Over in France!", asked=chat(*first))
+    again = desk.answer("c", "Sure!", asked=chat(*first, "Over in France!", "Say that more formally."))
+    assert desk.pairs(again) == [], "it was complained about, too"
+    result = desk.answer(
+        "d", "Two million.", asked=chat(*first, "Over in France!", "Say that more formally.", "Sure!", "How big is it?")
+    )
+    assert desk.pairs(result) == [("Sure!", "Over in France!", "rephrase", 0.5)]
+
+
+@pytest.mark.parametrize(
+    "said", ["Say that in one sentence.", "Can you put that more politely?", "say it like a friend"]
+)
+def test_wishes_for_another_manner_are_corrections(said):
+    assert is_correction(said)
+
+
+@pytest.mark.parametrize(
+    "said", ["Say that in German?", "Put it in the oven first?", "Can you put that into a table for me?"]
+)
+def test_wishes_for_something_else_are_none(said):
+    assert not is_correction(said)
+
+
 def test_a_rephrased_question_rejects_the_answer_and_meets_an_accepted_one_of_the_same_prompt(desk):
     desk.answer("a", "liked", asked="How tall is Mont Blanc mountain?")
     desk.report("a", "up")
