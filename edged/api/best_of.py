@@ -167,7 +167,7 @@ class Blocks:
         engine, now = self.services.engine, time.monotonic()
         scheduler = engine.scheduler
         size = min(left, _MOST_BLOCK)
-        rows = min(self.chooser.rows, 1 + engine.spare_rows(size))
+        rows = min(self.chooser.rows, 1 + engine.spare_rows(size, self.request.fairness_key))
         cost, context = scheduler.cost, len(self.request.prompt_ids) + len(self._tokens)
         decodes = len(scheduler.queues.decodes) + rows
         token_s = cost.forward_s(Load(decodes=decodes, context=decodes * context))

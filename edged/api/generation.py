@@ -281,7 +281,7 @@ class Generation:
     def _submit_candidates(self, request: Request, chooser: Chooser) -> None:
         """Submit further draws of the only answer, as many as find room that nothing else needs."""
         services = self.services
-        rows = services.engine.spare_rows(len(request.prompt_ids) + request.sampling.max_tokens)
+        rows = services.engine.spare_rows(len(request.prompt_ids) + request.sampling.max_tokens, self.fairness_key)
         for index in range(1, min(chooser.rows, 1 + rows)):
             name = f"{self.completion.id}-{index}"
             answer = ChoiceText(index, name, services.tokenizer, self.sampling, self.body.stops)

@@ -59,6 +59,8 @@ _TOLD = 0.1
 """The least gain of that share that the store is told of."""
 _LEARNED = 0.8
 """Share of that distance that is gone when the preference leaves the prompt."""
+_TURN = "(practice)"
+"""The name under which practice takes turns: whoever is served is another."""
 _MADE_ELSEWHERE = ("imported", "rebuilt", "job")
 """Reasons of versions whose weights do not follow from the signals that the store has."""
 _MOST_USERS = 256
@@ -379,7 +381,7 @@ class Practice:
     async def _round(self, adapter: str, practised: Practised) -> bool:
         """Draw, judge, and learn from what some prompts show; returns whether there was room for it."""
         align = self._live.current.align
-        rows = self._engine.spare_rows(_PROMPT_TOKENS // 4 + _ANSWER_TOKENS)
+        rows = self._engine.spare_rows(_PROMPT_TOKENS // 4 + _ANSWER_TOKENS, _TURN)
         if rows < _LEAST_ROWS or not self._engine.finetuning.open_to_practice:
             return False
         if practised.turn >= len(practised.prompts):
@@ -467,6 +469,7 @@ class Practice:
                 adapter,
                 ServiceClass.BATCH,
                 user,
+                fairness_key=_TURN,
                 candidate=True,
             )
             for prompt in prompts

@@ -205,10 +205,10 @@ class Engine:
         """End a request; its FinishEvent has this `reason`. Unknown or finished ids are ignored."""
         self.commands.offer(lambda: self.sequences.cancel(request_id, reason, time.monotonic()))
 
-    def spare_rows(self, num_tokens: int) -> int:
-        """Return how many candidates of `num_tokens` each find room that nothing else needs."""
+    def spare_rows(self, num_tokens: int, tenant: str) -> int:
+        """Return how many candidates of a tenant, of `num_tokens` each, find room that nothing else needs."""
         waits = self._requests_waiting > 1 or self.error or self.commands.stopping
-        return 0 if waits else self.sequences.spare_rows(num_tokens)
+        return 0 if waits else self.sequences.spare_rows(num_tokens, tenant)
 
     def count_stream(self, reason: FinishReason, reader: Reader | None, user: str, service: ServiceClass) -> None:
         """Count the end of an answer that was delivered in blocks."""

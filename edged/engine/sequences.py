@@ -366,8 +366,9 @@ class SequenceTable:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def spare_rows(self, num_tokens: int) -> int:
-        """Return how many candidates of `num_tokens` each find room that nothing else needs; any thread may ask.
+    def spare_rows(self, num_tokens: int, tenant: str) -> int:
+        """Return how many candidates of a `tenant`, of `num_tokens` each, find room that nothing else needs; any thread
+        may ask.
 
         A row more is free below the cost model's knee, where a forward reads the weights anyway. Beyond it the decodes
         must keep half of the time until their tokens are due, and where all that runs is one user's, their own time is
@@ -381,11 +382,11 @@ class SequenceTable:
         each = -(-num_tokens // pages.page_size) + 1
         by_pages = (pages.available - pages.pool.capacity // 2) // each
         by_sequences = self._max_sequences * 3 // 4 - len(tasks)
-        return max(0, min(by_pages, by_sequences, self._rows_in_time(tasks, served)))
+        return max(0, min(by_pages, by_sequences, self._rows_in_time(tasks, served, {tenant})))
 
-    def _rows_in_time(self, tasks: list[Task], served: list[Task]) -> int:
+    def _rows_in_time(self, tasks: list[Task], served: list[Task], tenants: set[str]) -> int:
         """Return how many rows more leave each decode the time that it has, of those that `spare_rows` may give."""
-        if len({task.tenant for task in tasks}) < 2:
+        if len({*tenants, *(task.tenant for task in tasks)}) < 2:
             return self._max_sequences
         cost, targets = self._scheduler.cost, self._scheduler.targets
         context = sum(task.context - task.pruned for task in tasks)
@@ -412,10 +413,8 @@ class SequenceTable:
         """Drop the latest candidates, as many as there is no room for any more."""
         served = [sequence.task for sequence in self.by_task.values() if not sequence.request.candidate]
         short = self._pages.available < self._pages.pool.capacity // 4
-        tasks = [sequence.task for sequence in self.by_task.values()]
-        # The candidates there are have their part in the tasks; of rows in time the served ones come first.
-        room = self._rows_in_time(served, served) if len({task.tenant for task in tasks}) > 1 else self._max_sequences
-        room = min(room, self._max_sequences - len(served))
+        tenants = {sequence.task.tenant for sequence in self.by_task.values()}
+        room = min(self._rows_in_time(served, served, tenants), self._max_sequences - len(served))
         if short or self._wanted:
             room = 0
         for sequence in list(self._candidates.values())[max(0, room) :]:

@@ -54,11 +54,11 @@ def test_candidates_are_dropped_where_their_pages_are_wanted(tmp_path: Path) -> 
 
 def test_there_is_no_room_for_candidates_while_requests_wait(tmp_path: Path) -> None:
     with running_engine(tmp_path, serving__max_sequences=4) as (engine, client):
-        assert engine.spare_rows(32) == 3
+        assert engine.spare_rows(32, "ann") == 3
         for number in range(4):
             engine.submit(request(f"long {number}", random_ids(20, number), 200))
         client.wait(lambda: engine.status()["queue"]["decode"] == 4)
-        assert engine.spare_rows(32) == 0
+        assert engine.spare_rows(32, "ann") == 0
 
 
 def test_a_cancelled_candidate_frees_its_pages(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ Everything here runs inside `Store.write`.
 | dwell | + or - by reading time | scalar | `weight_dwell` |
 | skip | - | scalar | `weight_skip` |
 | rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
-| accepted (seen in the next turn) | + | scalar: the chat went on after an answer that was regenerated, or ended a complaint | `weight_regenerate` |
+| accepted (in the next turn) | + | scalar: the chat went on after another answer or a complaint | `weight_regenerate` |
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
