@@ -35,6 +35,8 @@ from edged.store.feedback import struck
 from edged.store.jobs.jobs import checkpoint_of, open_job_of
 
 _SERIES_PAIRS = 500
+_JUDGED_ANEW = 8
+"""Adapters whose answers a list of all judges anew, where there are new ones: those asked for last."""
 MAX_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
 _MAX_MEMBERS, _MAX_EXTENDED = 256, 2048
@@ -50,7 +52,9 @@ async def list_adapters(request: web.Request) -> dict[str, Any]:
     """
     services, caller = services_of(request), caller_of(request)
 
-    # What was judged last: to judge all anew would take long.
+    # To judge all anew would take long: of those in use longest ago, what was judged last is told.
+    for name in [each for each in services.tastes.fitted if caller.speaks_for(each)][-_JUDGED_ANEW:]:
+        await services.practice.liked(name)
     liked = services.practice.judged
 
     def listed() -> list[dict[str, Any]]:

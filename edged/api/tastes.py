@@ -60,6 +60,11 @@ class Tastes:
             self._fitted.move_to_end(adapter)
         return self._fitted.get(adapter)
 
+    @property
+    def fitted(self) -> list[str]:
+        """The adapters whose models are in memory, the one that was asked for last at the end."""
+        return [name for name, taste in self._fitted.items() if taste is not None]
+
     def refit(self, adapter: str) -> None:
         """Fit an adapter's model to the signals that the store has now; any thread may call this."""
         with contextlib.suppress(RuntimeError):  # the loop is closed

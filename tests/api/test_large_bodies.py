@@ -162,7 +162,7 @@ def test_many_empty_messages_are_rendered_beside_the_event_loop() -> None:
     services = with_context(2_000, Watched(byte_tokenizer(), "watched"))
     for many in (3, 1_000):
         body = ChatRequest.checked({"messages": [{"role": "user", "content": ""}] * many})
-        completion = asyncio.run(_record(services, body, "watched", None, "ann"))
+        completion, _ = asyncio.run(_record(services, body, "watched", None, "ann"))
         assert len(completion.prompt_ids) > 5 * many
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()
