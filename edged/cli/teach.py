@@ -6,7 +6,7 @@ from urllib.parse import quote
 import click
 
 from edged.cli.options import asks_daemon
-from edged.client.client import Client
+from edged.client.client import Client, DaemonError
 
 
 def path_of(user: str) -> str:
@@ -41,8 +41,14 @@ def teach(client: Client, user: str, text: str | None, clear: bool, strike: str 
 
 
 def _strike(client: Client, user: str, line: str, undo: bool) -> Any:
-    """Strike a belief, by its words or its key."""
+    """Strike a belief, by its words or its key, or undo that by its key. Raises DaemonError for a line unheard of."""
     path = path_of(user).removesuffix("/preference")
-    known = {each["text"]: each["key"] for each in client.get(path)["beliefs"] or ()} if not undo else {}
-    data = client.post(f"{path}/strike", {"key": known.get(line, line), "undo": undo})
+    found = client.get(path)
+    keys = {each["text"]: each["key"] for each in found["beliefs"] or ()}
+    known = found["struck"] or [] if undo else [*keys.values()]
+    key = keys.get(line, line)
+    if key not in known:
+        lines = ", ".join(f'"{each}"' for each in (known if undo else keys)) or "none"
+        raise DaemonError(f'"{line}" is no {"struck line" if undo else "line"} of {user}: there are {lines}')
+    data = client.post(f"{path}/strike", {"key": key, "undo": undo})
     return data, f"{user}: struck are {', '.join(data['struck']) or 'no lines'}"

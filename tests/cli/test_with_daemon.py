@@ -373,3 +373,10 @@ def test_a_preference_that_is_refused_says_why(daemon: Daemon) -> None:
     refused = daemon.run("teach", "uli", "x" * 501, code=1)
     assert refused.stderr == 'edged: "text": 501 characters are too many: at most 500\n'
     daemon.run("teach", "uli", "formal", "--clear", code=2)
+
+
+def test_a_line_that_is_not_believed_cannot_be_struck(daemon: Daemon, ada: str) -> None:
+    refused = daemon.run("teach", ada, "--strike", "nonsense", code=1)
+    assert refused.stderr.startswith(f'edged: "nonsense" is no line of {ada}: there are ')
+    refused = daemon.run("teach", ada, "--unstrike", "nonsense", code=1)
+    assert refused.stderr == f'edged: "nonsense" is no struck line of {ada}: there are none\n'
