@@ -96,6 +96,8 @@ class Practised:
     taste: Taste
     operator: Operator | None
     prompts: Sequence[PracticePrompt]
+    picks: bool
+    """Whether there are other signals than edits."""
     preference: str = ""
     """The written preference that is to be learned; "" once it is, or was given up."""
     text: str = ""
@@ -230,11 +232,11 @@ class Practice:
             and preference == before.text
         ):
             return
-        operator, prompts = await asyncio.to_thread(self._read, adapter)
+        operator, prompts, picks = await asyncio.to_thread(self._read, adapter)
         if await self._tastes.of(adapter) is not taste:
             # It was fitted anew, or forgotten, meanwhile.
             return
-        practised = Practised(taste or Taste.fit([]), operator, prompts, preference, preference)
+        practised = Practised(taste or Taste.fit([]), operator, prompts, picks, preference, preference)
         if before is not None:
             if before.text == preference:
                 practised.preference, practised.told = before.preference, before.told
@@ -247,8 +249,11 @@ class Practice:
             self.users.popitem(last=False)
         self._wake.set()
 
-    def _read(self, adapter: str) -> tuple[Operator | None, list[PracticePrompt]]:
-        """Read a user's edits and latest prompts, those with signals first, also with the written preference."""
+    def _read(self, adapter: str) -> tuple[Operator | None, list[PracticePrompt], bool]:
+        """Read a user's edits and latest prompts, those with signals first, also with the written preference.
+
+        The last item tells whether there are other signals than edits.
+        """
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
         written = self._store.read(lambda db: get_preference(db, adapter))
         preference = written.text if written is not None else ""
@@ -272,7 +277,7 @@ class Practice:
                     asked = encode(text) if messages is None else self._tokenizer.render_chat(messages)
                     preferred = self._preferred(messages, preference)
                     found[question] = PracticePrompt(question, tuple(asked[-_PROMPT_TOKENS:]), preferred)
-        return induce(edits), list(found.values())
+        return induce(edits), list(found.values()), len(edits) < len(rows)
 
     def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
         if not (messages and preference):
@@ -403,7 +408,9 @@ class Practice:
         if operator is None:
             pairs = self._comparisons(adapter, practised, prompts, drawn)
         elif not practised.shows(operator):
-            taught = await self._draw(None, adapter, prompts, min(_ROWS, rows), with_preference=True)
+            # Edits alone say nothing of which of the base's answers is to be edited.
+            each = min(_ROWS, rows) if practised.picks else 1
+            taught = await self._draw(None, adapter, prompts, each, with_preference=True)
             pairs = self._imitations(adapter, practised, prompts, taught)
         log.debug(
             "practice of %s: %d prompts, %d pairs, gain %.3f, KL %.3f%s",
