@@ -375,7 +375,8 @@ class PairQueues:
     def practising(self) -> list[str]:
         """Return the adapters that have practice and no other work, the one that has waited longest first."""
         self.recount()
-        return list(self._practising)
+        # The settings may have changed since it was counted.
+        return [name for name in self._practising if self.queues[name].practice_pairs(self._settings.current.align)]
 
     def ready(self) -> KeysView[str]:
         """Adapters that have work, can be read and have no step under way, in the order in which they became so."""

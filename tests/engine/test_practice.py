@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from edged.align.feedback.pair import PairRetired, PairScored, StepSkipped, TokenPair, VersionPublished
 from tests.engine.harness import BuiltEngine, random_ids, random_pairs, request, running_engine
 
@@ -131,6 +133,25 @@ def test_settings_that_end_practice_end_it_for_all(tmp_path: Path) -> None:
         rest(engine)
         assert not engine.status()["finetune"]["practice_due"]
     assert not client.of(VersionPublished)
+
+
+def test_practice_that_waits_ends_where_the_settings_end_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with running_engine(tmp_path, **NO_TESTS) as (engine, client):
+        engine.practise("ann", practice(4))
+        client.wait(lambda: client.of(VersionPublished))
+        rest(engine)
+        engine.pause_finetuning(True)
+        engine.practise("ann", practice(4))
+        client.wait(lambda: engine.status()["finetune"]["practice_due"])
+        align = engine.settings.align.model_copy(update={"practice": False})
+        engine.configure(engine.settings.model_copy(update={"align": align})).result(20)
+        engine.pause_finetuning(False)
+        rest(engine)
+        assert not engine.status()["finetune"]["practice_due"]
+        assert not engine.error
+    assert len(client.of(VersionPublished)) == 1
+    assert not client.of(StepSkipped)
+    assert "could not be opened" not in caplog.text
 
 
 def test_a_forgotten_adapter_practises_no_more(tmp_path: Path) -> None:
