@@ -22,6 +22,7 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 NOT_ON_EVERY_BOX = {
     *("edged_temperature_celsius", "edged_temperature_limit_celsius", "edged_power_watts", "edged_gpu_memory_bytes"),
     *("edged_adapter_kl_nats", "edged_adapter_neutral_nll_change_ratio"),  # of tested adapters
+    "edged_adapter_liked_ratio",  # of adapters whose taste was judged
     *("edged_iteration_slack_seconds", "edged_heap_bytes", "edged_energy_joules_total", "edged_memory_pressure_ratio"),
 }
 
