@@ -20,6 +20,7 @@ from edged.align import metrics
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, max_bytes, read_adapter
+from edged.align.feedback.pair import IMPORT_REASONS
 from edged.align.versions import UnknownVersion
 from edged.api.access import caller_of
 from edged.api.erasure import forget_user
@@ -41,8 +42,6 @@ MAX_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
 _MAX_MEMBERS, _MAX_EXTENDED = 256, 2048
 """Members of an archive, and bytes of an extended header, which holds a long name or times."""
-REASONS = ("imported", "rebuilt")
-"""Reasons that an imported version may record; `edged align rebuild` sends the second."""
 
 
 async def list_adapters(request: web.Request) -> dict[str, Any]:
@@ -167,9 +166,9 @@ async def import_adapter(request: web.Request) -> Imported:
     if not USER_NAME.fullmatch(name):
         raise bad_request(f'"{name[:80]}" cannot name a user', "name")
     caller_of(request).demand_user(name)
-    reason = request.query.get("reason", REASONS[0])
-    if reason not in REASONS:
-        raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(REASONS)}', "reason")
+    reason = request.query.get("reason", IMPORT_REASONS[0])
+    if reason not in IMPORT_REASONS:
+        raise bad_request(f'reason = "{reason[:40]}": use {" or ".join(IMPORT_REASONS)}', "reason")
     spec = services.engine.adapter_files.spec
     if name in services.engine.adapter_files.left:
         message = f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '

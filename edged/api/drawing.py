@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
+from edged.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -31,6 +32,10 @@ class Draw:
     def whole(self) -> bool:
         """Whether it came to its own end or its length."""
         return self.finish is not None and self.finish.reason in ("stop", "length")
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """Return what was drawn, without the tokens that end an answer."""
+        return tokenizer.decode([token for token in self.token_ids if token not in tokenizer.eos_ids])
 
 
 class Drawing:

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from edged.align import metrics
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished
+from edged.align.feedback.pair import IMPORT_REASONS, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.align.metrics import NOT_JUDGED, Liked
 from edged.align.taste.edits import Operator, induce
@@ -61,8 +61,6 @@ _LEARNED = 0.8
 """Share of that distance that is gone when the preference leaves the prompt."""
 _TURN = "(practice)"
 """The name under which practice takes turns: whoever is served is another."""
-_MADE_ELSEWHERE = ("imported", "rebuilt", "job")
-"""Reasons of versions whose weights do not follow from the signals that the store has."""
 _MOST_USERS = 256
 """Users whose practice is in memory; the one whose turn was longest ago goes first."""
 _STEP_S, _PAUSE_S, _IDLE_S = 60.0, 0.2, 1.0
@@ -299,7 +297,7 @@ class Practice:
         """
         rows = await asyncio.to_thread(self._store.read, lambda db: metrics.versions(db, adapter, 10_000))
         before = next((row["version"] for row in rows if row["created_at"] < since and row["on_disk"]), 0)
-        kept = any(row["reason"] in _MADE_ELSEWHERE for row in rows if row["version"] > before)
+        kept = any(row["reason"] in (*IMPORT_REASONS, "job") for row in rows if row["version"] > before)
         job = await asyncio.to_thread(lambda: self._store.read(lambda db: open_job_of(db, adapter)))
         if kept or job:
             log.info("%s keeps what it practised: weights of an import or a job would be lost", adapter)
@@ -397,11 +395,13 @@ class Practice:
         new = [prompt for prompt in prompts if prompt.question not in practised.base_answers]
         for prompt, answers in zip(new, await self._draw(None, adapter, new, _BASE_ANSWERS), strict=True):
             if answers:
-                practised.base_answers[prompt.question] = [(self._text(each), each) for each in answers]
+                practised.base_answers[prompt.question] = [(each.text(self._tokenizer), each) for each in answers]
         operator = practised.operator
         drawn = await self._draw(adapter, adapter, prompts, min(_ROWS, rows) if operator is None else 1)
         for prompt, answers in zip(prompts, drawn, strict=True):
-            practised.adapter_answers.extend(DrawnAnswer(prompt.question, self._text(each)) for each in answers)
+            practised.adapter_answers.extend(
+                DrawnAnswer(prompt.question, each.text(self._tokenizer)) for each in answers
+            )
         teach = [prompt for prompt in prompts if prompt.with_preference]
         if practised.preference and teach:
             return await self._distil(adapter, practised, teach)
@@ -486,9 +486,6 @@ class Practice:
         by_prompt = [draws[at : at + each] for at in range(0, len(draws), each)]
         return [[each for each in some if each.whole] for some in by_prompt]
 
-    def _text(self, drawn: Draw) -> str:
-        return self._tokenizer.decode([token for token in drawn.token_ids if token not in self._tokenizer.eos_ids])
-
     def _comparisons(
         self, adapter: str, practised: Practised, prompts: Sequence[PracticePrompt], drawn: Sequence[Sequence[Draw]]
     ) -> list[TokenPair]:
@@ -497,7 +494,7 @@ class Practice:
         for prompt, answers in zip(prompts, drawn, strict=True):
             if not answers:
                 continue
-            texts, question = [self._text(each) for each in answers], prompt.question
+            texts, question = [each.text(self._tokenizer) for each in answers], prompt.question
             utilities = taste.scores(question, texts)
             base = practised.base_answers.get(question, [])
             if not is_sure_of(taste, question, texts):
@@ -527,7 +524,7 @@ class Practice:
         operator, pairs, eos = practised.operator, list[TokenPair](), self._tokenizer.eos_id
         assert operator is not None
         for prompt, answers in zip(prompts, drawn, strict=True):
-            texts = [self._text(each) for each in answers if each.ended]
+            texts = [each.text(self._tokenizer) for each in answers if each.ended]
             if texts:
                 best = texts[int(practised.taste.scores(prompt.question, texts).argmax())]
                 edited = self._tokenizer.encode_answer(operator.apply(best))

@@ -5,6 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
+from edged.align.feedback.pair import IMPORT_REASONS
 from edged.api import (
     adapters,
     applications,
@@ -31,7 +32,7 @@ _TAR = ("application/x-tar",)
 _PAGE_FILES = ("text/css", "text/javascript", "image/svg+xml")
 _METRICS = ("text/plain", "application/openmetrics-text")
 _USER = {"user": {"type": "string", "pattern": requests.USER_PATTERN}}
-_REASON = {"reason": {"type": "string", "enum": [*adapters.REASONS]}}
+_REASON = {"reason": {"type": "string", "enum": [*IMPORT_REASONS]}}
 _LIMIT = {"limit": {"type": "integer", "minimum": 1, "maximum": adapters.MAX_SERIES_PAIRS}}
 _VERSIONS = {"versions": {"type": "string", "enum": ["newest", "all"]}}
 _BACKLOG = {"type": "integer", "minimum": 0, "maximum": MAX_BACKLOG}

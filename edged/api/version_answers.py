@@ -10,9 +10,10 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair import Record, VersionTested
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
+from edged.api.drawing import Drawing
 from edged.api.event_router import EventRouter
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused
+from edged.engine.request import EngineBusy, Request, RequestRefused
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.task import ServiceClass
 from edged.store import Store, StoreError
@@ -116,33 +117,21 @@ class VersionAnswers:
 
     async def _answer(self, request_id: str, first: PairRow, adapter: str | None, version: int) -> str | None:
         """Generate a version's answer to a pair's prompt; None where it is refused or the version is replaced."""
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        ids: list[int] = []
         try:
             # An answer that was not generated may change how the prompt ends.
             chosen, rejected = (side if side.token_ids else Side("") for side in (first.chosen, first.rejected))
             asked = replace(first, chosen=chosen, rejected=rejected)
             prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, asked, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
-            self._event_router.expect(request_id, queue)
             batch = ServiceClass.BATCH
-            self._engine.submit(Request(request_id, prompt, sampling, adapter, service=batch, tenant=first.adapter))
-            while not isinstance(event := await queue.get(), FinishEvent):
-                if event.version != version:
-                    self._engine.cancel(request_id)
-                    return None
-                ids.append(event.token_id)
+            request = Request(request_id, prompt, sampling, adapter, service=batch, tenant=first.adapter)
+            (drawn,) = await Drawing(self._engine, self._event_router, [request]).collect()
         except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt) as error:
             log.debug("version %d of %s is not asked for an answer: %s", version, first.adapter, error)
             return None
-        except asyncio.CancelledError:
-            self._engine.cancel(request_id)
-            raise
-        finally:
-            self._event_router.drop(request_id)
-        if event.reason in ("cancelled", "error"):
+        if not drawn.whole or any(event.version != version for event in drawn.tokens):
             return None
-        return self._tokenizer.decode([token for token in ids if token not in self._tokenizer.eos_ids])
+        return drawn.text(self._tokenizer)
 
 
 def _is_first(db: Database, pair: PairRow) -> bool:

@@ -6,14 +6,11 @@ from functools import partial
 
 from sqlite_utils import Database
 
-from edged.align.feedback.pair import Record, VersionPublished
+from edged.align.feedback.pair import IMPORT_REASONS, Record, VersionPublished
 from edged.store import Store
 from edged.store.feedback import LEARNED, WrittenPreference, all_preferences, get_preference, undo_distilled
 from edged.text.preference import NO_SYSTEM_TURN, why_unusable
 from edged.text.tokenizer import Tokenizer
-
-_BROUGHT = ("imported", "rebuilt")
-"""Reasons of versions that come from elsewhere."""
 
 
 class WrittenPreferences:
@@ -66,7 +63,9 @@ class WrittenPreferences:
     def on_records(self, records: Sequence[Record]) -> None:
         """Put a preference back into prompts where an adapter's weights are others than those that learned it."""
         for record in records:
-            if isinstance(record, VersionPublished) and (record.restored is not None or record.reason in _BROUGHT):
+            if isinstance(record, VersionPublished) and (
+                record.restored is not None or record.reason in IMPORT_REASONS
+            ):
                 self.change(record.adapter, partial(undo_distilled, adapter=record.adapter))
 
     def _take(self, adapter: str, found: WrittenPreference | None) -> WrittenPreference | None:

@@ -198,7 +198,7 @@ class AdapterStep:
 
     def _max_norm(self) -> float:
         """The largest usual gradient norm; infinite where all new pairs to train on are trusted."""
-        trained = [outcome.pair.trusted or outcome.pair.practice for outcome in self.outcomes if outcome.trained]
+        trained = [outcome.pair.exempt for outcome in self.outcomes if outcome.trained]
         return math.inf if trained and all(trained) else self._detector.max_norm()
 
     def finish(self) -> None:
@@ -206,11 +206,7 @@ class AdapterStep:
 
         `error`, `burst`, `doubted` and `rejected_reason` tell why it was not taken.
         """
-        new = [
-            outcome
-            for outcome in self.outcomes
-            if not (outcome.pair.epochs_done or outcome.pair.trusted or outcome.pair.practice)
-        ]
+        new = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.exempt)]
         judged = [outcome for outcome in new if not outcome.pair.single]
         burst = self._detector.burst([outcome.verdict for outcome in judged])
         # A change of preferences begins as a burst of the user's own signals.

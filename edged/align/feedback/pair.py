@@ -50,6 +50,11 @@ class TokenPair:
         """Whether it is a rating of one answer: a good one has no `rejected`, a bad one no `chosen`."""
         return not (self.imitate or (self.chosen and self.rejected))
 
+    @property
+    def exempt(self) -> bool:
+        """Whether it is trained on without judgement: a reviewer accepted it, or the daemon made it."""
+        return self.trusted or self.practice
+
     def retired(self, state: PairState, version: int, epochs_done: int, reason: str = "") -> PairRetired:
         """The record of the pair's new state."""
         return PairRetired(self.pair_id, self.adapter, state, version, epochs_done, reason)
@@ -104,6 +109,10 @@ class PairRetired:
     version: int
     epochs_done: int
     reason: str = ""
+
+
+IMPORT_REASONS = ("imported", "rebuilt")
+"""Reasons of versions that were made elsewhere; `edged align rebuild` sends the second."""
 
 
 @dataclass(frozen=True, slots=True)
