@@ -26,22 +26,23 @@ _PLANNED = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """A user's taste, the text that was asked, and the most candidates to choose from."""
+    """A user's taste, the text that was asked, and the most candidates: 1 where the caller says how many."""
 
     taste: Taste
     question: str
     rows: int
 
-    def best(self, answers: Sequence[tuple[str, bool]]) -> int:
-        """Return the number of the answer that the user is expected to like best; each is a text, and whether whole."""
-        if not is_sure_of(self.taste, self.question, [text for text, _ in answers]):
-            return 0
-        scores = [
-            # An empty answer is chosen where there is no other.
-            (bool(text.strip()), float(self.taste.scores(self.question, [text], ended)[0]))
-            for text, ended in answers
-        ]
-        return max(range(len(scores)), key=scores.__getitem__)
+    def ranked(self, answers: Sequence[tuple[str, bool]]) -> list[int]:
+        """Return the numbers of answers, each a text and whether whole, the one that the user likes best first.
+
+        Under auto they keep their order where the taste model is not sure of them.
+        """
+        order = range(len(answers))
+        if self.rows > 1 and not is_sure_of(self.taste, self.question, [text for text, _ in answers]):
+            return [*order]
+        scores = self.taste.scores(self.question, [text for text, _ in answers], [ended for _, ended in answers])
+        # An empty answer is chosen where there is no other.
+        return sorted(order, key=lambda at: (bool(answers[at][0].strip()), scores[at]), reverse=True)
 
 
 def may_choose(services: Services, sampling: Sampling, stream: bool) -> bool:
@@ -199,7 +200,7 @@ class Blocks:
             )
             for each in draws
         ]
-        return draws[self.chooser.best(texts)]
+        return draws[self.chooser.ranked(texts)[0]]
 
     def _deliver(self, event: Event) -> None:
         if isinstance(event, TokenEvent):

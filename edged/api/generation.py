@@ -22,7 +22,6 @@ from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun
 from edged.api.services import Services
-from edged.api.tastes import is_sure_of
 from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.runtime.pacer import LAG_S, Pacer
@@ -302,9 +301,8 @@ class Generation:
         self.chosen_of = self._blocks.chosen_of if self._blocks else 1
         if len(drawn) > self.body.choices:
             self.chosen_of, best = len(drawn), self._ranked(drawn)[: self.body.choices]
-            self.unchosen_tokens = sum(len(each.token_ids) for each in self.answers if each not in best)
-            if self._candidates:
-                self.unchosen_tokens = 0
+            if not self._candidates:
+                self.unchosen_tokens = sum(len(each.token_ids) for each in self.answers if each not in best)
             for index, answer in enumerate(best):
                 answer.index = index
             self.answers = best
@@ -313,13 +311,7 @@ class Generation:
         """Return answers, the best first."""
         if self.chooser is None:
             return sorted(drawn, key=lambda each: each.mean_logprob, reverse=True)
-        taste, question, texts = self.chooser.taste, self.chooser.question, [each.text for each in drawn]
-        if self._candidates and not is_sure_of(taste, question, texts):
-            return drawn
-        scores = taste.scores(question, texts)
-        # An empty answer is chosen where there is no other.
-        order = sorted(range(len(drawn)), key=lambda at: (bool(drawn[at].text.strip()), scores[at]), reverse=True)
-        return [drawn[at] for at in order]
+        return [drawn[at] for at in self.chooser.ranked([(each.text, True) for each in drawn])]
 
     def _request(self, answer: ChoiceText) -> Request:
         """Return an answer's request to the engine."""

@@ -11,9 +11,10 @@ Must not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from zlib import crc32
 
 import numpy as np
@@ -90,8 +91,8 @@ class Taste:
         """
         return cls(opinions, struck)
 
-    def scores(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
-        """Return each answer's mean utility; `ended` False: they are beginnings, whose end and length mean nothing."""
+    def scores(self, prompt: str, answers: Sequence[str], ended: Iterable[bool] = repeat(True)) -> np.ndarray:
+        """Return each answer's mean utility; `ended` False: it is a beginning, whose end and length mean nothing."""
         return np.zeros(len(answers)) if self._all is None else self._all.utilities(prompt, answers, ended)
 
     def scores_apart(self, prompt: str, answers: Sequence[str]) -> np.ndarray:
@@ -245,7 +246,7 @@ class _Design:
         texts = list(dict.fromkeys(t for each in self.opinions for t in (each.chosen, each.rejected) if t))
         self._texts = [features(text) for text in texts]
         self._hashes = self._known(struck)
-        raw = self._matrix(texts, True)
+        raw = self._matrix(texts)
         self.mean = raw.mean(0) if len(texts) else raw.sum(0)
         self.rows = np.concatenate([raw - self.mean, np.zeros((1, raw.shape[1]), np.float32)])
         places = {text: i for i, text in enumerate(texts)} | {"": len(texts)}
@@ -278,17 +279,17 @@ class _Design:
         gone = [h for t in self._texts for name, h in zip(t.names, t.hashes, strict=True) if subject_of(name) in struck]
         return np.setdiff1d(kept, np.array(gone, np.int64))
 
-    def _matrix(self, texts: Sequence[str], ended: bool) -> np.ndarray:
+    def _matrix(self, texts: Sequence[str], ended: Iterable[bool] = repeat(True)) -> np.ndarray:
         out = np.zeros((len(texts), len(self._hashes)), np.float32)
-        for row, text in zip(out, texts, strict=True):
+        for row, text, whole in zip(out, texts, ended, strict=False):
             if text and len(self._hashes):
-                each = features(text, ended)
+                each = features(text) if whole else features(text, False)  # the call is the key of what is kept
                 places = np.minimum(np.searchsorted(self._hashes, each.hashes), len(self._hashes) - 1)
                 known = self._hashes[places] == each.hashes
                 row[places[known]] = each.values[known]
         return out
 
-    def centred(self, texts: Sequence[str], ended: bool) -> np.ndarray:
+    def centred(self, texts: Sequence[str], ended: Iterable[bool] = repeat(True)) -> np.ndarray:
         """Return the features of `texts` less their mean among the opinions', [texts, columns]."""
         centred: np.ndarray = self._matrix(texts, ended) - self.mean
         return centred
@@ -363,7 +364,7 @@ class _Posterior:
         out[self._columns] = self._direction(self._dual)
         return out
 
-    def utilities(self, prompt: str, answers: Sequence[str], ended: bool = True) -> np.ndarray:
+    def utilities(self, prompt: str, answers: Sequence[str], ended: Iterable[bool] = repeat(True)) -> np.ndarray:
         """Return the mean utility of each answer."""
         likeness = _likeness(self._design.alike(prompt, answers)[self._prompts])
         rows = self._design.centred(answers, ended)[:, self._columns]
@@ -372,7 +373,7 @@ class _Posterior:
 
     def preference(self, prompt: str, one: str, other: str) -> float:
         """Return the probability that `one` is preferred to `other`."""
-        rows = self._design.centred([one, other], True)[:, self._columns] * self._scales
+        rows = self._design.centred([one, other])[:, self._columns] * self._scales
         difference = rows[:1] - rows[1:]
         cross = self._inner(difference) * _likeness(self._design.alike(prompt, [one, other])[self._prompts])
         return float(_moderated(*self._moments(difference, cross))[0])

@@ -169,8 +169,8 @@ def test_of_many_signals_the_newest_are_fitted_in_time():
 def test_a_beginning_is_not_judged_by_its_end():
     taste = Taste.fit(picks(10))
     both = ["Bake it!", "Bake it."]
-    assert np.ptp(taste.scores("p", both, ended=False)) < 0.9 * np.ptp(taste.scores("p", both))
-    assert taste.scores("p", ["Wow! Bake it", "Bake it"], ended=False)[0] > 0
+    assert np.ptp(taste.scores("p", both, [False] * 2)) < 0.9 * np.ptp(taste.scores("p", both))
+    assert taste.scores("p", ["Wow! Bake it", "Bake it"], [False] * 2)[0] > 0
 
 
 def test_the_same_opinions_in_any_order_make_the_same_taste():
