@@ -11,19 +11,23 @@ the questions of the last look of a moment.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from benchmarks.support.command import finish, keep, markdown, model_folder, names, numbers, option, parse, say
-from benchmarks.support.person import ANSWERS, USER, BaseModel, Bench, Figures, Person
+from benchmarks.support.person import ANSWERS, BaseModel, Bench, Figures, Person
+from benchmarks.support.rivals import compare
 from benchmarks.support.tastes import ANYTHING, COOKING, DEMO, EDITS, ELSEWHERE, ENGLISH, FACTS
-from edged.client.client import DaemonError
+from edged.client.client import Client, DaemonError
 from edged.models import find_model
 from edged.settings.load import ModelSettings
 from examples.quickstart.daemon import TemporaryDaemon
@@ -83,7 +87,7 @@ def preference(person: Person, counts: Sequence[int]) -> Iterator[Figures]:
     """Yield the figures of a written preference, beside the base's with the same text as a system prompt."""
     for _ in range(counts[-1]):
         person.ask(next(person.unasked[ANYTHING]))
-    person.client.call("PUT", f"/v1/adapters/{USER}/preference", {"text": person.written})
+    person.client.call("PUT", f"/v1/adapters/{person.name}/preference", {"text": person.written})
     for figures in person.moments(0):
         asked = [next(person.unseen[ANYTHING]) for _ in range(person.bench.num_questions)]
         told = [person.ask(question, ANSWERS, user="", system=person.written) for question in asked]
@@ -95,10 +99,56 @@ def facts(person: Person, counts: Sequence[int]) -> Iterator[Figures]:
     for figures in last_picks(person, counts):
         right = [0, 0]
         for question, fact in FACTS:
-            for side, user in enumerate(("", USER)):
+            for side, user in enumerate(("", person.name)):
                 text = person.ask(question, user=user, temperature=0.0, max_tokens=16)[0].text
                 right[side] += bool(re.search(rf"\b{fact}\b", text, re.IGNORECASE))
         yield {**figures, "facts": right}
+
+
+def busy(person: Person, counts: Sequence[int]) -> Iterator[Figures]:
+    """Yield the figures after picks of four users of like taste in turns, beside requests for half of the time."""
+    others = [
+        Person(person.bench, person.client, person.taste, person.seed + at, f"user{at}") for at in (101, 102, 103)
+    ]
+    with half_load(person):
+        for number in range(counts[-1]):
+            for each in (*others, person):
+                # Some of the first picks make no choice yet.
+                if each is person and number >= counts[-1] // 2:
+                    person.clicks_s.append(person.click_s())
+                else:
+                    each.pick(each.rule)
+        for figures in person.moments(counts[-1]):
+            yield {**figures, "clicks_s": person.clicks_s}
+
+
+@contextlib.contextmanager
+def half_load(person: Person) -> Iterator[None]:
+    """Have users who teach nothing ask one after the other, and wait as long after each answer as it took."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        with Client(person.client.address, TIMEOUT_S) as client:
+            reader = Person(person.bench, client, person.taste, person.seed + 200, "reader")
+            while not ended.is_set():
+                started = time.monotonic()
+                reader.ask(next(reader.unasked[ANYTHING]))
+                ended.wait(time.monotonic() - started)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def rivals(person: Person, counts: Sequence[int]) -> Iterator[Figures]:
+    """Yield the figures after picks, with what others make of the same."""
+    for figures in last_picks(person, counts):
+        questions = list(islice(person.unseen[ANYTHING], person.bench.num_questions))
+        yield {**figures, "rivals": compare(person, questions)}
 
 
 Row = Callable[[Person, Sequence[int]], Iterator[Figures]]
@@ -113,6 +163,8 @@ ROWS: dict[str, tuple[Row, str]] = {
     "wrong": (partial(last_picks, wrong=WRONG_SHARE), ""),
     "preference": (preference, ""),
     "facts": (facts, ""),
+    "busy": (busy, ""),
+    "rivals": (rivals, ""),
 }
 """What a person does in each row, and the settings that are not the defaults."""
 
@@ -166,6 +218,10 @@ def other(moment: Figures) -> str:
     """Return what one row alone measures."""
     if "facts" in moment:
         return "facts: base {}, adapter {} of {}".format(*moment["facts"], len(FACTS))
+    if "rivals" in moment:
+        return "; ".join(f"{name} {share:.2f}" for name, share in moment["rivals"].items())
+    if "clicks_s" in moment:
+        return f"from a pick to an answer by it: median {statistics.median(moment['clicks_s']):.2f} s"
     if "system_prompt" in moment:
         tokens = f"{moment['more_prompt_tokens']:+d} prompt tokens beside the base's"
         return f"system prompt {moment['system_prompt']:.2f}; {tokens}"

@@ -16,12 +16,12 @@ from benchmarks.support import tastes
 from benchmarks.support.tastes import ANYTHING, COOKING, DEMO, EDITS, ELSEWHERE, ENGLISH, Rule
 from edged.client.client import Client, Refused
 
-USER = "ann"
 CANDIDATES, ANSWERS = 4, 2
 """Answers that a person picks from, as many as the base gives, and answers that are judged of each question."""
 AT_ONCE_S, QUIET_S = 1.0, {True: 10.0, False: 30.0}
 """Seconds from the last signal to "at once", and without a new version that count as settled: of the demo model and of
 others."""
+AT_MOST_CLICK_S = 20.0
 MAX_TOKENS = {True: 96, False: 64}
 """Tokens of an answer, of the demo model and of others."""
 SENTENCE = " Answer in one sentence."
@@ -69,6 +69,15 @@ class Answer:
     logps: list[float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A pick of one of several answers."""
+
+    question: str
+    chosen: str
+    rejected: tuple[str, ...]
+
+
 @dataclass(eq=False)
 class Bench:
     """A model, how it is looked at, and what the base answered to the questions so far.
@@ -91,8 +100,10 @@ class Bench:
 class Person:
     """A user of one daemon who signals by a rule, and what the daemon then answers."""
 
-    def __init__(self, bench: Bench, client: Client, taste: str, seed: int) -> None:
-        self.bench, self.client = bench, client
+    def __init__(self, bench: Bench, client: Client, taste: str, seed: int, name: str = "ann") -> None:
+        self.bench, self.client, self.taste, self.seed, self.name = bench, client, taste, seed, name
+        self.clicks_s: list[float] = []
+        self.picked: list[Pick] = []
         self.random = random.Random(f"{taste} {seed}")
         self.edit = EDITS.get(taste)
         known = DEMO if bench.is_demo else ENGLISH
@@ -107,17 +118,34 @@ class Person:
 
     # -- what a person does
 
-    def ask(self, question: str, count: int = 1, user: str = USER, system: str = "", **fields: Any) -> list[Answer]:
-        """Ask, and return the answers."""
-        return self._answers(question, self._post(question, count, user, system, **fields))
+    def ask(self, question: str, count: int = 1, user: str | None = None, **fields: Any) -> list[Answer]:
+        """Ask, and return the answers; `user` "" asks the base. `system` and `before` are what a chat has before it."""
+        return self._answers(question, self._post(question, count, user, **fields))
 
     def pick(self, rule: Rule, group: str = ANYTHING, wrong: float = 0.0) -> None:
         """Pick one of four answers by a rule, or by chance where all are alike, and wrongly at times."""
-        found = self._post(next(self.unasked[group]), CANDIDATES)
+        question = next(self.unasked[group])
+        found = self._post(question, CANDIDATES)
         meets = [rule(choice["message"]["content"]) for choice in found["choices"]]
         wanted = not self.random.random() < wrong
         choice = self.random.choice([at for at, met in enumerate(meets) if met == wanted] or range(CANDIDATES))
+        texts = [each["message"]["content"] for each in found["choices"]]
+        self.picked.append(Pick(question, texts[choice], tuple(text for text in texts if text != texts[choice])))
         self._signal(found, "chosen", choice=choice)
+
+    def click_s(self) -> float:
+        """Pick, and return the seconds until an answer is chosen by a taste that knows of it."""
+
+        def taste() -> str:
+            found = self._post(next(self.unasked[ANYTHING]), max_tokens=8)
+            return str(found.get("system_fingerprint")).partition("taste")[2]
+
+        before = taste()
+        self.pick(self.rule)
+        started = time.monotonic()
+        while taste() in ("", before) and time.monotonic() - started < AT_MOST_CLICK_S:
+            pass
+        return time.monotonic() - started
 
     def rate(self) -> None:
         """Rate an answer by the rule."""
@@ -133,10 +161,18 @@ class Person:
             if found["choices"][0]["finish_reason"] == "stop" and not self.edit.shown(text):
                 return self._signal(found, "edit", text=self.edit.change(text))
 
-    def _post(self, question: str, count: int = 1, user: str = USER, system: str = "", **fields: Any) -> Figures:
+    def _post(
+        self,
+        question: str,
+        count: int = 1,
+        user: str | None = None,
+        system: str = "",
+        before: Sequence[dict[str, str]] = (),
+        **fields: Any,
+    ) -> Figures:
         said = [{"role": "system", "content": system}] if system else []
-        body = {"messages": [*said, {"role": "user", "content": question}], "n": count, **fields}
-        most = MAX_TOKENS[self.bench.is_demo]
+        body = {"messages": [*said, *before, {"role": "user", "content": question}], "n": count, **fields}
+        most, user = MAX_TOKENS[self.bench.is_demo], self.name if user is None else user
         named = {"user": user} if user else {}
         return self.client.post("/v1/chat/completions", {"max_tokens": most, **body, **named})
 
@@ -151,14 +187,14 @@ class Person:
         return answers
 
     def _signal(self, found: Figures, signal: str, **fields: Any) -> None:
-        self.client.post("/v1/feedback", {"completion_id": found["id"], "signal": signal, "user": USER, **fields})
+        self.client.post("/v1/feedback", {"completion_id": found["id"], "signal": signal, "user": self.name, **fields})
 
     # -- what is measured
 
     def adapter(self) -> Figures:
         """Return what the daemon tells of the person's adapter."""
         with contextlib.suppress(Refused):
-            return self.client.get(f"/v1/adapters/{USER}")
+            return self.client.get(f"/v1/adapters/{self.name}")
         return {"versions": [], "version": 0}
 
     def settle(self) -> float:

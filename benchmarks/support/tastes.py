@@ -13,8 +13,8 @@ from examples.demo_model.dialogues import formality, prompts, uses_metric
 Rule = Callable[[str], bool]
 COOKING, ELSEWHERE, ANYTHING = "cooking", "elsewhere", "anything"
 """Groups of questions, by topic."""
-_ALIKE = 20_000
-"""Questions of the demo's generator, of which some 1,000 to 4,000 differ."""
+_ALIKE = 10_000
+"""Questions of the demo's generator, of which some 900 to 2,500 differ."""
 
 
 @dataclass(frozen=True, slots=True)

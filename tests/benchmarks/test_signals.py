@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.signals import means, of_missing, table
-from benchmarks.support.person import repetition
+from benchmarks.signals import means, of_missing, other, table
+from benchmarks.support.person import BaseModel, Pick, repetition
+from benchmarks.support.rivals import logit_biases
 from benchmarks.support.tastes import ANYTHING, COOKING, DEMO, EDITS, ELSEWHERE, ENGLISH, FACTS, of_group, questions
+from edged.models import find_model
+from edged.settings.load import ModelSettings
 from tests.benchmarks.test_commands import run
 
 LIKED = {
@@ -74,6 +77,20 @@ def test_facts_are_forty_with_answers_of_one_word() -> None:
 def test_repetition_is_the_share_of_threes_that_came_before() -> None:
     assert repetition(["a b c d e"]) == 0.0
     assert repetition(["a b c A B C"]) == pytest.approx(1 / 4)
+
+
+def test_biases_are_for_what_chosen_answers_have_more_often() -> None:
+    judge = BaseModel(find_model(ModelSettings(path="demo"))[0])
+    picks = [Pick(f"How {at}?", "Sure, rest!", ("Well, rest.", "Well, do rest.")) for at in range(4)]
+    biases = {judge.tokenizer.decode([int(token)]).strip(): bias for token, bias in logit_biases(judge, picks).items()}
+    assert biases["!"] > 0 > biases["."]
+
+
+def test_what_one_row_alone_measures_is_told() -> None:
+    assert "system prompt 0.50; in context 0.25" in other(
+        moment(0.6, rivals={"system prompt": 0.5, "in context": 0.25})
+    )
+    assert "median 0.40 s" in other(moment(0.6, clicks_s=[0.3, 0.4, 0.9]))
 
 
 def moment(settled: float, **more: Any) -> dict[str, Any]:
