@@ -136,6 +136,7 @@ def test_what_was_meant_to_be_a_token_is_told_nobody(
     assert "271828182845" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_start_that_serves_makes_the_next_refusal_the_first(tmp_path: Path, manager: Manager) -> None:
     (tmp_path / "run" / COUNT).write_text("7")
     with service(tmp_path, save_tiny(tmp_path / "tiny"), manager):

@@ -339,6 +339,7 @@ def test_a_simulation_is_compared_with_the_replay_of_the_same_requests(tmp_path:
         assert len({simulated["slo"]["forward_ms_of_mean_prompt"] for simulated in sides["simulated"]}) == 3
 
 
+@pytest.mark.slow
 def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_optimum(tmp_path: Path) -> None:
     arguments = ["poisson", "--policies", "fcfs,periodic-async", "--rate", "1", "--seconds", "60"]
     report = report_of("simulated.frontier", *arguments, report=tmp_path / "out.json")

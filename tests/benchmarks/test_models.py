@@ -25,6 +25,7 @@ def examined(folder: Path, *arguments: str, timeout: float = 240) -> dict[str, R
     return {row.name: row for row in rows}
 
 
+@pytest.mark.slow
 def test_models_that_ended_in_a_traceback_are_served_or_say_why_not(tmp_path: Path) -> None:
     rows = examined(tmp_path, "phimoe", "hunyuan_v1_moe", "gemma3n_text", "stored as pack-quantized", "qwen3_vl")
     assert (rows["phimoe"].served, rows["phimoe"].trained) == ("yes", "yes")
@@ -35,6 +36,7 @@ def test_models_that_ended_in_a_traceback_are_served_or_say_why_not(tmp_path: Pa
     assert "is no causal language model" in rows["qwen3_vl"].reason
 
 
+@pytest.mark.slow
 def test_in_16_bits_a_lost_state_does_not_pass_for_rounding(tmp_path: Path) -> None:
     rows = examined(tmp_path, "falcon_h1", "llama", "phimoe", "--dtype", "bfloat16")
     assert rows["falcon_h1"].served == "refused"

@@ -81,6 +81,7 @@ def test_a_running_daemon_is_backed_up_checked_and_restored(daemon: Daemon, ida:
     assert "Traceback" not in broken.stderr
 
 
+@pytest.mark.slow
 def test_a_restored_folder_is_served_with_its_own_model_by_the_command_that_is_printed(
     daemon: Daemon, ida: str, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_what_is_told_of_a_bad_line_is_short(tmp_path: Path) -> None:
     assert str(refused.value).endswith("; and 10 more")
 
 
+@pytest.mark.slow
 def test_a_check_keeps_as_much_of_a_large_file_as_of_a_small_one(tmp_path: Path) -> None:
     def peak(lines: int) -> int:
         path = written(tmp_path, [{"prompt": f"word {number}", "completion": "b"} for number in range(lines)])

@@ -189,6 +189,7 @@ def test_no_job_makes_an_adapter_under_the_name_of_another_account_whatever_the_
 
 
 @root_only
+@pytest.mark.slow
 def test_anothers_turn_comes_within_a_long_validation(tiny: LiveDaemon) -> None:
     how: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 1}}}
     with speaking(tiny, ANN) as ann, speaking(tiny, BOB) as bob:

@@ -43,6 +43,7 @@ def test_each_pair_is_judged_by_the_version_that_was_served_when_it_came(workloa
         assert row["clpd_nats"] == pytest.approx(clpd_nats, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_scored_runs_are_made_by_this_command(compared: Path, workload_files: Path) -> None:
     scored = tiny_workload(workload_files, ScoredWorkload).command("mace", 0.1, 2.5, 7)
     plain = tiny_workload(workload_files).command("mace", 0.1, 2.5, 7)
@@ -56,6 +57,7 @@ def test_scored_runs_are_made_by_this_command(compared: Path, workload_files: Pa
     assert record["report"]["arrivals"]["pairs"] == record["report"]["finetune"]["pairs_sent"]
 
 
+@pytest.mark.slow
 def test_runs_with_and_without_scores_are_not_mixed(compared: Path, workload_files: Path, tmp_path: Path) -> None:
     none = Axes(("mace",), retrain_rates=(1.0,), seeds=(), rates_per_s=(3.0,))
     with pytest.raises(CompareError, match="has runs with score arrivals True, not None"):
@@ -69,6 +71,7 @@ def test_runs_with_and_without_scores_are_not_mixed(compared: Path, workload_fil
     compare(tiny_workload(workload_files), none, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_compares_as_edged_bench_does_and_refuses_simulations(compared: Path, workload_files: Path) -> None:
     arguments = ["compare", str(compared), "--seconds", "2", "--seeds", "0", "--rates", "3", "--retrain-rates", "1"]
     for option in ("trace", "pairs", "model", "config"):
