@@ -241,8 +241,7 @@ class Client:
 
     def _body(self, response: http.client.HTTPResponse) -> bytes:
         try:
-            with response:  # left to its finalizer, which swallows every exception, a Ctrl-C could be lost
-                return response.read()
+            return response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None
 
