@@ -32,24 +32,24 @@ from edged.models import find_model
 from edged.settings.load import ModelSettings
 from examples.quickstart.daemon import TemporaryDaemon
 
-WRONG_SHARE = 0.2
+WRONG_EVERY = 5
 TIMEOUT_S = 600.0
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def picks(person: Person, counts: Sequence[int], wrong: float = 0.0) -> Iterator[Figures]:
-    """Yield the figures after so many picks."""
+def picks(person: Person, counts: Sequence[int], wrong_every: int = 0) -> Iterator[Figures]:
+    """Yield the figures after so many picks, of which each fifth or so may be wrong."""
     for done, count in zip([0, *counts], counts, strict=False):
-        for _ in range(count - done):
-            person.pick(person.rule, wrong=wrong)
+        for number in range(done + 1, count + 1):
+            person.pick(person.rule, wrong=wrong_every > 0 and number % wrong_every == 0)
         yield from person.moments(count)
 
 
-def last_picks(person: Person, counts: Sequence[int], wrong: float = 0.0) -> Iterator[Figures]:
+def last_picks(person: Person, counts: Sequence[int], wrong_every: int = 0) -> Iterator[Figures]:
     """Yield the figures after the last pick alone."""
-    return picks(person, counts[-1:], wrong)
+    return picks(person, counts[-1:], wrong_every)
 
 
 def signals(person: Person, counts: Sequence[int], signal: Callable[[Person], None]) -> Iterator[Figures]:
@@ -160,7 +160,7 @@ ROWS: dict[str, tuple[Row, str]] = {
     "change": (change, ""),
     "topic": (partial(topic, elsewhere=True), ""),
     "topic_alone": (partial(topic, elsewhere=False), ""),
-    "wrong": (partial(last_picks, wrong=WRONG_SHARE), ""),
+    "wrong": (partial(last_picks, wrong_every=WRONG_EVERY), ""),
     "preference": (preference, ""),
     "facts": (facts, ""),
     "busy": (busy, ""),

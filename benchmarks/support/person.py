@@ -122,13 +122,12 @@ class Person:
         """Ask, and return the answers; `user` "" asks the base. `system` and `before` are what a chat has before it."""
         return self._answers(question, self._post(question, count, user, **fields))
 
-    def pick(self, rule: Rule, group: str = ANYTHING, wrong: float = 0.0) -> None:
-        """Pick one of four answers by a rule, or by chance where all are alike, and wrongly at times."""
+    def pick(self, rule: Rule, group: str = ANYTHING, wrong: bool = False) -> None:
+        """Pick one of four answers by a rule, or against it, or by chance where all are alike."""
         question = next(self.unasked[group])
         found = self._post(question, CANDIDATES)
         meets = [rule(choice["message"]["content"]) for choice in found["choices"]]
-        wanted = not self.random.random() < wrong
-        choice = self.random.choice([at for at, met in enumerate(meets) if met == wanted] or range(CANDIDATES))
+        choice = self.random.choice([at for at, met in enumerate(meets) if met != wrong] or range(CANDIDATES))
         texts = [each["message"]["content"] for each in found["choices"]]
         self.picked.append(Pick(question, texts[choice], tuple(text for text in texts if text != texts[choice])))
         self._signal(found, "chosen", choice=choice)
