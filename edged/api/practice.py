@@ -107,12 +107,15 @@ class Practised:
     adapter_answers: deque[DrawnAnswer] = field(default_factory=lambda: deque(maxlen=_KEPT))
     base_answers: dict[str, list[tuple[str, Draw]]] = field(default_factory=dict)
     """Answers of the base by the text that was asked."""
+    imitation_nll: float = math.inf
+    """NLL per token of the edited answers that were imitated last."""
     kl_nats: float = 0.0
     """KL of the adapter to the base per token of its own answers, a running mean."""
     ended: bool = False
     turn: int = 0
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _PATIENCE))
-    """The share of each round's answers that are expected to be preferred to the base's, or that show the edits."""
+    """The share of each round's answers that are expected to be preferred to the base's; of edits the share that shows
+    them, less the NLL of those that are imitated."""
 
     def next_prompts(self, count: int) -> list[PracticePrompt]:
         """Return the prompts whose turn it is."""
@@ -124,7 +127,8 @@ class Practised:
         latest = list(self.adapter_answers)[-_KEPT // 2 :]
         shown = sum(operator.shown(each.text) for each in latest) / max(1, len(latest))
         self.ended |= len(latest) >= _KEPT // 2 and shown >= _SATISFIED
-        self.note(shown)
+        # An edit shows late: until then the imitated answers become likelier.
+        self.note(shown - self.imitation_nll)
         return self.ended
 
     @property
@@ -420,7 +424,9 @@ class Practice:
         if practised.ended:
             await self.liked(adapter)
         if pairs and not practised.ended and self.users.get(adapter) is practised:
-            await self._learn(adapter, practised, pairs)
+            made = await self._learn(adapter, practised, pairs)
+            if made is not None and made.loss is not None and pairs[0].imitate:
+                practised.imitation_nll = made.loss
         return True
 
     async def _distil(self, adapter: str, practised: Practised, prompts: Sequence[PracticePrompt]) -> bool:

@@ -10,6 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from edged.align.taste.edits import Operator
+from edged.align.taste.model import Taste
+from edged.api.practice import Practised
 from tests.api.live import LiveDaemon, running
 from tests.models import byte_tokenizer, save_tiny
 
@@ -82,6 +85,17 @@ def test_edits_that_agree_are_imitated(practising: LiveDaemon) -> None:
             edit = {"completion_id": answer["id"], "signal": "edit", "text": f"{text} Yours, Eve"}
             assert http.post("/v1/feedback", json=edit).status_code == 200
         until(lambda: reasons(http, "eve").count("practised") >= 2)
+
+
+def test_practice_of_edits_goes_on_while_what_is_imitated_becomes_likelier() -> None:
+    operator = Operator(ends=" Bye.")
+    practised = Practised(Taste.fit([]), operator, [], picks=False)
+    for number in range(100):
+        practised.imitation_nll = 3.0 - 0.02 * number
+        assert not practised.shows(operator)
+    for _ in range(40):
+        practised.shows(operator)
+    assert practised.ended
 
 
 def test_a_preference_is_distilled_and_undone_when_it_is_changed(practising: LiveDaemon) -> None:
