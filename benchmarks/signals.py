@@ -40,7 +40,7 @@ TIMEOUT_S = 600.0
 
 
 def picks(person: Person, counts: Sequence[int], wrong_every: int = 0) -> Iterator[Figures]:
-    """Yield the figures after so many picks, of which each fifth or so may be wrong."""
+    """Yield the figures after so many picks; each `wrong_every`-th is wrong, 0: none."""
     for done, count in zip([0, *counts], counts, strict=False):
         for number in range(done + 1, count + 1):
             person.pick(person.rule, wrong=wrong_every > 0 and number % wrong_every == 0)
@@ -110,16 +110,17 @@ def busy(person: Person, counts: Sequence[int]) -> Iterator[Figures]:
     others = [
         Person(person.bench, person.client, person.taste, person.seed + at, f"user{at}") for at in (101, 102, 103)
     ]
+    clicks_s: list[float] = []
     with half_load(person):
         for number in range(counts[-1]):
             for each in (*others, person):
                 # Some of the first picks make no choice yet.
                 if each is person and number >= counts[-1] // 2:
-                    person.clicks_s.append(person.click_s())
+                    clicks_s.append(person.click_s())
                 else:
                     each.pick(each.rule)
         for figures in person.moments(counts[-1]):
-            yield {**figures, "clicks_s": person.clicks_s}
+            yield {**figures, "clicks_s": clicks_s}
 
 
 @contextlib.contextmanager

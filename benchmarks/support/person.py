@@ -22,6 +22,7 @@ AT_ONCE_S, QUIET_S = 1.0, {True: 10.0, False: 30.0}
 """Seconds from the last signal to "at once", and without a new version that count as settled: of the demo model and of
 others."""
 AT_MOST_CLICK_S = 20.0
+"""Seconds for which an answer is waited for that is chosen by the latest pick."""
 MAX_TOKENS = {True: 96, False: 64}
 """Tokens of an answer, of the demo model and of others."""
 SENTENCE = " Answer in one sentence."
@@ -102,7 +103,6 @@ class Person:
 
     def __init__(self, bench: Bench, client: Client, taste: str, seed: int, name: str = "ann") -> None:
         self.bench, self.client, self.taste, self.seed, self.name = bench, client, taste, seed, name
-        self.clicks_s: list[float] = []
         self.picked: list[Pick] = []
         self.random = random.Random(f"{taste} {seed}")
         self.edit = EDITS.get(taste)
