@@ -56,6 +56,10 @@ class Hybrid(Fill):
             plan.predicted_forward_s = cost.forward_s(builder.load)
         return plan
 
+    def most_tokens(self, builder: BinBuilder) -> int:
+        """Return the most prompt tokens of the iteration beside the decodes that `builder` has; here all that fit."""
+        return builder.tokens_left
+
     def _add_chunks(self, policy: Policy, builder: BinBuilder, entry: Entry, owed_s: float, now: float) -> None:
         """Grant chunks to the runnable prompts: as much as keeps decodes on time, or keeps all heeded prompts on time.
 
@@ -64,6 +68,7 @@ class Hybrid(Fill):
         if not entry.runnable:
             return
         cost, load, step, kept = policy.cost, builder.load, entry.step, 0
+        at_most = max(SMALLEST_CHUNK, self.most_tokens(builder))
         if owed_s and step is not None and step.num_tokens:
             most = max(0, builder.room(step))
             forward_s = cost.forward_s(load)
@@ -81,7 +86,7 @@ class Hybrid(Fill):
         for task in chain(filter(runnable.__contains__, builder.prompts), beyond()):
             if builder.tokens_left <= 0:
                 break
-            most = builder.room(task)
+            most = min(builder.room(task), at_most - load.prefill_tokens)
             if most <= 0:
                 continue
             num_tokens = most

@@ -25,7 +25,7 @@ def order_at(now: float, *prompts: tuple[int, float, float]) -> list[int]:
 
 
 def test_where_all_can_be_in_time_the_earliest_deadline_goes_first() -> None:
-    assert order_at(0.0, (300, 0.0, 60.0), (100, 0.0, 70.0)) == [0, 1]
+    assert order_at(0.0, (30, 0.0, 60.0), (10, 0.0, 70.0)) == [0, 1]
 
 
 def test_where_not_all_can_be_in_time_the_shortest_goes_first() -> None:

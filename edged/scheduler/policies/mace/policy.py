@@ -8,6 +8,7 @@ from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.finetune_share import MaceFinetuneShare
 from edged.scheduler.policies.mace.lending import ReaderFinetuneShare
+from edged.scheduler.policies.mace.length import FairLength
 from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
 
 
@@ -31,6 +32,7 @@ MACE = replace(
     name="mace",
     summary="MACE 4: priorities, best-fit hybrid bins within a latency budget, cache management; "
     "readers' slack is lent to fine-tuning",
+    fill=FairLength,
     order=Triage,
     admission=PatientAdmission,
     finetune_share=ReaderFinetuneShare,
