@@ -60,6 +60,8 @@ class StepTable:
         self.pairs_queued = self.pairs_waiting = 0
         self.practice_due = False
         """Whether there is practice to train on."""
+        self._practice_next = False
+        """Whether a step of people's own pairs has ended since the last of practice: the two take turns."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
@@ -90,9 +92,9 @@ class StepTable:
 
     @property
     def open_to_practice(self) -> bool:
-        """Whether practice would be trained on, and people's own pairs leave time; any thread may ask."""
+        """Whether practice would be trained on: own pairs leave time, or it is its turn. Any thread may ask."""
         held = self._held or self._scheduler.degraded or not self._settings.current.align.enabled
-        return self.trains and not held and not self.pairs_queued
+        return self.trains and not held and (not self.pairs_queued or self._practice_next)
 
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
@@ -127,6 +129,8 @@ class StepTable:
         self._make_way(bool(ready), slots_wanted)
         if self._under_way >= self._max_open:
             return
+        if self._practice_next and not any(open_step.practice for open_step in self.open_steps.values()):
+            self._begin_practice(now, slots_wanted)
         for adapter in self._scheduler.next_steps(ready, _MAX_TRIED):
             if self._under_way >= self._max_open or not self._rested(now):
                 return
@@ -138,8 +142,12 @@ class StepTable:
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
         if not (ready or self.open_steps):
-            for adapter in self._trainer.pair_queues.practising()[:1]:
-                self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+            self._begin_practice(now, slots_wanted)
+
+    def _begin_practice(self, now: float, slots_wanted: bool) -> None:
+        """Open the step of practice that has waited longest."""
+        for adapter in self._trainer.pair_queues.practising()[:1]:
+            self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
 
     def _make_way(self, ready: bool, slots_wanted: bool) -> None:
         """Take the step of a job or of practice out of the way of people's own pairs and of requests; it begins again.
@@ -151,7 +159,7 @@ class StepTable:
         for open_step in list(bulk):
             queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
             wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
-            if wanted and is_practice(queue.taken):
+            if wanted and open_step.practice:
                 self.abandon(queue.name)
                 bulk.remove(open_step)
         if not bulk:
@@ -355,7 +363,7 @@ class StepTable:
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
         open_steps = list(self.open_steps.values())
-        bulk = (open_step.step.adapters[0] for open_step in open_steps if open_step.task.bulk)
+        practising = (open_step.step.adapters[0] for open_step in open_steps if open_step.practice)
         return {
             "enabled": self.trains and self._settings.current.align.enabled and not self._scheduler.degraded,
             "held": self._held,
@@ -363,7 +371,7 @@ class StepTable:
             "pairs_queued": self.pairs_queued,
             "pairs_waiting": self.pairs_waiting,
             "pairs_trained": self._trainer.pairs_trained,
-            "practising": next((name for name in bulk if name not in self._trainer.jobs), ""),
+            "practising": next(practising, ""),
             "practice_due": self.practice_due,
             "steps": self._trainer.steps,
             "active_adapters": list(open_steps[0].step.adapters) if open_steps else [],
@@ -416,8 +424,10 @@ class StepTable:
             return False
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
-        task.bulk = adapter in self._trainer.jobs or is_practice(self._trainer.pair_queues.queues[adapter].taken)
-        open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now)
+        practice = is_practice(self._trainer.pair_queues.queues[adapter].taken)
+        in_turn = self._practice_next and bool(self._trainer.pair_queues.ready())
+        task.bulk = adapter in self._trainer.jobs or (practice and not in_turn)
+        open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now, practice)
         self._sync(open_step)
         self._scheduler.add(task, now)
         return True
@@ -454,6 +464,7 @@ class StepTable:
                 self._drop(task_id)
                 strikes = self._trainer.size.strikes
                 self._trainer.close(open_step.step, now - open_step.opened_s)
+                self._practice_next = not open_step.practice
                 if self._trainer.size.strikes > strikes:
                     self.resumes_s = now + self._trainer.size.pause_s
             else:

@@ -47,6 +47,8 @@ class OpenStep:
     task: Task
     slots: dict[str, int]
     opened_s: float
+    practice: bool = False
+    """Whether it learns of practice, and of no pairs that people gave."""
 
 
 Pieces = list[tuple[PairForward, Piece]]

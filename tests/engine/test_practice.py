@@ -68,17 +68,20 @@ def test_new_practice_takes_the_place_of_the_old(tmp_path: Path) -> None:
     assert len(client.of(VersionPublished)) == 1
 
 
-def test_practice_waits_for_people_s_own_pairs(tmp_path: Path) -> None:
+def test_practice_and_people_s_own_pairs_take_turns(tmp_path: Path) -> None:
     with running_engine(tmp_path, **NO_TESTS) as (engine, client):
+        engine.practise("ben", practice(4, "ben"))
+        client.wait(lambda: client.of(VersionPublished))
         engine.pause_finetuning(True)
         engine.practise("ann", practice(4))
         engine.practise("ben", practice(4, "ben"))
-        engine.submit_pairs(random_pairs(8))
+        engine.submit_pairs(random_pairs(24))
         engine.pause_finetuning(False)
-        client.wait(lambda: len(client.of(VersionPublished)) == 4)
-    made = [(version.adapter, version.reason) for version in client.of(VersionPublished)]
-    assert made[:2] == [("ann", "trained")] * 2
-    assert sorted(made[2:]) == [("ann", "practised"), ("ben", "practised")]
+        client.wait(lambda: len(client.of(VersionPublished)) == 9)
+    made = [(version.adapter, version.reason) for version in client.of(VersionPublished)][1:]
+    assert made[0] == ("ann", "trained"), "own pairs go first"
+    assert ("ben", "practised") in made[1:4], "practice has its turn"
+    assert made[-1] == ("ann", "practised"), "an adapter's own pairs go before its practice"
 
 
 def test_practice_goes_on_beside_requests(tmp_path: Path) -> None:
