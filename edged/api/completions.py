@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from aiohttp import web
 
 from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
+from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
 from edged.api import openai_format
 from edged.api.access import caller_of
@@ -36,6 +37,8 @@ _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized in a thread, so that they do not hold up other clients' tokens."""
 _MESSAGE_CHARS = 64
 """Characters that the chat template adds around a message, for that size."""
+_CONTRASTED = 3
+"""Number of answers from which on some may be the base's."""
 
 
 _SAMPLED = {
@@ -81,11 +84,14 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     max_tokens = prompt_tokens + body.drawn * sampling.max_tokens
     chooser = await _chooser(services, body, completion, sampling)
     teaches = caller.may("train")
+    contrast = teaches and await _contrasts(services, body, completion, sampling)
     generation = Generation(
-        services, body, completion, asked_ids, sampling, tenant, fairness_key, teaches, pace, chooser
+        services, body, completion, asked_ids, sampling, tenant, fairness_key, teaches, pace, chooser, contrast
     )
     with counted(services, generation, names, max_tokens):
         headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
+        if contrast:
+            headers["X-Edged-Base-Choices"] = ", ".join(map(str, generation.base_choices))
         try:
             await generation.start()
             has_begun(request)
@@ -144,13 +150,30 @@ async def _chooser(services: Services, body: Body, completion: Completion, sampl
         return None
     if body.best_of is None and not may_choose(services, sampling, bool(body.stream)):
         return None
-    # Where no pair has come, there is no taste to wait for.
-    known = completion.adapter is not None and services.engine.version(completion.adapter) is not None
-    taste = await services.tastes.of(completion.adapter) if known else None
+    taste = await _taste(services, completion)
     question = question_of(completion.messages, completion.prompt)
     if body.best_of is None:
         return chooser_of(services, taste, question)
     return Chooser(taste, question, 1) if taste is not None and is_sure(taste) else None
+
+
+async def _taste(services: Services, completion: Completion) -> Taste | None:
+    # Where no pair has come, there is no taste to wait for.
+    known = completion.adapter is not None and services.engine.version(completion.adapter) is not None
+    return await services.tastes.of(completion.adapter) if known else None
+
+
+async def _contrasts(services: Services, body: Body, completion: Completion, sampling: Sampling) -> bool:
+    """Whether some of several answers to pick from are to be the base's.
+
+    An adapter that has learned a taste gives answers that are all alike, and a user who has changed his mind could not
+    say so. So it is after a signal that went against the others, or that was about answers alike.
+    """
+    alone = not completion.adapter or not services.engine.version(completion.adapter)
+    if alone or body.choices < _CONTRASTED or body.best_of or not may_choose(services, sampling, False):
+        return False
+    taste = await _taste(services, completion)
+    return taste is not None and taste.doubted
 
 
 async def _pace(services: Services, body: Body) -> Pace | None:

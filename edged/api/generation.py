@@ -178,6 +178,8 @@ class Generation:
     """The pace at which each of the answers is read, if any is."""
     chooser: Chooser | None = None
     """The chooser of the answer among several, where it is the user's taste model that chooses."""
+    contrast: bool = False
+    """Whether some of the answers are the base's, so that a pick tells more than among answers that are alike."""
     run: ApplicationRun = field(init=False)
     """The run of an application that it belongs to, once it is known."""
 
@@ -221,6 +223,12 @@ class Generation:
     def version(self) -> int:
         """The newest of the adapter's versions that sampled a token; 0 is the base model."""
         return max(answer.version for answer in self.answers)
+
+    @property
+    def base_choices(self) -> range:
+        """The choices that are the base's."""
+        count = len(self.answers)
+        return range(count - count // 2 if self.contrast else count, count)
 
     async def start(self) -> None:
         """Submit the first choice when it is the tenant's turn, and the others one by one in a task.
@@ -325,7 +333,7 @@ class Generation:
             request_id=answer.request_id,
             prompt_ids=known.prompt_ids,
             sampling=sampling,
-            adapter=known.adapter,
+            adapter=None if answer.index in self.base_choices else known.adapter,
             service=self.body.service,
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
             user=known.user,

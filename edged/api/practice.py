@@ -49,6 +49,9 @@ _PREFERRED, _CERTAIN = 0.54, 0.75
 """P(the best answer of a prompt is preferred to the worst) from which on the two make a pair, and a whole one."""
 _SATISFIED = 0.95
 """Share of the adapter's answers that are liked, or show the edits, at which practice ends."""
+_DISLIKED, _PROVEN, _DOUBTS = 0.45, 0.55, 3
+"""The mean share of the adapter's answers that are expected to be preferred to the base's under which practice is
+undone, where it was above the second before, and of how many latest rounds."""
 _PATIENCE = 16
 """Rounds that are no better than as many before them, after which practice ends."""
 _BASE_ANSWERS = 2
@@ -112,6 +115,8 @@ class Practised:
     kl_nats: float = 0.0
     """KL of the adapter to the base per token of its own answers, a running mean."""
     ended: bool = False
+    proven: bool = False
+    """Whether what was practised was once better than the base, and was not undone since."""
     turn: int = 0
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _PATIENCE))
     """The share of each round's answers that are expected to be preferred to the base's; of edits the share that shows
@@ -132,6 +137,16 @@ class Practised:
         return self.ended
 
     @property
+    def disliked(self) -> bool:
+        """Whether what was practised is worse than the base, by what the user's taste is now."""
+        return self.proven and self.operator is None and self._latest < _DISLIKED
+
+    @property
+    def _latest(self) -> float:
+        latest = list(self.gains)[-_DOUBTS:]
+        return fmean(latest) if len(latest) == _DOUBTS else 0.5
+
+    @property
     def distilled(self) -> float:
         """How much of the distance to answers with the preference is gone, from 0 to 1."""
         if len(self.distances) < _DISTANCES:
@@ -141,6 +156,7 @@ class Practised:
     def note(self, gain: float) -> None:
         """Take in the mean of a round; practice ends where the latest rounds are no better than those before."""
         self.gains.append(gain)
+        self.proven |= self._latest > _PROVEN
         if len(self.gains) == 2 * _PATIENCE:
             means = list(self.gains)
             self.ended |= sum(means[_PATIENCE:]) <= sum(means[:_PATIENCE])
@@ -243,7 +259,7 @@ class Practice:
             if before.text == preference:
                 practised.preference, practised.told = before.preference, before.told
                 practised.distances = before.distances
-            practised.kl_nats, practised.turn = before.kl_nats, before.turn
+            practised.kl_nats, practised.turn, practised.proven = before.kl_nats, before.turn, before.proven
             asked = {prompt.question for prompt in prompts}
             practised.base_answers = {text: each for text, each in before.base_answers.items() if text in asked}
         self.users[adapter] = practised
@@ -421,6 +437,12 @@ class Practice:
             *(adapter, len(prompts), len(pairs), practised.gains[-1] if practised.gains else 0.0, practised.kl_nats),
             ", ended" if practised.ended else "",
         )
+        if practised.disliked:
+            log.info("%s unlearns its practice: its user likes the base's answers better by now", adapter)
+            practised.proven = False
+            practised.gains.clear()
+            await self.relearn(adapter)
+            return True
         if practised.ended:
             await self.liked(adapter)
         if pairs and not practised.ended and self.users.get(adapter) is practised:

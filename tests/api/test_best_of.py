@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from statistics import fmean
 from typing import Any
 
@@ -158,3 +159,23 @@ def test_a_client_that_leaves_in_the_middle_of_a_block_leaves_nothing_running(ht
             break
     else:
         raise AssertionError(status["queue"])
+
+
+def test_after_a_signal_against_the_others_some_of_several_answers_are_the_base_s(http: httpx2.Client) -> None:
+    asked = [{"role": "user", "content": "How are you today, and how is everybody at home? " * 8}]
+    teach(http, "mia")
+    against = {"chosen": "x fine now", "rejected": "e fine now", "prompt": "How now?", "user": "mia"}
+
+    def drawn(**fields: Any) -> httpx2.Response:
+        body = {"messages": asked, "max_tokens": 4, "n": 4, "user": "mia", **fields}
+        return http.post("/v1/chat/completions", json=body)
+
+    deadline = time.monotonic() + 60
+    while "X-Edged-Base-Choices" in drawn().headers:
+        assert time.monotonic() < deadline, "its signals agree"
+    assert http.post("/v1/feedback", json=against).status_code == 200
+    while (answer := drawn()).headers.get("X-Edged-Base-Choices") != "2, 3":
+        assert time.monotonic() < deadline, "its last signal is against the others"
+    assert len({choice["message"]["content"] for choice in answer.json()["choices"]}) > 1
+    for fields in ({"n": 2}, {"seed": 1}, {"temperature": 0}, {"logprobs": True}, {"user": "somebody"}):
+        assert "X-Edged-Base-Choices" not in drawn(**fields).headers

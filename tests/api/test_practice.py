@@ -98,6 +98,16 @@ def test_practice_of_edits_goes_on_while_what_is_imitated_becomes_likelier() -> 
     assert practised.ended
 
 
+def test_practice_is_disliked_once_its_user_likes_the_base_s_answers_better() -> None:
+    practised = Practised(Taste.fit([]), None, [], picks=True)
+    for gain in (0.3, 0.3, 0.3, 0.4, 0.6, 0.7, 0.4):
+        practised.note(gain)
+        assert not practised.disliked, "it was never better"
+    for gain in (0.3, 0.3):
+        practised.note(gain)
+    assert practised.disliked
+
+
 def test_a_preference_is_distilled_and_undone_when_it_is_changed(practising: LiveDaemon) -> None:
     with practising.http() as http:
         for number in range(4):

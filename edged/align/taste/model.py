@@ -45,6 +45,8 @@ _AGREED, _AGREED_PICKS = 0.6, 4
 """How many picks in a row that is told by, and what share of how many more is added to them."""
 _USUAL, _USUAL_PICKS = 0.65, 5
 """The share of choices decided right after some five picks, as measured, and how many picks it weighs as much as."""
+_AS_EXPECTED = 0.6
+"""P(what was chosen is preferred to the worst beside it) from which on a signal is as the others tell."""
 _LOCAL = 6
 """How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
 
@@ -131,6 +133,15 @@ class Taste:
         near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
         near /= near.max()
         return float(near @ right + self.sure) / (float(near.sum()) + 1)
+
+    @cached_property
+    def doubted(self) -> bool:
+        """Whether the latest signal was against what those on other prompts tell, or about answers alike to them."""
+        if self._all is None:
+            return False
+        latest = np.flatnonzero(self._design.events == self._design.events[-1])
+        fit = self._apart(self._design.opinions[-1].prompt)
+        return fit is None or float(_moderated(*fit.latent(latest)).max()) < _AS_EXPECTED
 
     def beliefs(self, most: int = 6) -> list[Belief]:
         """Return what it believes most, in words."""

@@ -80,6 +80,17 @@ def test_ratings_alone_teach():
     assert share_liked(Taste.fit(ratings[:20])) >= 0.8
 
 
+def test_a_signal_against_the_others_or_about_answers_alike_is_doubted():
+    agreed = picks(8)
+    last = Opinion(prompt(9), "Walk to the station!", "Walk to the station.", 1.0, 9.0)
+    against = Opinion(last.prompt, last.rejected, last.chosen, 1.0, 9.0)
+    alike = Opinion(last.prompt, "Walk to the station!", "Open the window!", 1.0, 9.0)
+    assert not Taste.fit([*agreed, last]).doubted
+    assert Taste.fit([*agreed, against]).doubted
+    assert Taste.fit([*agreed, alike]).doubted
+    assert not Taste.fit([]).doubted
+
+
 def test_preference_is_between_the_two_and_grows_with_evidence():
     few, many = (Taste.fit(picks(n)).preference("How do I", "Bake it!", "Bake it.") for n in (1, 20))
     assert 0.5 < few < many < 1
