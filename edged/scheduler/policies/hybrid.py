@@ -22,6 +22,9 @@ class Hybrid(Fill):
     way comes first with what it is owed, the others have what serving leaves of the latency budget.
     """
 
+    paced = True
+    """Whether chunks of prompts heed the decodes beside them and the deadlines of all."""
+
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         cost, finetune_share = policy.cost, policy.finetune_share
@@ -90,7 +93,7 @@ class Hybrid(Fill):
             if most <= 0:
                 continue
             num_tokens = most
-            if load.decodes:
+            if load.decodes and self.paced:
                 num_tokens = cost.chunk(builder.load_beside(task), task.context, most, limit_s, finetune=False)
             if num_tokens < most:
                 if not needed:

@@ -20,7 +20,7 @@ class ByDeadline(Order):
 
 MACE_PAPER = Row(
     "mace-paper",
-    "MACE 4 to the letter: what `mace` is measured against",
+    "MACE 4 with deadlines and paces: what `mace` is measured against",
     fill=Hybrid,
     order=ByDeadline,
     admission=MaceAdmission,
