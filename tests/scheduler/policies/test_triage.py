@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.scheduler.policies.mace.triage import LATE, PATIENCE
-from edged.scheduler.task import IterationResult, Kind, TaskOutcome
+from edged.scheduler.policies.mace.patience import PATIENCE, TARGETS, Patience
+from edged.scheduler.policies.mace.triage import LATE, PatientAdmission
+from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import world_of
@@ -17,10 +19,7 @@ def order_at(now: float, *prompts: tuple[int, float, float]) -> list[int]:
     """Numbers in the order of their chunks of prompts with (tokens, arrival, deadline)."""
     scheduler = scheduler_of()
     for number, (tokens, arrival_s, deadline_s) in enumerate(prompts):
-        task = add_prompt(scheduler, number, tokens, arrival_s=arrival_s)
-        scheduler.park(task)
-        task.deadline_s = deadline_s
-        scheduler.add(task, arrival_s)
+        scheduler.add(Task(number, Kind.PREFILL, arrival_s, num_tokens=tokens, deadline_s=deadline_s), arrival_s)
     return list(granted(scheduler.plan(now, resources())))
 
 
@@ -42,8 +41,22 @@ def test_a_prompt_is_late_as_soon_as_its_own_forward_would_end_too_late() -> Non
 
 
 def test_one_that_has_been_late_for_long_goes_first() -> None:
-    assert order_at(PATIENCE * 0.9 - 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [1, 0]
-    assert order_at(PATIENCE * 0.9 + 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [0, 1]
+    assert order_at(TARGETS * 0.9 - 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [1, 0]
+    assert order_at(TARGETS * 0.9 + 0.01, (100, 0.0, 0.9), (100, 0.0, 60.0)) == [0, 1]
+
+
+def test_how_long_a_late_prompt_waits_is_bounded_by_what_is_before_it_and_not_by_its_length() -> None:
+    patience, token_s = Patience(), 0.01
+    prompts = [Task(number, Kind.PREFILL, 0.0, num_tokens=100, deadline_s=0.5) for number in range(20)]
+    for prompt in prompts:
+        patience.arrived(prompt, token_s)
+    assert patience.overdue_s[0] == TARGETS * 0.5
+    assert patience.overdue_s[19] == pytest.approx(PATIENCE * 1900 * token_s)
+    for prompt in prompts:
+        patience.completed(IterationResult([TaskOutcome(prompt, 100, 0, Kind.DECODE)], 0.5), 0.0)
+    long = Task(20, Kind.PREFILL, 60.0, num_tokens=4000, deadline_s=80.0)
+    patience.arrived(long, token_s)
+    assert patience.overdue_s[20] == pytest.approx(60.0 + PATIENCE * 1900 * token_s), "the latest waits count"
 
 
 def test_an_answer_that_lost_its_pages_goes_first() -> None:
@@ -86,8 +99,8 @@ def test_a_large_prompt_that_lacks_pages_is_overtaken_until_it_goes_first() -> N
     add_decode(scheduler, 1)
     add_prompt(scheduler, 2, 40 * PAGE)
     add_prompt(scheduler, 3, 2 * PAGE, arrival_s=0.2)
-    assert 3 in granted(scheduler.plan(PATIENCE - 0.1, resources(free=30, total=100)))
-    assert 3 not in granted(scheduler.plan(PATIENCE + 0.1, resources(free=30, total=100)))
+    assert 3 in granted(scheduler.plan(TARGETS - 0.1, resources(free=30, total=100)))
+    assert 3 not in granted(scheduler.plan(PatientAdmission.patience + 0.1, resources(free=30, total=100)))
 
 
 @settings(max_examples=15, deadline=None)

@@ -8,7 +8,7 @@ from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
 from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
-from edged.scheduler.policies.mace.triage import PatientAdmission, overdue_s
+from edged.scheduler.policies.mace.triage import PatientAdmission
 from edged.scheduler.task import Task
 
 SHORT = 0.9
@@ -65,7 +65,7 @@ class ReaderAdmission(PatientAdmission):
         for task in builder.waiting[: 2 * LOOK_AHEAD]:
             if (reader := task.reader) is not None:
                 starts_s = prompt_s(task.num_tokens)
-                late = (reader.dry_s - starts_s if task.preemptions else overdue_s(task)) <= now
+                late = (reader.dry_s - starts_s if task.preemptions else self.overdue_s(task)) <= now
                 contenders.append(Contender(task, reader, task.pages_for(task.num_tokens, page_size), starts_s, late))
         if not contenders:
             return [], set()

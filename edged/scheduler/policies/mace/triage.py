@@ -1,4 +1,4 @@
-"""The order of MACE's prompts when not all can be in time: those that can go first, and nobody waits without bound."""
+"""The order of MACE's prompts when not all can be in time: those that can go first, others wait for a bounded time."""
 
 from collections.abc import Hashable, Mapping
 from itertools import takewhile
@@ -8,21 +8,17 @@ from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Order
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.admission import MaceAdmission
+from edged.scheduler.policies.mace.patience import Patience
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 
 FIRST, HOPEFUL, LATE = 0, 1, 2
 """Flows of the queue, in their order."""
-PATIENCE = 8.0
-"""Multiple of its target that a prompt waits at most before it goes first.
-
-Simulated on an Orin in bursts of long prompts, 8 had as many first tokens in time as 20, and 3 had fewer.
-"""
 
 _number, _deadline, _rest = attrgetter("task_id"), attrgetter("deadline_s"), attrgetter("num_tokens")
 
 
 class Triage(Order):
-    """Prompts that can be in time before late ones, which go first once they have waited for PATIENCE targets.
+    """Prompts that can be in time before late ones, which go first once their `Patience` ends.
 
     Those that can be are in order of their deadlines where that saves all of them, else the shortest rest of a prompt
     is first. A preempted answer goes before all: its reader has begun to read.
@@ -34,6 +30,7 @@ class Triage(Order):
         self._answered: set[int] = set()
         self._begun: list[Task] = []
         """Tasks that had their first token in the latest iteration."""
+        self._patience = Patience()
 
     def flow(self, task: Task) -> Hashable:
         """Return the flow that `before` last found a prompt to belong to."""
@@ -51,15 +48,23 @@ class Triage(Order):
 
     def key(self, task: Task) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
-        return overdue_s(task) if task.task_id in self._flows else task.deadline_s, task.task_id
+        number = task.task_id
+        return self._patience.overdue_s[number] if number in self._flows else task.deadline_s, number
+
+    def arrived(self, task: Task, now: float) -> None:
+        """Note how long a prompt may wait."""
+        if task.kind is Kind.PREFILL:
+            self._patience.arrived(task, self.cost.token_s)
 
     def left(self, task: Task, now: float) -> None:
         """Forget it."""
+        self._patience.left(task)
         self._flows.pop(task.task_id, None)
         self._answered.discard(task.task_id)
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
-        """Note who has a first token."""
+        """Note which tasks have a first token, and what prompts take."""
+        self._patience.completed(result, finetune_s)
         for outcome in result.outcomes:
             if outcome.task.kind is Kind.PREFILL and outcome.next_kind is Kind.DECODE:
                 self._answered.add(outcome.task.task_id)
@@ -88,7 +93,7 @@ class Triage(Order):
 
     def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
         """Return prompts in their order at `now`, and those that can be in time."""
-        answered, token_s = self._answered, self.cost.token_s
+        answered, overdue_s, token_s = self._answered, self._patience.overdue_s, self.cost.token_s
         hopeful: list[Task] = []
         first_ones: dict[Task, float] = {}
         late: dict[Task, float] = {}
@@ -97,8 +102,7 @@ class Triage(Order):
             if in_time and task.task_id not in answered:
                 hopeful.append(task)
                 continue
-            # `overdue_s`, of which a call for each would take longer than the rest.
-            due_s = (arrival_s := task.arrival_s) + PATIENCE * (deadline_s - arrival_s)
+            due_s = overdue_s[task.task_id]
             if due_s > now and task.task_id not in answered:
                 late[task] = due_s
             else:
@@ -118,11 +122,10 @@ class Triage(Order):
 
 
 class PatientAdmission(MaceAdmission):
-    """MACE's admission for an order that puts late prompts last: they may be overtaken for as long."""
+    """MACE's admission for an order that puts late prompts last: best fit may put them off for eight targets."""
 
-    patience = PATIENCE
+    patience = 8.0
 
-
-def overdue_s(task: Task) -> float:
-    """Return the moment at which a prompt has waited for PATIENCE targets."""
-    return task.arrival_s + PATIENCE * (task.deadline_s - task.arrival_s)
+    def overdue_s(self, task: Task) -> float:
+        """Return the moment from which on nobody overtakes a prompt."""
+        return task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
