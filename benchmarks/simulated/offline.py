@@ -61,13 +61,17 @@ def exact(jobs: Sequence[Job]) -> int:
 
 
 def reachable(jobs: Sequence[Job]) -> int:
-    """Return a number of jobs in time that a schedule reaches: the shortest are taken first, while all can be in
-    time."""
-    chosen: list[Job] = []
+    """Return a number of jobs in time that a schedule reaches."""
+    return len(chosen(jobs))
+
+
+def chosen(jobs: Sequence[Job]) -> list[Job]:
+    """Return jobs that can all be in time: the shortest are taken first."""
+    found: list[Job] = []
     for job in sorted(jobs, key=lambda job: job.work_s):
-        if feasible([*chosen, job]):
-            chosen.append(job)
-    return len(chosen)
+        if feasible([*found, job]):
+            found.append(job)
+    return found
 
 
 def at_most(jobs: Sequence[Job]) -> int:
