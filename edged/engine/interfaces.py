@@ -25,6 +25,8 @@ class Runner(Protocol):
     """Ids of tokens that end an answer."""
     overlaps: bool
     """Whether the device computes while the calling thread works on."""
+    drafts: bool
+    """Whether it computes sequences' drafts."""
 
     def begin_thread(self) -> None:
         """Have the calling thread run plans from now on."""

@@ -40,6 +40,15 @@ class KvPages:
             sequence.add_pages(self.allocate(needed))
         return num_tokens
 
+    def reach(self, sequence: Sequence, num_tokens: int) -> int:
+        """Give a sequence free pages for up to `num_tokens` beyond its own; returns for how many it has them now."""
+        room = len(sequence.pages) * self.page_size - sequence.rows - 1
+        needed = min(-(-(num_tokens - room) // self.page_size), self.pool.free_pages)
+        if needed > 0:
+            sequence.add_pages(self.pool.allocate(needed))
+            room += needed * self.page_size
+        return max(0, min(num_tokens, room))
+
     def match_prefix(self, sequence: Sequence, reserve: int, first: bool) -> None:
         """Give an admitted sequence the pages of the longest shared prefix, if there is one.
 

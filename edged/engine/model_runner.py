@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ PackedPieces = list[tuple[OpenStep, Pieces, list[Segment]]]
 
 @dataclass(slots=True)
 class RunnerOutput:
-    """The results of a plan. `sampled` sequences are in the order of `drawn`."""
+    """The results of a plan. `sampled` sequences are in the order of `drawn`, once for each row that they sampled."""
 
     prefilled: list[tuple[Sequence, int]] = field(default_factory=list)
     """Sequences whose K/V advanced, with the number of tokens."""
@@ -111,7 +112,7 @@ class ModelRunner:
         self._lora = model.lora
         self._tap = LayerTap(model)
         self._unit_ended_s = 0.0
-        self.overlaps = model.device.type == "cuda"
+        self.overlaps, self.drafts = model.device.type == "cuda", True
 
     @property
     def last_sign_s(self) -> float:
@@ -187,6 +188,8 @@ class ModelRunner:
             except OutOfPages:
                 # This is rare, since the plan was made from the same counts: the task waits an iteration.
                 continue
+        for (sequence, _), segment in zip(work.prefilled, work.segments, strict=True):
+            segments += self._draft_segments(sequence, segment, work)
         if segments:
             started = time.perf_counter()
             self._forward(segments, takes, work, while_waiting)
@@ -215,6 +218,18 @@ class ModelRunner:
         )
         work.segments.append(segment)
         return segment
+
+    def _draft_segments(self, sequence: Sequence, last: Segment, work: RunnerOutput) -> list[Segment]:
+        """Return further decodes of a sequence, each a token of its draft; those without a page are left out."""
+        if sequence.draft is None or not last.is_plain_decode:
+            sequence.draft = None
+            return []
+        del sequence.draft.tokens[self.pages.reach(sequence, len(sequence.draft.tokens)) :]
+        work.sampled += [sequence] * len(sequence.draft.tokens)
+        return [
+            Segment([token], last.context + at, sequence.table, sequence.slot, last.position + at, samples=True)
+            for at, token in enumerate(sequence.draft.tokens, 1)
+        ]
 
     def _forward(
         self, segments: list[Segment], takes: PackedPieces, work: RunnerOutput, while_waiting: Callable[[], None]
@@ -278,7 +293,12 @@ class ModelRunner:
         return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
 
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
-        return [sequence.row(self.end_ids) for sequence in work.sampled]
+        rows: list[SamplingRow] = []
+        ahead = Counter[int]()
+        for sequence in work.sampled:
+            rows.append(sequence.row(self.end_ids, ahead[sequence.task.task_id]))
+            ahead[sequence.task.task_id] += 1
+        return rows
 
     def _run_units(
         self, open_step: OpenStep, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput

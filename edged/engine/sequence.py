@@ -10,6 +10,7 @@ import numpy as np
 
 from edged.cache.prefix_trie import Key
 from edged.engine.attention.attention_stats import AttentionStats
+from edged.engine.draft_lookup import Draft, DraftLookup
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
@@ -77,6 +78,9 @@ class Sequence:
     """Observed attention of its heads and rows, if it may be pruned soon."""
     counts: TokenCounts | None = None
     """Counts of its tokens, where penalties need them."""
+    lookup: DraftLookup = field(default_factory=DraftLookup)
+    draft: Draft | None = None
+    """Tokens that the next iteration tries beside the latest one."""
     slot: int = NO_SLOT
     version: int = 0
     kv_version: int = 0
@@ -148,14 +152,14 @@ class Sequence:
         self.table[: len(self.pages)] = self.pages
         self.compacted = compacted
 
-    def row(self, end_ids: frozenset[int]) -> SamplingRow:
-        """Return how its next token is to be sampled."""
-        s = self.request.sampling
-        early = self.generated < s.min_tokens
+    def row(self, end_ids: frozenset[int], ahead: int = 0) -> SamplingRow:
+        """Return how the token after its next `ahead` ones is to be sampled; those must not count for penalties."""
+        s, step = self.request.sampling, self.generated + ahead
+        early = step < s.min_tokens
         return SamplingRow(
             sampling=s,
             seed=self.seed,
-            step=self.generated,
+            step=step,
             counts=self._counted() if s.penalizes else None,
             forbidden=tuple(end_ids.union(s.stop_token_ids)) if early else (),
         )

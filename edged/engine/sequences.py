@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edged.engine.drafts import draft
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
@@ -51,6 +52,7 @@ class SequenceTable:
         self._scheduler, self._slots, self.stats = scheduler, slots, stats
         self._pages, self._pruner, self._end_ids = runner.pages, runner.pruner, runner.end_ids
         self._max_context, self.adapter_cache, self._fetch = runner.max_context_tokens, adapter_cache, fetch
+        self._drafts = settings.prompt_lookup and runner.drafts
         self._pins, self._max_sequences = settings.on_update == "pin", settings.max_sequences
         self.by_task: dict[int, Sequence] = {}
         """Sequences of open requests by task id."""
@@ -172,6 +174,13 @@ class SequenceTable:
                 kept.append(grant)
         plan.grants[:] = kept
 
+    def draft(self, plan: Plan, now: float) -> None:
+        """Give the decodes of a plan drafts, where the settings and the runner allow it."""
+        if self._drafts:
+            decoding = self._by_status[SequenceStatus.DECODE]
+            granted = [decoding[task_id] for grant in plan.grants if (task_id := grant.task.task_id) in decoding]
+            draft(granted, plan, self._scheduler.cost, now)
+
     def prepare(self, now: float) -> None:
         """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
         if self._candidates:
@@ -256,11 +265,14 @@ class SequenceTable:
     def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
         """Append sampled tokens and finish sequences that ended. Returns the outcomes of all serving grants."""
         drawn = work.drawn
-        rows = {id(sequence): row for row, sequence in enumerate(work.sampled)}
+        rows: dict[int, list[int]] = {}
+        for place, sequence in enumerate(work.sampled):
+            rows.setdefault(sequence.task.task_id, []).append(place)
         outcomes = []
         for sequence, computed in work.prefilled:
             self._count_pages(sequence)
-            row = rows.get(id(sequence))
+            own = rows.get(sequence.task.task_id, [])
+            row = own[0] if own else None
             if sequence.task.task_id in work.broken or (
                 row is not None and drawn and drawn.token_ids[row] == NOT_A_TOKEN
             ):
@@ -277,9 +289,10 @@ class SequenceTable:
                 self._pages.share(sequence)
                 self._prefix_wait.leave(sequence)
                 self.move(sequence, SequenceStatus.DECODE)
-            self._append(sequence, drawn, row, now)
-            reason = sequence.end(drawn.token_ids[row], self._end_ids, self._max_context)
-            outcomes.append(TaskOutcome(sequence.task, computed, 0, None if reason else Kind.DECODE))
+            right, reason = self._append_drawn(sequence, drawn, own, now)
+            drafted = len(own) - 1
+            next_kind = None if reason else Kind.DECODE
+            outcomes.append(TaskOutcome(sequence.task, computed + right, 0, next_kind, drafted))
             if reason:
                 self._end(sequence, reason, now, retire=False)
         return outcomes
@@ -291,6 +304,33 @@ class SequenceTable:
             self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
+
+    def _append_drawn(
+        self, sequence: Sequence, drawn: Drawn, rows: list[int], now: float
+    ) -> tuple[int, FinishReason | None]:
+        """Append the token of the first of `rows`, and of further ones while what was drafted before them was right.
+
+        Returns how many drafted tokens were right, and the reason to end with the last one, or None.
+        """
+        draft, sequence.draft, right = sequence.draft, None, 0
+        for row in rows:
+            token = drawn.token_ids[row]
+            self._append(sequence, drawn, row, now)
+            reason = sequence.end(token, self._end_ids, self._max_context)
+            if reason or row == rows[-1] or draft is None or draft.tokens[right] != token:
+                break
+            if drawn.token_ids[rows[right + 1]] == NOT_A_TOKEN:
+                # The next iteration computes it again, and finds out.
+                break
+            right += 1
+        if draft is not None and draft.tokens:
+            tried = min(right + 1, len(draft.tokens))
+            sequence.lookup.learn(draft.kind, right, tried)
+            sequence.computed += right
+            self.stats.totals.drafted_tokens += len(draft.tokens)
+            self.stats.totals.drafted_right += right
+            self._count_pages(sequence)
+        return right, reason
 
     def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
         stats, task, token, request = self.stats, sequence.task, drawn.token_ids[row], sequence.request

@@ -161,6 +161,8 @@ class TaskOutcome:
     num_tokens: int
     units: int
     next_kind: Kind | None
+    drafted: int = 0
+    """Tokens of a decode that were tried beside its own; those that were right are in `num_tokens`."""
 
 
 @dataclass(slots=True)

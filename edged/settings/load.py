@@ -99,6 +99,9 @@ class ServingSettings(Section):
         " that nothing else needs",
         pattern=r"auto|off|[1-9]\d?",
     )
+    prompt_lookup: bool = setting(
+        True, "tokens that followed the latest ones before are tried beside them, in room below the knee; same answers"
+    )
     on_update: Literal["hot", "pin"] = setting(
         "hot", 'a new version reaches running answers ("hot") or only later ones ("pin")'
     )

@@ -128,6 +128,7 @@ class SimulatedRunner:
     """Runs plans on a simulated device: the clock advances by the device's times. See `ModelRunner`."""
 
     overlaps = False
+    drafts = False
     last_sign_s = 0.0
     end_ids: frozenset[int] = frozenset()
 

@@ -149,6 +149,10 @@ class Totals:
     """Number of such answers, and blocks of answers."""
     candidates_dropped: int = 0
     """Number of them that were dropped, since their room was wanted."""
+    drafted_tokens: int = 0
+    """Tokens that were looked up and tried beside a sequence's own next one."""
+    drafted_right: int = 0
+    """Number of them that were right: `output_tokens` has these."""
     prompt_tokens: int = 0
     finetune_tokens: int = 0
     optimizer_steps: int = 0

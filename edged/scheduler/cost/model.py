@@ -297,8 +297,9 @@ def load_of(result: IterationResult) -> Load:
         task, num_tokens = outcome.task, outcome.num_tokens
         adapters.add(task.adapter)
         if task.kind is Kind.DECODE:
-            load.decodes += 1
-            load.context += task.context - task.pruned
+            rows = 1 + outcome.drafted
+            load.decodes += rows
+            load.context += rows * (task.context - task.pruned)
         elif num_tokens:
             load.add_chunk(num_tokens, task.context, task.kind is Kind.FINETUNE)
     adapters.discard(0)

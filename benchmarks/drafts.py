@@ -1,0 +1,129 @@
+"""What drafts bring a single answer: edged with `serving.prompt_lookup` on and off, in turns, on texts of several kinds.
+
+    python -m benchmarks.drafts --model FOLDER [--tokens 160] [--rounds 5] [--peer] [--output FILE] [--json]
+
+Each text is answered greedily, and drawn at temperature 0.8 by a fixed seed; the answers of both sides must be equal.
+"Iterations" are those of the side with drafts for an answer's tokens. With `--peer`, greedy answers of transformers with
+`prompt_lookup_num_tokens` = 10 and without stand beside them. The model should follow instructions (`tools/smollm2`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.support.command import finish, flag, markdown, model_folder, option, parse, say
+from benchmarks.support.interleave import paired_ratio
+from benchmarks.support.local_engine import LocalEngine
+from benchmarks.support.machine_limits import report_header
+
+STORY = (
+    "The harbour of Lisbon was busy that morning. Three ships from Oslo had arrived with salmon, timber and wool, and "
+    "the captains argued about the fees. Maria, who kept the books, wrote every crate into her ledger. By noon the "
+    "market on the square was full: fishmongers shouted, children ran between the stalls, and an old man played the "
+    "accordion. Nobody noticed that the clock of the tower had stopped at ten past nine. When the mayor came, he asked "
+    "for the keys, but the keeper had gone to the mountains."
+)
+TEXTS = {
+    "edit": f"Rewrite this text with every 'Maria' replaced by 'Anna' and change nothing else.\n\n{STORY}",
+    "document": f"{STORY}\n\nQuote the sentences of this text that are about the market, word by word.",
+    "code": "Write a Python class Point with x and y and the methods add, sub, mul, div, neg and eq.",
+    "chat": "What should I see in Lisbon in three days? Tell me about food, too.",
+    "explanation": "Explain to a child why the sky is blue.",
+}
+TEMPERATURES = (0.0, 0.8)
+_SEED = 5
+
+
+class Ours:
+    """An engine of edged."""
+
+    def __init__(self, model: Path, drafts: bool) -> None:
+        settings = {"model": {"device": "cpu", "dtype": "float32"}, "serving": {"prompt_lookup": drafts}}
+        self.local, self.number = LocalEngine(model, settings), 0
+
+    def answer(self, prompt: Sequence[int], tokens: int, temperature: float) -> tuple[float, list[int], int]:
+        """Return the seconds that an answer takes, its tokens, and the number of iterations."""
+        self.number += 1
+        name, totals = f"answer-{self.number}", self.local.engine.stats.totals
+        before, started = totals.iterations, time.perf_counter()
+        self.local.ask(name, prompt, tokens, temperature=temperature, seed=_SEED)
+        self.local.wait()
+        seconds = time.perf_counter() - started
+        found = [event.token_id for event in self.local.recorder.tokens.pop(name)]
+        return seconds, found, totals.iterations - before
+
+
+def peer_s(model: Any, prompt: Sequence[int], tokens: int, **fields: Any) -> float:
+    """Return the seconds that transformers takes for a greedy answer."""
+    started = time.perf_counter()
+    ids = torch.tensor([list(prompt)])
+    lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+    model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths, **fields)
+    return time.perf_counter() - started
+
+
+def measure(options: Any) -> list[dict[str, Any]]:
+    """Return the figures of each text and temperature."""
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    on, off = Ours(options.model, True), Ours(options.model, False)
+    peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32) if options.peer else None
+    rows = []
+    for name, text in TEXTS.items():
+        said = [{"role": "user", "content": text}]
+        prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
+        for temperature in TEMPERATURES:
+            seconds: dict[str, list[float]] = {"on": [], "off": [], "peer_on": [], "peer_off": []}
+            equal, iterations = True, 0
+            for number in range(options.rounds + 1):
+                ours, plain = (side.answer(prompt, options.tokens, temperature) for side in (on, off))
+                equal, iterations = equal and ours[1] == plain[1], ours[2]
+                if number:
+                    seconds["on"].append(ours[0])
+                    seconds["off"].append(plain[0])
+                if number and peer is not None and not temperature:
+                    seconds["peer_on"].append(peer_s(peer, prompt, options.tokens, prompt_lookup_num_tokens=10))
+                    seconds["peer_off"].append(peer_s(peer, prompt, options.tokens))
+            rows.append(
+                {"text": name, "temperature": temperature, "equal": equal, "iterations": iterations, "seconds": seconds}
+            )
+            say(f"{name}, {temperature:g}: {paired_ratio(seconds['off'], seconds['on']).text()}")
+    on.local.close()
+    off.local.close()
+    return rows
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return a Markdown table."""
+    heads = ["text", "temperature", "times as fast", "iterations", "equal", "transformers: times as fast"]
+    lines = []
+    for row in report["rows"]:
+        seconds = row["seconds"]
+        peer = paired_ratio(seconds["peer_off"], seconds["peer_on"]).text() if seconds["peer_on"] else ""
+        equal = "yes" if row["equal"] else "no"
+        ratio = paired_ratio(seconds["off"], seconds["on"]).text()
+        lines.append([row["text"], f"{row['temperature']:g}", ratio, str(row["iterations"]), equal, peer])
+    return "\n".join(markdown(heads, lines))
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse(
+        __doc__,
+        option("--model", "a model's directory", type=model_folder, required=True),
+        option("--tokens", "of each answer", 160, 24),
+        option("--rounds", "measured rounds", 5, 1),
+        flag("--peer", "measure transformers, too"),
+        quick="short answers, one round",
+    )
+    report = {**report_header("cpu"), "model": options.model.name, "tokens": options.tokens, "rows": measure(options)}
+    finish(options, report, table(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Drafts: tokens that are likely to follow, looked up in a sequence's own text, and tried in room below the knee.
+
+A forward reads the weights for one token of a sequence as for several. So tokens that followed the latest ones when
+these came before (prompt lookup decoding) are computed as further decodes of the sequence, and each position is sampled
+as it would be alone. Those that were guessed right are kept: an answer's tokens are the same with drafts and without.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from edged.engine.draft_lookup import MOST, Draft
+from edged.engine.sequence import Sequence
+from edged.scheduler.cost.model import CostModel
+from edged.scheduler.cost.prices import Load
+from edged.scheduler.task import Kind, Plan
+
+_LEAST_GAIN = 1.15
+"""How many times its share of the time a drafted token must be worth: prices are not exact."""
+
+
+def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float) -> None:
+    """Give the decodes of `plan` drafts, as long as they bring more tokens than their time would.
+
+    Only room below the knee is given: prompts and fine-tuning have theirs already. Readers who have text left need no
+    speed.
+    """
+    load = Load()
+    for grant in plan.grants:
+        if grant.task.kind is Kind.DECODE:
+            load.decodes += 1
+            load.context += grant.task.context - grant.task.pruned
+        else:
+            load.add_chunk(grant.num_tokens, grant.task.context, grant.task.kind is Kind.FINETUNE)
+    room, before_s = cost.free_tokens(load), cost.priced_s(load)
+    found: list[tuple[float, int, Sequence, Draft]] = []
+    for sequence in sequences:
+        sequence.draft = None
+        most = min(MOST, room, sequence.request.sampling.max_tokens - sequence.generated - 1)
+        if most > 0 and _may_draft(sequence, now) and (one := sequence.lookup.find(sequence.token_ids, most)):
+            heapq.heappush(found, (-sequence.lookup.share(one.kind), sequence.task.task_id, sequence, one))
+    tokens = float(max(1, load.decodes))
+    while found and room:
+        chance, number, sequence, one = heapq.heappop(found)
+        more = Load(load.prefill_tokens, load.decodes + 1, load.finetune_tokens, load.context, load.pairs)
+        more.context += sequence.task.context
+        after_s = cost.priced_s(more)
+        if -chance * before_s < _LEAST_GAIN * tokens * (after_s - before_s):
+            break
+        if sequence.draft is None:
+            sequence.draft = Draft([], one.kind)
+        own = sequence.draft.tokens
+        own.append(one.tokens[len(own)])
+        load, before_s, tokens, room = more, after_s, tokens - chance, room - 1
+        if len(own) < len(one.tokens):
+            heapq.heappush(found, (chance * sequence.lookup.share(one.kind), number, sequence, one))
+
+
+def _may_draft(sequence: Sequence, now: float) -> bool:
+    """Whether a sequence decodes one token at a time, of its own text alone, for somebody who waits for it.
+
+    Penalties count the tokens before each one, and pruning observes decodes one by one.
+    """
+    single = sequence.compacted is None and sequence.watch is None and not sequence.request.sampling.penalizes
+    reader = sequence.task.reader
+    waits = reader is None or not reader.num_tokens or reader.dry_s <= now
+    return sequence.decoding and single and waits and not sequence.request.candidate
