@@ -25,8 +25,9 @@ policy_option = click.option(
     "--policy",
     metavar="NAME",
     help="Scheduling policy: mace, mace-paper, andes or flexllm; a baseline: fcfs, ekya, adainf, periodic-async, sync, "
-    "temporal, temporal-dynamic or spatial; or one of these without a part: mace-bin, mace-prefix, mace-prune, "
-    "mace-priority, andes-plain, flexllm-static, flexllm-whole or flexllm-behind. Default: as configured.",
+    "temporal, temporal-dynamic or spatial; the paper's own: mace-letter; or one without a part: mace-bin, "
+    "mace-prefix, mace-prune, mace-priority, andes-plain, flexllm-static, flexllm-whole or flexllm-behind. "
+    "Default: as configured.",
 )
 
 

@@ -1,10 +1,11 @@
-"""What drafts bring a single answer: edged with `serving.prompt_lookup` on and off, in turns, on texts of several kinds.
+"""What drafts bring a single answer: edged with `serving.prompt_lookup` on and off, in turns, on texts of some kinds.
 
-    python -m benchmarks.drafts --model FOLDER [--tokens 160] [--rounds 5] [--peer] [--output FILE] [--json]
+    python -m benchmarks.engine.drafts --model FOLDER [--tokens 160] [--rounds 5] [--peer] [--output FILE] [--json]
 
 Each text is answered greedily, and drawn at temperature 0.8 by a fixed seed; the answers of both sides must be equal.
-"Iterations" are those of the side with drafts for an answer's tokens. With `--peer`, greedy answers of transformers with
-`prompt_lookup_num_tokens` = 10 and without stand beside them. The model should follow instructions (`tools/smollm2`).
+"Iterations" are those of the side with drafts for an answer's tokens. With `--peer`, greedy answers of transformers
+with `prompt_lookup_num_tokens` = 10 and without stand beside them. The model should follow instructions
+(`tools/smollm2`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class Ours:
     """An engine of edged."""
 
     def __init__(self, model: Path, drafts: bool) -> None:
-        settings = {"model": {"device": "cpu", "dtype": "float32"}, "serving": {"prompt_lookup": drafts}}
+        settings: dict[str, dict[str, Any]] = {
+            "model": {"device": "cpu", "dtype": "float32"},
+            "serving": {"prompt_lookup": drafts},
+        }
         self.local, self.number = LocalEngine(model, settings), 0
 
     def answer(self, prompt: Sequence[int], tokens: int, temperature: float) -> tuple[float, list[int], int]:
