@@ -13,6 +13,8 @@ LENGTHS = (NGRAM, 4, 6, 9, 13)
 _EXPECTED = (0.3, 0.4, 0.5, 0.6, 0.7)
 """Share of such drafts' tokens that are right, before any was tried, and how many tokens that weighs as much as."""
 _WEIGHT = 12.0
+_INDEXED = 4096
+"""The most tokens that one call takes into its index."""
 _MEMORY = 0.97
 """What is left, at each try, of the weight of those before it."""
 
@@ -39,9 +41,11 @@ class DraftLookup:
     def find(self, tokens: list[int], most: int) -> Draft | None:
         """Return what followed the latest tokens when they came before, at most `most` tokens of it."""
         count, seen = len(tokens), self.seen
-        for end in range(self.known + 1, count):
+        # Some at a time: a long prompt must not hold up everybody's decodes.
+        last = min(count, self.known + 1 + _INDEXED)
+        for end in range(self.known + 1, last):
             seen[tuple(tokens[end - NGRAM : end])] = end
-        self.known = max(self.known, count - 1)
+        self.known = max(self.known, last - 1)
         end = seen.get(tuple(tokens[-NGRAM:]), 0)
         if not end:
             return None

@@ -18,11 +18,11 @@ _LEAST_GAIN = 1.15
 """How many times its share of the time a drafted token must be worth: prices are not exact."""
 
 
-def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float) -> None:
-    """Give the decodes of `plan` drafts, as long as they bring more tokens than their time would.
+def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float, most_rows: int) -> None:
+    """Give the decodes of `plan` drafts, as long as the tokens that they are expected to bring are worth their time.
 
-    Only room below the knee is given: prompts and fine-tuning have theirs already. Readers who have text left need no
-    speed.
+    Only room below the knee is given, of at most `most_rows` rows with the decodes themselves: prompts and fine-tuning
+    have theirs already. Readers who have text left need no speed.
     """
     load = Load()
     for grant in plan.grants:
@@ -31,7 +31,7 @@ def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float
             load.context += grant.task.context - grant.task.pruned
         else:
             load.add_chunk(grant.num_tokens, grant.task.context, grant.task.kind is Kind.FINETUNE)
-    room, before_s = cost.free_tokens(load), cost.priced_s(load)
+    room, before_s = min(cost.free_tokens(load), most_rows - load.decodes), cost.priced_s(load)
     found: list[tuple[float, int, Sequence, Draft]] = []
     for sequence in sequences:
         sequence.draft = None
@@ -40,19 +40,20 @@ def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float
             heapq.heappush(found, (-sequence.lookup.share(one.kind), sequence.task.task_id, sequence, one))
     tokens = float(max(1, load.decodes))
     while found and room:
-        chance, number, sequence, one = heapq.heappop(found)
+        negative, number, sequence, one = heapq.heappop(found)
+        chance = -negative
         more = Load(load.prefill_tokens, load.decodes + 1, load.finetune_tokens, load.context, load.pairs)
         more.context += sequence.task.context
         after_s = cost.priced_s(more)
-        if -chance * before_s < _LEAST_GAIN * tokens * (after_s - before_s):
+        if chance * before_s < _LEAST_GAIN * tokens * (after_s - before_s):
             break
         if sequence.draft is None:
             sequence.draft = Draft([], one.kind)
         own = sequence.draft.tokens
         own.append(one.tokens[len(own)])
-        load, before_s, tokens, room = more, after_s, tokens - chance, room - 1
+        load, before_s, tokens, room = more, after_s, tokens + chance, room - 1
         if len(own) < len(one.tokens):
-            heapq.heappush(found, (chance * sequence.lookup.share(one.kind), number, sequence, one))
+            heapq.heappush(found, (negative * sequence.lookup.share(one.kind), number, sequence, one))
 
 
 def _may_draft(sequence: Sequence, now: float) -> bool:
@@ -62,5 +63,5 @@ def _may_draft(sequence: Sequence, now: float) -> bool:
     """
     single = sequence.compacted is None and sequence.watch is None and not sequence.request.sampling.penalizes
     reader = sequence.task.reader
-    waits = reader is None or not reader.num_tokens or reader.dry_s <= now
+    waits = reader is None or reader.dry_s <= now
     return sequence.decoding and single and waits and not sequence.request.candidate

@@ -43,8 +43,9 @@ class KvPages:
     def reach(self, sequence: Sequence, num_tokens: int) -> int:
         """Give a sequence free pages for up to `num_tokens` beyond its own; returns for how many it has them now."""
         room = len(sequence.pages) * self.page_size - sequence.rows - 1
-        needed = min(-(-(num_tokens - room) // self.page_size), self.pool.free_pages)
-        if needed > 0:
+        needed = -(-(num_tokens - room) // self.page_size)
+        # Pages that are few are for prompts.
+        if 0 < needed <= self.pool.free_pages - self.pool.capacity // 4:
             sequence.add_pages(self.pool.allocate(needed))
             room += needed * self.page_size
         return max(0, min(num_tokens, room))
@@ -74,7 +75,7 @@ class KvPages:
         """Free a sequence's pages and reset it to nothing computed."""
         self.pool.release(sequence.pages)
         sequence.pages, sequence.computed = [], 0
-        sequence.compacted = sequence.watch = None
+        sequence.compacted = sequence.watch = sequence.draft = None
 
     def report(self, page_bytes: int) -> dict[str, Any]:
         """Return the status' parts on pages, of `page_bytes` each, and on shared prefixes.

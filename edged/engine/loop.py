@@ -80,7 +80,7 @@ class EngineLoop:
             with self.recovery.iteration(plan):
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
-                self._sequences.draft(plan, started)
+                self._sequences.draft(plan, started, limited=bool(self.recovery.memory_problem))
                 sequences, open_steps = self._sequences.by_task, self._finetuning.open_steps
                 ahead = partial(self._look_ahead, plan, started)
                 output = self._runner.run(

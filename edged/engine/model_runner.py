@@ -221,7 +221,7 @@ class ModelRunner:
 
     def _draft_segments(self, sequence: Sequence, last: Segment, work: RunnerOutput) -> list[Segment]:
         """Return further decodes of a sequence, each a token of its draft; those without a page are left out."""
-        if sequence.draft is None or not last.is_plain_decode:
+        if sequence.draft is None or not (sequence.decoding and last.is_plain_decode):
             sequence.draft = None
             return []
         del sequence.draft.tokens[self.pages.reach(sequence, len(sequence.draft.tokens)) :]

@@ -174,12 +174,12 @@ class SequenceTable:
                 kept.append(grant)
         plan.grants[:] = kept
 
-    def draft(self, plan: Plan, now: float) -> None:
-        """Give the decodes of a plan drafts, where the settings and the runner allow it."""
+    def draft(self, plan: Plan, now: float, limited: bool) -> None:
+        """Give the decodes of a plan drafts, where settings and runner allow it; none while memory is `limited`."""
         if self._drafts:
             decoding = self._by_status[SequenceStatus.DECODE]
             granted = [decoding[task_id] for grant in plan.grants if (task_id := grant.task.task_id) in decoding]
-            draft(granted, plan, self._scheduler.cost, now)
+            draft(granted, plan, self._scheduler.cost, now, 0 if limited else self._max_sequences)
 
     def prepare(self, now: float) -> None:
         """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
