@@ -120,7 +120,12 @@ class JustitiaOrder(FairOrder):
             if task.kind is not Kind.FINETUNE and outcome.next_kind is not Kind.PREFILL:
                 run = self._runs.get(task.task_id)
                 if run is not None:
-                    work[run.key] = work.get(run.key, 0.0) + task.context - task.pruned + outcome.num_tokens + 1
+                    rows = task.context - task.pruned + outcome.num_tokens + 1.0
+                    if task.kind is Kind.DECODE:
+                        # Each of its tokens held the rows before it.
+                        count = outcome.num_tokens
+                        rows = count * (rows - count + 1.0) + count * (count - 1) / 2.0
+                    work[run.key] = work.get(run.key, 0.0) + rows
         self.clock.serve(work, now)
         self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
 

@@ -112,7 +112,7 @@ class TurnOrder(FairOrder):
             if (charged := self._entered.pop(task.task_id, None)) is not None and charged > task.num_tokens:
                 self.counters.refund(task.tenant, self.fairness.input * (charged - task.num_tokens))
             if outcome.next_kind is not Kind.PREFILL:
-                answered[task.tenant] += 1
+                answered[task.tenant] += outcome.num_tokens if task.kind is Kind.DECODE else 1
         for user, num_tokens in answered.items():
             self.counters.charge(user, self.fairness.output * num_tokens)
         self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
