@@ -59,6 +59,17 @@ def test_how_long_a_late_prompt_waits_is_bounded_by_what_is_before_it_and_not_by
     assert patience.overdue_s[20] == pytest.approx(60.0 + PATIENCE * 1900 * token_s), "the latest waits count"
 
 
+def test_what_the_cache_had_of_a_prompt_and_hearing_of_it_again_count_for_no_wait() -> None:
+    patience, token_s = Patience(), 0.01
+    cached = Task(1, Kind.PREFILL, 0.0, num_tokens=4000, deadline_s=0.5)
+    for _ in range(2):
+        patience.arrived(cached, token_s)
+    patience.completed(IterationResult([TaskOutcome(cached, 10, 0, Kind.DECODE)], 0.1), 0.0)
+    later = Task(2, Kind.PREFILL, 1.0, num_tokens=10, deadline_s=1.5)
+    patience.arrived(later, token_s)
+    assert patience.overdue_s[2] == pytest.approx(1.0 + TARGETS * 0.5)
+
+
 def test_an_answer_that_lost_its_pages_goes_first() -> None:
     scheduler = scheduler_of()
     task = add_prompt(scheduler, 1, 20)

@@ -39,6 +39,9 @@ class Patience:
 
     def arrived(self, task: Task, token_s: float) -> None:
         """Take a prompt in; `token_s` is the price of a token."""
+        if task.task_id in self.overdue_s:
+            # Orders that change hear of live tasks again.
+            return
         if not task.candidate:
             self._waits_s.append(self._backlog * (self._token_s or token_s))
             self._left[task.task_id] = task.num_tokens
@@ -57,10 +60,12 @@ class Patience:
         for outcome in result.outcomes:
             if outcome.task.kind is Kind.PREFILL and (left := self._left.get(outcome.task.task_id)):
                 done = min(left, outcome.num_tokens)
-                self._left[outcome.task.task_id] = left - done
                 tokens += done
+                # What the cache had of a prompt is known when it is computed.
+                gone = done if outcome.next_kind is Kind.PREFILL else left
+                self._left[outcome.task.task_id] = left - gone
+                self._backlog -= gone
         if tokens:
-            self._backlog -= tokens
             taken_s = (result.forward_s + sum([seconds for _, seconds in result.units]) - finetune_s) / tokens
             known_s = taken_s if self._token_s is None else self._token_s
             self._token_s = known_s + _PACE * (taken_s - known_s)
