@@ -424,7 +424,8 @@ class PairQueues:
     ) -> dict[str, StepBatch]:
         """Take the next pairs of `first`, and of others that `admit` accepts and whose pairs fit the same window."""
         draws = {first.name: first.draw(align)}
-        most = 1 if first.alone or first.one_by_one else align.joint_adapters
+        practice = is_practice(draws[first.name].fresh)
+        most = 1 if first.alone or first.one_by_one or practice else align.joint_adapters
         room = align.window_tokens - draws[first.name].num_tokens
         for queue in (self.queues[name] for name in islice(self.ready(), _MAX_ASKED)):
             if len(draws) == most or room <= 0:

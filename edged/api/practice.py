@@ -405,7 +405,7 @@ class Practice:
         """Draw, judge, and learn from what some prompts show; returns whether there was room for it."""
         align = self._live.current.align
         rows = self._engine.spare_rows(_PROMPT_TOKENS // 4 + _ANSWER_TOKENS, _TURN)
-        if rows < _LEAST_ROWS or not self._engine.finetuning.open_to_practice:
+        if rows < _LEAST_ROWS or not self._engine.finetuning.open_to_practice(adapter):
             return False
         if practised.turn >= len(practised.prompts):
             # What was asked meanwhile is practised on, too.
@@ -439,7 +439,7 @@ class Practice:
         )
         if practised.disliked:
             log.info("%s unlearns its practice: its user likes the base's answers better by now", adapter)
-            practised.proven = False
+            practised.proven, practised.kl_nats = False, 0.0
             practised.gains.clear()
             await self.relearn(adapter)
             return True
@@ -538,7 +538,11 @@ class Practice:
                 pairs.append(self._pair(adapter, prompt.ids, chosen, rejected, weight))
         if wins:
             practised.note(sum(wins) / len(wins))
-        practised.ended |= not is_sure(taste) or practised.kl_nats > self._budget(taste)
+        if practised.kl_nats > self._budget(taste):
+            # Some rounds only judge whether what was practised is still liked.
+            practised.ended |= not (practised.proven and wins) or len(practised.gains) >= _DOUBTS
+            pairs = []
+        practised.ended |= not is_sure(taste)
         return pairs
 
     def _imitations(

@@ -61,7 +61,7 @@ class StepTable:
         self.practice_due = False
         """Whether there is practice to train on."""
         self._practice_next = False
-        """Whether a step of people's own pairs has ended since the last of practice: the two take turns."""
+        """Whether a step of people's own pairs, or a test, has ended since the last of practice: they take turns."""
         self.alarms: tuple[str, ...] = ()
         """Users whose new pairs are all quarantined, because of a burst."""
         self.trains = not self._model.trainable_error and scheduler.policy.trains
@@ -90,11 +90,15 @@ class StepTable:
         if self.trains:
             self._trainer.practise(adapter, pairs)
 
-    @property
-    def open_to_practice(self) -> bool:
-        """Whether practice would be trained on: own pairs leave time, or it is its turn. Any thread may ask."""
+    def open_to_practice(self, adapter: str) -> bool:
+        """Whether an adapter's practice would be trained on; any thread may ask.
+
+        Its own pairs are done by then, and those of others are, too, or it is practice's turn.
+        """
         held = self._held or self._scheduler.degraded or not self._settings.current.align.enabled
-        return self.trains and not held and (not self.pairs_queued or self._practice_next)
+        queue = self._trainer.pair_queues.queues.get(adapter)
+        own = queue is not None and bool(queue.queue)
+        return self.trains and not (held or own) and (not self.pairs_queued or self._practice_next)
 
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
@@ -129,7 +133,7 @@ class StepTable:
         self._make_way(bool(ready), slots_wanted)
         if self._under_way >= self._max_open:
             return
-        if self._practice_next and not any(open_step.practice for open_step in self.open_steps.values()):
+        if self._practice_next and ready and not any(open_step.practice for open_step in self.open_steps.values()):
             self._begin_practice(now, slots_wanted)
         for adapter in self._scheduler.next_steps(ready, _MAX_TRIED):
             if self._under_way >= self._max_open or not self._rested(now):
@@ -153,7 +157,7 @@ class StepTable:
         """Take the step of a job or of practice out of the way of people's own pairs and of requests; it begins again.
 
         It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
-        Practice also ends for its adapter's own work, and for a job.
+        Practice that is not in turn also ends for its adapter's own work, and for a job.
         """
         bulk = [open_step for open_step in self.open_steps.values() if open_step.task.bulk]
         for open_step in list(bulk):
@@ -409,6 +413,8 @@ class StepTable:
         try:
             if not admit(adapter):
                 return False
+            # Beside people's own pairs practice has its turn, and is owed what they are.
+            in_turn = self._practice_next and bool(self._trainer.pair_queues.ready())
             validates = adapter in self._trainer.jobs and self._trainer.jobs[adapter].validates
             step = self._trainer.open(adapter, "full" if validates else self._recompute(), admit)
         except Exception as error:
@@ -425,7 +431,6 @@ class StepTable:
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains = tuple(step.adapters)
         practice = is_practice(self._trainer.pair_queues.queues[adapter].taken)
-        in_turn = self._practice_next and bool(self._trainer.pair_queues.ready())
         task.bulk = adapter in self._trainer.jobs or (practice and not in_turn)
         open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now, practice)
         self._sync(open_step)
@@ -464,7 +469,7 @@ class StepTable:
                 self._drop(task_id)
                 strikes = self._trainer.size.strikes
                 self._trainer.close(open_step.step, now - open_step.opened_s)
-                self._practice_next = not open_step.practice
+                self._practice_next = not (open_step.practice or open_step.task.bulk)
                 if self._trainer.size.strikes > strikes:
                     self.resumes_s = now + self._trainer.size.pause_s
             else:
