@@ -336,7 +336,8 @@ class Generation:
             adapter=None if answer.index in self.base_choices else known.adapter,
             service=self.body.service,
             tenant=self.tenant if services.settings.cache.share_across == "user" else "",
-            user=known.user,
+            # A base choice belongs to the adapter's user, too: it goes where that is forgotten.
+            user=known.user or known.adapter,
             fairness_key=self.fairness_key,
             pace=self.pace,
             run=self.run.key,

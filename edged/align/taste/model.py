@@ -136,7 +136,10 @@ class Taste:
 
     @cached_property
     def doubted(self) -> bool:
-        """Whether the latest signal was against what those on other prompts tell, or about answers alike to them."""
+        """Whether the latest signal was against what those on other prompts tell, or about answers alike to them.
+
+        So it is, too, where there are no signals on other prompts.
+        """
         if self._all is None:
             return False
         latest = np.flatnonzero(self._design.events == self._design.events[-1])
