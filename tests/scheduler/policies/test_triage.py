@@ -94,6 +94,17 @@ def test_an_answer_whose_prompt_was_late_goes_first_too_if_it_loses_its_pages() 
     assert next(iter(granted(scheduler.plan(now, resources())))) == 1
 
 
+def test_a_task_that_did_not_come_as_a_prompt_has_a_place_among_late_ones() -> None:
+    scheduler = scheduler_of()
+    answered = add_decode(scheduler, 1)
+    scheduler.restart(answered, 40, 0.1)
+    answered.deadline_s = 0.2
+    add_prompt(scheduler, 2, 10, arrival_s=0.1)
+    for now in (0.3, 5.0):
+        assert set(granted(scheduler.plan(now, resources()))) == {1, 2}
+    assert not scheduler.degraded
+
+
 def test_late_prompts_do_not_make_the_chunks_of_others_longer() -> None:
     scheduler = scheduler_of(ttft_floor_ms=1.0)
     add_decode(scheduler, 1, now=10.0)

@@ -49,6 +49,11 @@ class Patience:
         wait_s = max(TARGETS * (task.deadline_s - task.arrival_s), PATIENCE * max(self._waits_s, default=0.0))
         self.overdue_s[task.task_id] = task.arrival_s + wait_s
 
+    def due_s(self, task: Task) -> float:
+        """Return the moment of a task; of one that did not come as a prompt it follows from its own target."""
+        known_s = self.overdue_s.get(task.task_id)
+        return task.arrival_s + TARGETS * (task.deadline_s - task.arrival_s) if known_s is None else known_s
+
     def left(self, task: Task) -> None:
         """Forget a task."""
         self._backlog -= self._left.pop(task.task_id, 0)

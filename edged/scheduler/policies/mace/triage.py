@@ -49,7 +49,7 @@ class Triage(Order):
     def key(self, task: Task) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
         number = task.task_id
-        return self._patience.overdue_s[number] if number in self._flows else task.deadline_s, number
+        return self._patience.due_s(task) if number in self._flows else task.deadline_s, number
 
     def arrived(self, task: Task, now: float) -> None:
         """Note how long a prompt may wait."""
@@ -93,7 +93,7 @@ class Triage(Order):
 
     def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
         """Return prompts in their order at `now`, and those that can be in time."""
-        answered, overdue_s, token_s = self._answered, self._patience.overdue_s, self.cost.token_s
+        answered, patience, token_s = self._answered, self._patience, self.cost.token_s
         hopeful: list[Task] = []
         first_ones: dict[Task, float] = {}
         late: dict[Task, float] = {}
@@ -102,7 +102,7 @@ class Triage(Order):
             if in_time and task.task_id not in answered:
                 hopeful.append(task)
                 continue
-            due_s = overdue_s[task.task_id]
+            due_s = patience.due_s(task)
             if due_s > now and task.task_id not in answered:
                 late[task] = due_s
             else:
