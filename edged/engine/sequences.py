@@ -329,7 +329,6 @@ class SequenceTable:
             sequence.computed += right
             self.stats.totals.drafted_tokens += len(draft.tokens)
             self.stats.totals.drafted_right += right
-            self._count_pages(sequence)
         return right, reason
 
     def _append(self, sequence: Sequence, drawn: Drawn, row: int, now: float) -> None:
