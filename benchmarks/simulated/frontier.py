@@ -38,7 +38,7 @@ from benchmarks.support.command import (
 from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
-from edged.bench.traces import PromptIds, read_trace, scale_trace
+from edged.bench.traces import Arrival, PromptIds, RequestTrace, read_trace, scale_trace
 from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import load_settings
@@ -112,12 +112,14 @@ def plan_of(options: Namespace, seed: int, policy: str, knob: dict[str, float]) 
     )
 
 
-def played(plan: SimulationPlan, noisy: bool, simulation: type[Simulation] = Simulation) -> dict[str, Any]:
-    """Return the report of one run."""
+def played(
+    plan: SimulationPlan, noisy: bool, simulation: type[Simulation] = Simulation, trace: RequestTrace | None = None
+) -> dict[str, Any]:
+    """Return the report of one run, of `trace` where the plan's is no file."""
     hardware = SimulatedHardware.of(plan)
     if noisy:
         hardware = replace(hardware, device=replace(hardware.device, noise=NOISE))
-    return simulation(plan, hardware, lambda _line: None).play(read_trace(plan.trace, plan.seed))
+    return simulation(plan, hardware, lambda _line: None).play(trace or read_trace(plan.trace, plan.seed))
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -142,18 +144,21 @@ def cell(figure: ReportFigure, values: list[float] | None) -> str:
 def bound(plan: SimulationPlan) -> dict[str, float]:
     """Return the shares of first tokens in time between which the offline optimum of the plan's load lies."""
     hardware = SimulatedHardware.of(plan)
-    longest, vocab = SimulatedEngine(plan.settings, hardware).max_context_tokens, hardware.model.shape.vocab_size
-    prompts = PromptIds(longest, range(vocab), plan.seed)
-    trace = read_trace(plan.trace, plan.seed)
-    rate, seconds = plan.rate_per_s or 0.0, plan.seconds
-    times_s = plan.arrivals.times_s(rate, seconds, plan.seed) if plan.arrivals else ()
-    load = scale_trace(trace, prompts, rate_per_s=rate, seconds=seconds, times_s=times_s)
     most = plan.settings.serving.max_batch_tokens
     jobs = []
-    for arrival in load:
+    for arrival in load_of(plan, hardware, read_trace(plan.trace, plan.seed)):
         alone_s = lone_ttft_s(hardware.device, len(arrival.prompt_ids), most)
         jobs.append(Job(arrival.at_s, arrival.at_s + SLO_FACTOR * alone_s, alone_s))
     return {"reachable_share": reachable(jobs) / len(jobs), "at_most_share": at_most(jobs) / len(jobs)}
+
+
+def load_of(plan: SimulationPlan, hardware: SimulatedHardware, trace: RequestTrace) -> list[Arrival]:
+    """Return the requests that a run of the plan has, from `trace`."""
+    longest, vocab = SimulatedEngine(plan.settings, hardware).max_context_tokens, hardware.model.shape.vocab_size
+    prompts = PromptIds(longest, range(vocab), plan.seed)
+    rate, seconds = plan.rate_per_s or 0.0, plan.seconds
+    times_s = plan.arrivals.times_s(rate, seconds, plan.seed) if plan.arrivals else ()
+    return scale_trace(trace, prompts, rate_per_s=rate, seconds=seconds, times_s=times_s)
 
 
 def frontier(rows: list[dict[str, Any]]) -> Figure:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.simulated.frontier import NOISE, QOE, TBT_P99, TTFT_P99, spread
+from benchmarks.simulated.frontier import QOE, TBT_P99, TTFT_P99, load_of, played, spread
 from benchmarks.simulated.offline import Job, at_most, chosen
 from benchmarks.support.command import finish, keep, markdown, names, option, parse, say
 from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, PAIRS, REQUESTS_IN_TIME
-from edged.bench.traces import Arrival, PromptIds, RequestTrace, TraceRow, read_trace, scale_trace
+from edged.bench.traces import Arrival, RequestTrace, TraceRow, read_trace
 from edged.scheduler.policies.base import Order, Row
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.policy import MACE
@@ -38,14 +38,13 @@ from edged.scheduler.task import Task
 from edged.settings.load import load_settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import START_S, SimulatedEngine
-from edged.simulator.simulation import Simulation, lone_ttft_s
+from edged.simulator.runner import START_S
+from edged.simulator.simulation import lone_ttft_s
 
 ORIN, ADA = "agx-orin-32gb-maxn", "rtx-6000-ada"
 WORDS_PER_S = 6.0
 POLICIES = ["fcfs", "mace-letter", "mace-paper", "flexllm", "andes", "mace"]
 FIGURES = (ATTAINMENT, REQUESTS_IN_TIME, PAIRS, QOE, TTFT_P99, TBT_P99)
-CLAIRVOYANT = "clairvoyant"
 _SLOWER = (1.0, 1.2, 1.45, 1.8)
 """How much longer than alone prompts are taken to need, when those to give up are chosen: decodes run beside them."""
 _BLOCK = 16
@@ -188,19 +187,14 @@ class Case:
     def played(self, policy: str, row: Row | None = None, learns: bool = True) -> dict[str, Any]:
         """Return the report of a run, with `row` in place of the policy's own."""
         plan = self.plan(policy) if learns else replace(self.plan(policy), retrain_rate=0.0)
-        hardware = SimulatedHardware.of(plan)
-        hardware = replace(hardware, device=replace(hardware.device, noise=NOISE))
         with patch.dict(ROWS, {policy: row or ROWS[policy]}):
-            return Simulation(plan, hardware, lambda _line: None).play(self.trace)
+            return played(plan, noisy=True, trace=self.trace)
 
     def jobs(self) -> tuple[list[Job], list[Job]]:
         """Return the load's prompts as they take alone, and as they take at the least."""
         plan = self.plan("fcfs")
         hardware, most = SimulatedHardware.of(plan), plan.settings.serving.max_batch_tokens
-        longest, vocab = SimulatedEngine(plan.settings, hardware).max_context_tokens, hardware.model.shape.vocab_size
-        times_s = plan.arrivals.times_s(self.rate, self.seconds, self.seed) if plan.arrivals else ()
-        ids = PromptIds(longest, range(vocab), self.seed)
-        load = scale_trace(self.trace, ids, rate_per_s=self.rate, seconds=self.seconds, times_s=times_s)
+        load = load_of(plan, hardware, self.trace)
         token_s, alone, least = lone_ttft_s(hardware.device, most, most) / most, list[Job](), list[Job]()
         for arrival, known in zip(load, known_beginnings(load), strict=True):
             num_tokens = len(arrival.prompt_ids)
@@ -263,9 +257,10 @@ def trace_of(load: Load, traces: Path, seed: int) -> RequestTrace | None:
     if callable(load.trace):
         return load.trace(random.Random(seed))
     path = traces / load.trace
-    if path.suffix and not path.exists():
-        return None if path.suffix in (".csv", ".jsonl") else read_trace(load.trace, seed)
-    return read_trace(str(path) if path.exists() else load.trace, seed)
+    recorded = path.suffix in (".csv", ".jsonl")
+    if recorded and not path.exists():
+        return None
+    return read_trace(str(path) if recorded else load.trace, seed)
 
 
 def main() -> None:
