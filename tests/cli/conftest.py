@@ -68,7 +68,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
             ],
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env=clean_environment(EDGED_CACHE__MEMORY_MB="64", EDGED_STORE__SAVE_EVERY_S="0.1"),
+            # Without practice, so that a user's version stays the same once his pairs are learned.
+            env=clean_environment(
+                EDGED_CACHE__MEMORY_MB="64", EDGED_STORE__SAVE_EVERY_S="0.1", EDGED_ALIGN__PRACTICE="false"
+            ),
         )
     running = Daemon(folder / "edged.sock")
     try:
