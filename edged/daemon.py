@@ -20,17 +20,17 @@ from transformers.utils import logging as transformers_logging
 
 import edged
 from edged.align.journal import Journal
-from edged.api.access import Access, AccessError
 from edged.api.app import make_app
-from edged.api.connections import Site
 from edged.api.event_router import EventRouter
-from edged.api.loop_shares import LoopShares
 from edged.api.metrics import STALLS
 from edged.api.services import Lifecycle, Services
-from edged.api.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.api.status import queue, refused
 from edged.assembly import assemble, connect
 from edged.engine.model.loading import ModelRefused
+from edged.http.access import Access, AccessError
+from edged.http.connections import Site
+from edged.http.loop_shares import LoopShares
+from edged.http.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
 from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult

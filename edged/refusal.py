@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from edged.api.sockets import ListenError, answer_refusals
+from edged.http.sockets import ListenError, answer_refusals
 from edged.runtime import logs
 from edged.runtime.systemd import notify
 from edged.settings.load import LogSettings

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from edged.align.feedback.pair import PairRetired, VersionPublished
-from edged.api.access import Access
-from edged.api.errors import ApiError
+from edged.http.access import Access
+from edged.http.errors import ApiError
 from edged.reload import RELOADABLE, adopted, compare
 from edged.settings.access import AccessSettings, AccessToken, token_hash
 from edged.settings.load import Settings, load_settings

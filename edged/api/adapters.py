@@ -22,12 +22,12 @@ from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, max_bytes, read_adapter
 from edged.align.feedback.pair import IMPORT_REASONS
 from edged.align.versions import UnknownVersion
-from edged.api.access import caller_of
 from edged.api.erasure import forget_user
-from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.requests import RollbackRequest, queried_integer, read_body
 from edged.api.responses import Examined, Forgotten, Imported, RolledBack
 from edged.api.services import Services, services_of
+from edged.http.access import caller_of
+from edged.http.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.settings.load import USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers

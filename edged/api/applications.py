@@ -2,10 +2,10 @@
 
 from aiohttp import web
 
-from edged.api.access import caller_of
-from edged.api.errors import ApiError
 from edged.api.responses import ApplicationList, ApplicationsForgotten, RunList
 from edged.api.services import services_of
+from edged.http.access import caller_of
+from edged.http.errors import ApiError
 
 
 async def list_applications(request: web.Request) -> ApplicationList:

@@ -14,10 +14,8 @@ from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
 from edged.api import openai_format
-from edged.api.access import caller_of
 from edged.api.best_of import Chooser, chooser_of, may_choose
-from edged.api.connections import has_begun
-from edged.api.errors import as_api_error, bad_request
+from edged.api.errors import as_api_error
 from edged.api.generation import Generation
 from edged.api.models import check_tokens, split_model
 from edged.api.request_log import name_request, note
@@ -26,6 +24,10 @@ from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
 from edged.api.tastes import is_sure
 from edged.engine.sampling.params import Sampling
+from edged.http.access import caller_of
+from edged.http.connections import has_begun
+from edged.http.errors import bad_request
+from edged.http.json_format import Json, dumps_piecewise, json_answer, server_event
 from edged.scheduler.reader import Pace
 from edged.store import utc_now, utc_text
 from edged.store.completions import Completion
@@ -109,9 +111,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
         finally:
             note(request, **generation.facts())
     if sampling.logprobs is None:
-        return openai_format.json_answer(openai_format.full(generation), headers=headers)
+        return json_answer(openai_format.full(generation), headers=headers)
     # Log-probabilities are a hundred times as long as the text: they must not hold up other clients' tokens.
-    text = await asyncio.to_thread(lambda: openai_format.dumps_piecewise(openai_format.full(generation)))
+    text = await asyncio.to_thread(lambda: dumps_piecewise(openai_format.full(generation)))
     return web.json_response(text=text, headers=headers)
 
 
@@ -291,18 +293,18 @@ async def _stream(request: web.Request, generation: Generation, headers: dict[st
     await response.prepare(request)
     options = generation.body.stream_options
     with_usage = bool(options and options.include_usage)
-    extra: openai_format.Json = {"usage": None} if with_usage else {}
+    extra: Json = {"usage": None} if with_usage else {}
     try:
         async for touched in generation.updates():
             if all(answer.finish for answer in generation.answers):
                 # A client that reads the last chunk may give feedback on it at once.
                 await generation.store()
             chunks = [item for answer in touched for item in openai_format.chunks(generation, answer)]
-            data = b"".join(openai_format.server_event({**item, **extra}) for item in chunks)
+            data = b"".join(server_event({**item, **extra}) for item in chunks)
             if data:
                 await response.write(data)
         if with_usage:
-            await response.write(openai_format.server_event(openai_format.usage_chunk(generation)))
+            await response.write(server_event(openai_format.usage_chunk(generation)))
         await response.write(b"data: [DONE]\n\n")
     except ConnectionResetError:
         generation.abandon()
@@ -311,5 +313,5 @@ async def _stream(request: web.Request, generation: Generation, headers: dict[st
         answer = as_api_error(error)
         note(request, error=answer.code)
         with contextlib.suppress(ConnectionResetError):
-            await response.write(openai_format.server_event(answer.body()))
+            await response.write(server_event(answer.body()))
     return response

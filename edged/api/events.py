@@ -5,14 +5,14 @@ from functools import lru_cache
 
 from aiohttp import web
 
-from edged.api import openai_format
-from edged.api.access import Caller, caller_of
-from edged.api.connections import has_begun
-from edged.api.errors import ApiError, bad_request
 from edged.api.event_streams import EVENTS, MAX_BACKLOG, Event, EventReader, Feed
 from edged.api.requests import queried_integer
 from edged.api.services import LIFECYCLE, services_of
 from edged.api.status import visible
+from edged.http.access import Caller, caller_of
+from edged.http.connections import has_begun
+from edged.http.errors import ApiError, bad_request
+from edged.http.json_format import dumps
 
 _HEARTBEAT_S = 15.0
 _HEARTBEAT = b": still here\n\n"
@@ -83,7 +83,7 @@ async def _next(reader: EventReader, caller: Caller) -> bytes:
 def _encoded(event: Event) -> bytes:
     """Encode an event; cached, because all its readers take the same bytes at about the same time."""
     head = f"id: {event.id}\n" if event.id else ""
-    return f"{head}event: {event.name}\ndata: {openai_format.dumps(event.data)}\n\n".encode()
+    return f"{head}event: {event.name}\ndata: {dumps(event.data)}\n\n".encode()
 
 
 def _cut(request: web.Request) -> None:

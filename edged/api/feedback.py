@@ -11,14 +11,14 @@ from sqlite_utils import Database
 from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.pair_tokens import demand_rows
 from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
-from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request, send_pieces
 from edged.api.generation import STORED_WITHIN_S
 from edged.api.models import check_tokens
-from edged.api.openai_format import dumps
 from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body, reading_turn
 from edged.api.responses import FeedbackProgress, FeedbackTaken, PairProgress
 from edged.api.services import Services, services_of
+from edged.http.access import Caller, caller_of
+from edged.http.errors import ApiError, bad_request, send_pieces
+from edged.http.json_format import dumps
 from edged.store import utc_now, utc_text
 from edged.store.completions import users_of_completion
 from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of

@@ -18,12 +18,12 @@ from edged.align.feedback.signals import FeedbackResult, note_next_turn
 from edged.align.language import repetition
 from edged.api.admission import LimitReached
 from edged.api.best_of import Blocks, Chooser
-from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun
 from edged.api.services import Services
 from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
 from edged.engine.sampling.params import Sampling
+from edged.http.errors import ApiError
 from edged.runtime.pacer import LAG_S, Pacer
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.store import StoreError, utc_now, utc_text

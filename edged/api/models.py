@@ -8,10 +8,10 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request
 from edged.api.responses import Model, ModelList
 from edged.api.services import Services, services_of
+from edged.http.access import Caller, caller_of
+from edged.http.errors import ApiError, bad_request
 from edged.settings.load import USER_NAME
 from edged.text.tokenizer import TokenizerError
 

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 import edged
-from edged.api.errors import MEANINGS
-from edged.api.openai_format import json_answer
 from edged.api.responses import Error
+from edged.http.errors import MEANINGS
+from edged.http.json_format import json_answer
 from edged.settings.access import Role
 
 EVENTS = "text/event-stream"

@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api.errors import ApiError, send_pieces
 from edged.api.responses import Vacuumed
 from edged.api.services import Services, services_of
+from edged.http.errors import ApiError, send_pieces
 from edged.settings.toml import to_toml, without_secrets
 from edged.store.backup import BackupError, staged, stream
 from edged.store.data_dir import folder_bytes

@@ -7,7 +7,7 @@ import asyncio
 
 from aiohttp import web
 
-from edged.api.errors import ApiError
+from edged.http.errors import ApiError
 from edged.page import INDEX, NAMES, page_file
 
 _POLICY = (

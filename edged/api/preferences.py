@@ -6,12 +6,12 @@ from collections.abc import Callable
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.api.access import caller_of
 from edged.api.adapters import adapter_name
-from edged.api.errors import ApiError, bad_request
 from edged.api.requests import PreferenceRequest, StrikeRequest, read_body
 from edged.api.responses import Preference, Struck
 from edged.api.services import Services, services_of
+from edged.http.access import caller_of
+from edged.http.errors import ApiError, bad_request
 from edged.store import feedback, utc_now, utc_text
 from edged.store.feedback import WrittenPreference
 from edged.store.jobs.jobs import checkpoint_of

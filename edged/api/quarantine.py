@@ -9,11 +9,11 @@ from aiohttp import web
 from sqlite_utils import Database
 
 from edged.align.feedback.pair import PairRetired, PairState
-from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError
 from edged.api.requests import QuarantineRequest, UserQuarantineRequest, queried_user, read_body
 from edged.api.responses import AllDecided, Decided, Quarantine
 from edged.api.services import Services, services_of
+from edged.http.access import Caller, caller_of
+from edged.http.errors import ApiError
 from edged.store import quarantine, utc_now, utc_text
 
 _MOST = 500

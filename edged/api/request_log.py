@@ -9,9 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api.access import CALLER
-from edged.api.errors import ApiError, Handler, as_api_error, http_error
+from edged.api.errors import as_api_error
 from edged.api.services import LIFECYCLE
+from edged.http.access import CALLER
+from edged.http.checks import PROBES
+from edged.http.errors import ApiError, Handler, http_error
 from edged.runtime import logs
 
 log = logging.getLogger("edged.api")
@@ -21,7 +23,6 @@ _VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 """Ids that a client may give its request; they are returned in a header and logged."""
 _ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
 """Keys of a request for its id, whether the client chose that, and the fields of `note`."""
-PROBES = ("/healthz", "/readyz")
 _ANSWERING = ("/v1/chat/completions", "/v1/completions")
 _BAD_TEXT = "bad_text"
 """The code of refusals that a model's files may be the reason of, as a chat template that refuses every chat."""

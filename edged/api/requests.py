@@ -20,9 +20,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
-from edged.api.access import caller_of
-from edged.api.errors import ApiError, bad_request
-from edged.api.loop_shares import SHARE
+from edged.http.access import caller_of
+from edged.http.errors import ApiError, bad_request
+from edged.http.loop_shares import SHARE
 from edged.runtime import bounded_json
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from multidict import CIMultiDictProxy
 
-from edged.api.errors import bad_request
 from edged.api.requests import RUN_NAME, ChatRequest, CompletionRequest
 from edged.demand.predictor import MAX_TYPES, DemandPredictor, features_of
+from edged.http.errors import bad_request
 from edged.observe.observer import Histogram
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.access import USER_NAME

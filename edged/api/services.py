@@ -10,7 +10,6 @@ from typing import Any, Literal
 from aiohttp import web
 
 from edged.api.admission import TenantQueue, UserLimits
-from edged.api.errors import ApiError
 from edged.api.event_router import EventRouter
 from edged.api.event_streams import Feed
 from edged.api.feedback_intake import FeedbackIntake
@@ -24,6 +23,7 @@ from edged.api.version_answers import VersionAnswers
 from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.governors.governors import Governors
+from edged.http.errors import ApiError
 from edged.reload import ReloadResult, adopted
 from edged.settings.live import Live
 from edged.settings.load import Settings

@@ -6,10 +6,10 @@ import time
 from aiohttp import web
 
 import edged
-from edged.api.access import Caller, caller_of
-from edged.api.openai_format import Json
 from edged.api.responses import Health, Ready
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
+from edged.http.access import Caller, caller_of
+from edged.http.json_format import Json
 from edged.store import StoreError
 from edged.store.quarantine import count_quarantined
 

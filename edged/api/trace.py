@@ -9,8 +9,8 @@ from itertools import islice
 from aiohttp import web
 
 import edged
-from edged.api.errors import bad_request, send_pieces
 from edged.api.services import services_of
+from edged.http.errors import bad_request, send_pieces
 from edged.observe.trace import Event, Tracer
 
 MAX_SECONDS = 600

@@ -17,7 +17,6 @@ from aiohttp.test_utils import make_mocked_request
 
 from edged.align.feedback.pair import PairRetired, VersionPublished
 from edged.align.feedback.signals import record_pair
-from edged.api.access import Caller
 from edged.api.adapters import forget
 from edged.api.admission import ERASURES_PER_MINUTE, LimitReached, UserLimits
 from edged.api.feedback_intake import FeedbackIntake
@@ -26,6 +25,7 @@ from edged.api.runs import ApplicationRuns
 from edged.api.services import LIFECYCLE, Lifecycle, Services
 from edged.api.version_answers import VersionAnswers
 from edged.api.written_preferences import WrittenPreferences
+from edged.http.access import Caller
 from edged.settings.access import Role
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, FairnessSettings, LimitSettings, Settings

@@ -15,11 +15,11 @@ import pytest
 from aiohttp import web
 
 from edged.api import requests
-from edged.api.access import CALLER
 from edged.api.completions import _record
-from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, parse_feedback, parse_json, read_body
 from edged.api.services import Services
+from edged.http.access import CALLER
+from edged.http.errors import ApiError
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 from edged.api.generation import TokenLogprob
-from edged.api.openai_format import chat_logprobs, dumps, dumps_piecewise, text_logprobs
+from edged.api.openai_format import chat_logprobs, text_logprobs
+from edged.http.json_format import dumps, dumps_piecewise
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 

@@ -11,9 +11,9 @@ import httpx2
 import pytest
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from edged.api.errors import ApiError
 from edged.api.requests import ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun, ApplicationRuns, RunNames, names_of
+from edged.http.errors import ApiError
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.settings.live import Live
 from edged.settings.load import FairnessSettings, Settings

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from edged.api.access import Caller
 from edged.api.status import visible
+from edged.http.access import Caller
 from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import SETTINGS, attack, held

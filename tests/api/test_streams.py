@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from edged.api.errors import send_pieces
+from edged.http.errors import send_pieces
 
 
 async def answered(folder: Path, error: Exception) -> bytes:

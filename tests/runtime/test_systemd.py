@@ -51,7 +51,7 @@ sys.exit(daemon.run_daemon(load_settings()))
 """A daemon whose engine thread hangs once stdin is closed, as in a device call that never returns."""
 _LISTENING = """
 import os, sys
-from edged.api.sockets import ListenError, take_addresses
+from edged.http.sockets import ListenError, take_addresses
 from edged.settings.load import load_settings
 try:
     take_addresses(load_settings().api, False, os.environ)

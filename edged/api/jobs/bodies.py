@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from edged.align.jobs import LOSSES
-from edged.api.errors import bad_request
 from edged.api.requests import Body, Metadata
 from edged.api.responses import Answer
+from edged.http.errors import bad_request
 
 _Auto = Literal["auto"]
 

@@ -10,13 +10,13 @@ from typing import Any, BinaryIO
 
 from aiohttp import web
 
-from edged.api.access import Caller, caller_of
-from edged.api.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.api.jobs.bodies import Deleted, FileList, FileObject
 from edged.api.jobs.forms import FormReader
 from edged.api.jobs.runner import stored_bound
 from edged.api.requests import queried_integer
 from edged.api.services import Services, services_of
+from edged.http.access import Caller, caller_of
+from edged.http.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.store.data_dir import SCRATCH
 from edged.store.jobs import files
 

@@ -11,14 +11,14 @@ from typing import Any
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.api.access import Caller, caller_of, id_of, matches_user
-from edged.api.errors import ApiError, bad_request
 from edged.api.jobs.bodies import Checkpoint, CheckpointList, EventList, Job, JobError, JobList, JobReport, JobRequest
 from edged.api.jobs.files import demand_enabled, found_file, owner_of, owns, queried_id, unix_s
 from edged.api.jobs.runner import JobRunner
 from edged.api.models import split_model
 from edged.api.requests import queried_integer, read_body
 from edged.api.services import Services, services_of
+from edged.http.access import Caller, caller_of, id_of, matches_user
+from edged.http.errors import ApiError, bad_request
 from edged.settings.load import USER_NAME, JobSettings
 from edged.store import utc_now, utc_text
 from edged.store.jobs import files, jobs

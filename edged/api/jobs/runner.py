@@ -23,9 +23,9 @@ from edged.align.feedback.pair_bounds import cut_asked, cut_side
 from edged.align.feedback.pair_tokens import demand_rows, tokenize_pair
 from edged.align.feedback.row_shapes import Pair
 from edged.align.jobs import MAX_STEPS, JobPace, JobPlan, auto, job_settings
-from edged.api.access import id_of, matches_user
 from edged.engine.engine import Engine
 from edged.engine.request import EngineStopping
+from edged.http.access import id_of, matches_user
 from edged.runtime import logs
 from edged.settings.live import Live
 from edged.settings.load import USER_NAME, Settings

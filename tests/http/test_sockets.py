@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.api.sockets import ListenError, UnixListener, inherited_sockets, tcp_socket
+from edged.http.sockets import ListenError, UnixListener, inherited_sockets, tcp_socket
 from edged.settings.addresses import socket_paths
 
 

@@ -37,7 +37,7 @@ _FIRST_INHERITED = 3
 
 _OTHER_PATH = "stop that one, or give --socket another path"
 _TCP_MESSAGE = "edged could not start: whoever runs this box finds the reason in its log"
-_SILENT = logging.Logger("edged.api.sockets", logging.CRITICAL + 1)
+_SILENT = logging.Logger("edged.http.sockets", logging.CRITICAL + 1)
 """A logger that drops aiohttp's tracebacks for requests that it cannot parse."""
 
 

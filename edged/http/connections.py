@@ -19,10 +19,10 @@ from aiohttp.http_exceptions import LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from edged.api.access import unix_peer
-from edged.api.errors import ApiError
-from edged.api.loop_shares import LoopShare, LoopShares, LoopWork
-from edged.api.sockets import BACKLOG
+from edged.http.access import unix_peer
+from edged.http.errors import ApiError
+from edged.http.loop_shares import LoopShare, LoopShares, LoopWork
+from edged.http.sockets import BACKLOG
 from edged.runtime import logs
 from edged.settings.load import LimitSettings
 

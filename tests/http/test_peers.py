@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from edged.api.access import Access, AccessError, Accounts, Caller, Peer, is_loopback, loopback_uid, unix_peer
-from edged.api.errors import ApiError
+from edged.http.access import Access, AccessError, Accounts, Caller, Peer, is_loopback, loopback_uid, unix_peer
+from edged.http.errors import ApiError
 from edged.settings.access import AccessToken, token_hash
 from edged.settings.load import AccessSettings
 from edged.store.jobs.jobs import JobAdapters
@@ -93,9 +93,9 @@ async def test_what_an_account_was_is_forgotten_after_half_a_minute(monkeypatch:
 
 
 async def test_the_cache_of_accounts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.api.access._MAX_KEPT", 2)
+    monkeypatch.setattr("edged.http.access._MAX_KEPT", 2)
     looked_up: list[int] = []
-    monkeypatch.setattr("edged.api.access._account", lambda uid: (looked_up.append(uid), ("", frozenset()))[1])
+    monkeypatch.setattr("edged.http.access._account", lambda uid: (looked_up.append(uid), ("", frozenset()))[1])
     accounts = Accounts(lambda: 0.0)
     for uid in (7, 8, 7, 8, 9, 9, 7):
         await accounts.peer(uid)
@@ -167,7 +167,7 @@ def test_an_account_that_came_after_an_adapter_of_its_name_is_not_the_adapters_u
 
 
 def test_root_the_daemons_account_and_the_group_edged_are_admins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.api.access.id_of", lambda kind, name: 777 if name == "edged" else None)
+    monkeypatch.setattr("edged.http.access.id_of", lambda kind, name: 777 if name == "edged" else None)
     rules = [{"peers": ["uid:0", "uid:5001"], "roles": []}]
     found = access(rules=rules)
     for peer in (Peer(0, "root", frozenset()), Peer(os.geteuid(), "me", frozenset()), Peer(9, "x", frozenset({777}))):
@@ -205,7 +205,7 @@ def test_a_rule_for_admins_speaks_for_everybody() -> None:
 
 
 def test_every_caller_is_told_what_it_may_and_by_which_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.api.access.id_of", lambda kind, name: 777 if (kind, name) == ("group", "edged") else 1)
+    monkeypatch.setattr("edged.http.access.id_of", lambda kind, name: 777 if (kind, name) == ("group", "edged") else 1)
     monkeypatch.setattr("os.geteuid", lambda: 990)
     rules = [{"peers": ["uid:8"], "roles": []}, {"peers": ["uid:9"], "roles": ["use", "train"], "users": ["bo", "a*"]}]
     found = access(rules=rules)
@@ -283,7 +283,7 @@ async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.Monkey
         asked.append(1)
         return real(*ends)
 
-    monkeypatch.setattr("edged.api.access.loopback_uid", owner)
+    monkeypatch.setattr("edged.http.access.loopback_uid", owner)
 
     async def who(request: web.Request) -> web.Response:
         try:
@@ -320,9 +320,9 @@ async def test_a_request_is_its_sockets_or_its_tokens(monkeypatch: pytest.Monkey
             assert await ask(local, "http://localhost/") == (200, me)
             rules = [{"peers": ["gid:600"], "roles": ["metrics"]}]
             found.configure(AccessSettings.model_validate({"rules": rules}))
-            monkeypatch.setattr("edged.api.access.unix_peer", lambda connection: (5001, 600))
+            monkeypatch.setattr("edged.http.access.unix_peer", lambda connection: (5001, 600))
             assert await ask(local, "http://localhost/") == (200, "peer of uid 5001: metrics"), "its process' own group"
-        monkeypatch.setattr("edged.api.access.loopback_uid", lambda *ends: None)
+        monkeypatch.setattr("edged.http.access.loopback_uid", lambda *ends: None)
         async with ClientSession() as http:
             message = "nobody can tell which account of this box connects: use the Unix socket, or make a token"
             assert await ask(http) == (401, f"invalid_api_key: {message}")

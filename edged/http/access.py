@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from edged.api.errors import ApiError
-from edged.api.sockets import over_tcp
+from edged.http.errors import ApiError
+from edged.http.sockets import over_tcp
 from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
 from edged.store.jobs.jobs import NO_ADAPTERS, JobAdapters
 

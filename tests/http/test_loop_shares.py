@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from edged.api import connections
 from edged.api.app import make_app
-from edged.api.connections import Site
-from edged.api.loop_shares import LoopShares, LoopWork
 from edged.api.services import Lifecycle
+from edged.http import connections
+from edged.http.connections import Site
+from edged.http.loop_shares import LoopShares, LoopWork
 from edged.settings.load import Settings
 from tests.api.accounts import ANN, BOB, account, open_folder, root_only
 
