@@ -21,7 +21,7 @@ from edged.api.practice import Practice
 from edged.api.reading_speeds import ReadingSpeeds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
-from edged.api.status import report
+from edged.api.status import load, report
 from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
 from edged.api.written_preferences import WrittenPreferences
@@ -96,7 +96,9 @@ def assemble(
         engine.block_saves(forgotten)
         engine.forget(forgotten)
     journal = Journal(store, facts["fingerprint"])
-    feed = Feed(event_router.loop, engine.iterations, lambda: report(lifecycle, services))
+    feed = Feed(
+        event_router.loop, engine.iterations, lambda: report(lifecycle, services), lambda: load(lifecycle, services)
+    )
     answers = VersionAnswers(store, tokenizer, engine, event_router, feed.tell_answer)
     tastes = Tastes(store, event_router.loop)
     preferences = WrittenPreferences(store, tokenizer)

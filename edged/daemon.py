@@ -30,7 +30,7 @@ from edged.engine.model.loading import ModelRefused
 from edged.http.access import Access, AccessError
 from edged.http.connections import Site
 from edged.http.loop_shares import LoopShares
-from edged.http.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once
+from edged.http.sockets import ListenError, Listeners, take_addresses, tell_of_full_tables_once, tls_of
 from edged.models import ModelMissing
 from edged.refusal import refuse_start, start_succeeded
 from edged.reload import Reloader, ReloadResult
@@ -112,6 +112,7 @@ class Daemon:
             access = Access(self._settings.access, self._settings.api.token)
             self._reloader.check(lambda settings: _check_access(access, settings))
             self._reloader.on_change(lambda settings: access.configure(settings.access))
+            tls = tls_of(self._settings.api)
             listeners = take_addresses(self._settings.api, access.has_tokens, os.environ)
             parts.callback(listeners.close)
             app = make_app(self._settings, self._lifecycle, access)
@@ -120,7 +121,7 @@ class Daemon:
             await runner.setup()
             shares = LoopShares()
             for item in listeners.sockets:
-                await Site(runner, item, self._settings.limits, shares).start()
+                await Site(runner, item, self._settings.limits, shares, tls).start()
             self._tell_start(listeners, folder)
             event_router, model = EventRouter(loop), self._settings.model.path
             load = partial(self._load, store, event_router, folder)

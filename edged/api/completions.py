@@ -212,8 +212,9 @@ async def _record(
         ids: list[Any] = body.prompt
         check_tokens(services, ids, "prompt")
         prompt_ids = ids
+    node = services.settings.api.node
     completion = Completion(
-        id=("cmpl-" if messages is None else "chatcmpl-") + secrets.token_hex(16),
+        id="".join(("cmpl-" if messages is None else "chatcmpl-", node and f"{node}.", secrets.token_hex(16))),
         created_at=utc_text(utc_now()),
         object="text_completion" if messages is None else "chat.completion",
         model=model,

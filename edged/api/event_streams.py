@@ -17,7 +17,7 @@ from edged.engine.stats.iterations import Iteration
 
 log = logging.getLogger("edged.api")
 
-EventName = Literal["iterations", "status", "version", "answer", "pair", "outcomes"]
+EventName = Literal["iterations", "status", "version", "answer", "pair", "outcomes", "load"]
 EVENTS: tuple[EventName, ...] = get_args(EventName)
 POLL_S = 0.2
 _STATUS_EVERY = 5
@@ -67,9 +67,12 @@ class Feed:
         loop: asyncio.AbstractEventLoop,
         iterations: Callable[[int], Sequence[Iteration]],
         status: Callable[[], dict[str, Any]],
+        load: Callable[[], dict[str, Any]],
     ) -> None:
-        """`iterations` returns the records after a number, without blocking; `status` the body of the status route."""
-        self._loop, self._iterations, self._status = loop, iterations, status
+        """`iterations` returns the records after a number, and `load` the load, both without blocking; `status` the
+        body of the status route.
+        """
+        self._loop, self._iterations, self._status, self._load = loop, iterations, status, load
         self._life = int(time.time() * 1e3)
         """The start time (ms), in event ids: the iterations of an earlier daemon had the same numbers."""
         self.readers: set[EventReader] = set()
@@ -88,7 +91,10 @@ class Feed:
         if self._poller is None:
             self._poller = self._loop.create_task(self._poll(), name="edged-feed")
         self.readers.add(reader)
-        reader.offer(Event("status", await asyncio.to_thread(self._status)))
+        if "load" in reader.wants:
+            reader.offer(Event("load", self._load()))
+        if "status" in reader.wants:
+            reader.offer(Event("status", await asyncio.to_thread(self._status)))
         resumed = self._number_of(resume_id)
         since = max(self._last_number - backlog if resumed is None else resumed, self._last_number - MAX_BACKLOG)
         missed = [record for record in self._iterations(max(0, since)) if record.number <= self._last_number]
@@ -117,6 +123,11 @@ class Feed:
         """Publish that the answer of an adapter's version, for people to compare, is on disk; returns at once."""
         self._tell([_event("answer", adapter, version=version)])
 
+    def tell_load(self) -> None:
+        """Publish the load, on the event loop's thread."""
+        if any("load" in reader.wants for reader in self.readers):
+            self._publish([Event("load", self._load())])
+
     def _tell(self, events: Sequence[Event]) -> None:
         if events:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the daemon is at its end
@@ -129,7 +140,8 @@ class Feed:
                 await asyncio.sleep(POLL_S)
                 polls += 1
                 self._catch_up()
-                if polls % _STATUS_EVERY == 0:
+                self.tell_load()
+                if polls % _STATUS_EVERY == 0 and any("status" in reader.wants for reader in self.readers):
                     self._publish([Event("status", await asyncio.to_thread(self._status))])
         except Exception:
             log.exception("the event streams end: there is nothing to tell")

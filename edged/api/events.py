@@ -30,6 +30,8 @@ async def events(request: web.Request) -> web.StreamResponse:
     """
     feed, caller = services_of(request).feed, caller_of(request)
     wants, backlog = _wants(request), queried_integer(request, "backlog", 0, 0, MAX_BACKLOG)
+    if "load" in wants:
+        caller.demand_role("fleet")
     _demand_room(feed, caller)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     reader = EventReader(wants, caller.speaks_for, lambda: _cut(request), caller.tenant)
@@ -93,9 +95,9 @@ def _cut(request: web.Request) -> None:
 
 
 def _wants(request: web.Request) -> frozenset[str]:
-    """The event names in `?events=`; without it all. Raises ApiError."""
+    """The event names in `?events=`; without it all but "load". Raises ApiError."""
     named = request.query.get("events")
-    wants = frozenset(EVENTS if named is None else named.split(","))
+    wants = frozenset(name for name in EVENTS if name != "load") if named is None else frozenset(named.split(","))
     if unknown := sorted(wants.difference(EVENTS)):
         raise bad_request(f'events = "{unknown[0][:40]}": use some of {", ".join(EVENTS)}, with commas', "events")
     return wants

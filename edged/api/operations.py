@@ -7,8 +7,8 @@ from typing import Any
 
 from aiohttp import web
 
-from edged.api.responses import Vacuumed
-from edged.api.services import Services, services_of
+from edged.api.responses import Drained, Vacuumed
+from edged.api.services import LIFECYCLE, Services, services_of
 from edged.http.errors import ApiError, send_pieces
 from edged.settings.toml import to_toml, without_secrets
 from edged.store.backup import BackupError, staged, stream
@@ -32,6 +32,25 @@ async def reload(request: web.Request) -> dict[str, Any]:
     The answer says what was applied and what needs a restart. A 400 leaves everything as it was.
     """
     return (await services_of(request).reload()).report()
+
+
+async def drain(request: web.Request) -> Drained:
+    """Have a fleet send no new requests here.
+
+    Readiness over TCP is 503; running answers go on, and so do requests over the box's own socket.
+    """
+    return _drain(request, True)
+
+
+async def undrain(request: web.Request) -> Drained:
+    """End a drain."""
+    return _drain(request, False)
+
+
+def _drain(request: web.Request, drained: bool) -> Drained:
+    request.app[LIFECYCLE].drained = drained
+    services_of(request).feed.tell_load()
+    return Drained(drained=drained)
 
 
 async def store_report(request: web.Request) -> dict[str, Any]:

@@ -477,6 +477,12 @@ class Status(Answer):
     store: dict[str, Any]
 
 
+class Drained(Answer):
+    """Whether a fleet is to send no new requests to this daemon."""
+
+    drained: bool
+
+
 class Health(Answer):
     """The process should be left alone."""
 

@@ -120,6 +120,8 @@ ROUTES = (
     Route("GET", "/v1/status", status.status, role="use", always=True, answer=responses.Status),
     Route("GET", "/v1/settings", operations.get_settings, answer=responses.SettingsInUse),
     Route("POST", "/v1/reload", operations.reload, answer=responses.Reloaded),
+    Route("POST", "/v1/drain", operations.drain, answer=responses.Drained),
+    Route("POST", "/v1/undrain", operations.undrain, answer=responses.Drained),
     Route("GET", "/v1/trace", trace.get_trace, query=_SECONDS, answer=responses.Trace),
     Route("GET", "/metrics", metrics.metrics, role="metrics", always=True, media=_METRICS),
     Route("GET", "/v1/events", events.events, role="use", query=_EVENTS, media=(EVENTS,)),

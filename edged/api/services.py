@@ -114,6 +114,8 @@ class Lifecycle:
 
     phase: Phase = "loading"
     services: Services | None = None
+    drained: bool = False
+    """Whether a fleet is to send no new requests here; those that come are answered."""
     opened_s: float = field(default_factory=time.monotonic)
 
     def problem(self) -> ApiError | None:

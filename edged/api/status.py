@@ -9,7 +9,9 @@ import edged
 from edged.api.responses import Health, Ready
 from edged.api.services import LIFECYCLE, Lifecycle, Services, services_of
 from edged.http.access import Caller, caller_of
+from edged.http.errors import ApiError
 from edged.http.json_format import Json
+from edged.http.sockets import over_tcp
 from edged.store import StoreError
 from edged.store.quarantine import count_quarantined
 
@@ -70,6 +72,13 @@ def _verdict(services: Services, tuning: Json, degraded: list[str], quarantined:
     return ", ".join([health, " and ".join(doing) or "idle", people, *(back or ["nothing held back"])])
 
 
+def load(lifecycle: Lifecycle, services: Services) -> Json:
+    """Return the load of the engine as an ingress of a fleet reads it."""
+    phase = "drained" if lifecycle.drained and lifecycle.phase == "ready" else lifecycle.phase
+    told = services.engine.load().model_copy(update={"phase": phase})
+    return told.model_copy(update={"waiting": told.waiting + services.admission.waiting}).model_dump()
+
+
 def queue(services: Services) -> dict[str, int]:
     """Count requests by stage, with those that wait for admission, and pairs that wait for training."""
     counts = services.engine.queue()
@@ -117,11 +126,14 @@ async def healthz(request: web.Request) -> Health:
 async def readyz(request: web.Request) -> Ready:
     """Whether completions are served.
 
-    200 when they are, 503 while the model is loading and from SIGTERM on. `degraded` tells when none goes well.
+    200 when they are, 503 while the model is loading and from SIGTERM on, and over TCP while the node is drained.
+    `degraded` tells when none goes well.
     """
     lifecycle = request.app[LIFECYCLE]
     if problem := lifecycle.problem():
         raise problem
+    if lifecycle.drained and over_tcp(request):
+        raise ApiError(503, "an operator has drained this node: POST /v1/undrain ends it", code="drained")
     # Without the reasons, which may have words of users: anybody may ask.
     degraded = [] if lifecycle.services is None else lifecycle.services.outcomes.problems(reasons=False)
     return Ready(status="ready", degraded=degraded)

@@ -36,6 +36,7 @@ COMMANDS = (
         "quarantine",
         "applications",
         "finetune",
+        "fleet",
         "files",
         "config",
         "token",

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+import edged
 from edged.align.adapters.adapter import AdapterFiles
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.form import AdapterForm
@@ -37,6 +38,7 @@ from edged.engine.stats.counters import Counters, percentile
 from edged.engine.stats.iterations import Iteration
 from edged.governors.limits import EngineLimits
 from edged.models import source_of
+from edged.placement.node import NodeLoad
 from edged.runtime.process import in_thread
 from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
@@ -46,6 +48,9 @@ from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart, beside
 
 log = logging.getLogger("edged.engine")
+
+_BUSY_ITERATIONS = 256
+"""Latest iterations that may count as the last second's."""
 
 
 class Engine:
@@ -377,6 +382,36 @@ class Engine:
             "degraded": self.loop.degraded
             + ([model.trainable_error] if self.settings.align.enabled and model.trainable_error else []),
         }
+
+    def load(self) -> NodeLoad:
+        """Return the load by which a fleet places requests: without the database, as it is asked for all the time."""
+        sequences, pool, now = list(self.sequences.by_task.values()), self.runner.pages.pool, time.monotonic()
+        decodes = [sequence for sequence in sequences if sequence.decoding]
+        tasks = list(self.scheduler.queues.finetunes)
+        units = [task.units[task.next_unit] for task in tasks if task.next_unit < len(task.units)]
+        cost, recent = self.scheduler.cost, self.stats.latest(_BUSY_ITERATIONS)
+        return NodeLoad(
+            version=edged.__version__,
+            model=self.subject.model,
+            fingerprint=self.trainer.adapter_cache.spec.fingerprint,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            phase="ready",
+            backlog_tokens=sum(item.task.num_tokens for item in sequences if not item.decoding),
+            waiting=self.queue()["waiting"] + self.queue()["prefill"],
+            decodes=len(decodes),
+            context=sum(sequence.rows for sequence in decodes),
+            free_pages=pool.free_pages + pool.evictable_pages,
+            pages=pool.pages - 1,
+            page_tokens=pool.page_size,
+            free_sequences=max(0, self.settings.serving.max_sequences - len(sequences)),
+            chunk_tokens=self.settings.serving.max_batch_tokens,
+            unit_s=cost.unit_s(units[0]) if units else 0.0,
+            pairs_queued=self.finetuning.pairs_queued,
+            busy_share=min(1.0, sum(record.elapsed_s for record in recent if record.started_s > now - 1.0)),
+            slowness=cost.slowness,
+            forward_prices=cost.prices.forward,
+            knee_tokens=cost.prices.knee_tokens,
+        )
 
     def queue(self) -> dict[str, int]:
         """Return the number of requests by stage, and of pairs that wait for training."""

@@ -5,6 +5,7 @@ import contextlib
 import grp
 import hmac
 import ipaddress
+import json
 import os
 import pwd
 import socket
@@ -14,9 +15,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
+from pydantic import BaseModel, Field
 
 from edged.http.errors import ApiError
 from edged.http.sockets import over_tcp
@@ -24,6 +27,8 @@ from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, Access
 from edged.store.jobs.jobs import NO_ADAPTERS, JobAdapters
 
 ADMIN_GROUP = "edged"
+ON_BEHALF = "X-Edged-Caller"
+"""Header in which an ingress of a fleet, whose role is "fleet", names the caller that it asks for."""
 _UCRED = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 _KEPT_S = 30.0
@@ -161,6 +166,28 @@ class Caller:
         decides = any(matches_user(known, name) for known in self.named for name in (user, adapter))
         return "" if decides else self.job_adapters.owners.get(adapter, "")
 
+    def forwarded(self) -> str:
+        """Return the caller as the header `ON_BEHALF` names it to a node of a fleet."""
+        roles = sorted(self.roles) if not self.may("admin") else ["metrics", "train", "use"]
+        users = ["*"] if self.may("admin") else list(self.users)
+        return json.dumps({"name": self.tenant, "roles": roles, "users": users})
+
+    def on_behalf(self, header: str) -> "Caller":
+        """Return the caller whom an ingress names in `ON_BEHALF`: never an admin, never with more than this one has.
+
+        Raises ApiError: 403 without the role "fleet", 400 for a header that names no caller.
+        """
+        self.demand_role("fleet")
+        try:
+            told = _OnBehalf.model_validate_json(header)
+        except ValueError:
+            message = f"{ON_BEHALF} is no JSON object with name, roles and users: an ingress of this version sends one"
+            raise ApiError(400, message, ON_BEHALF, "bad_caller") from None
+        roles = frozenset[Role](role for role in told.roles if self.may(role))
+        users = tuple(user for user in told.users if any(_covers(known, user) for known in self.users))
+        label, tenant = f'"{told.name}" through {self.label}', f"{self.tenant}/{told.name}"
+        return replace(self, label=label, name=told.name, tenant=tenant, roles=roles, users=users)
+
     def sees(self, user: str) -> bool:
         """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
         return self.may("admin") or user == self.tenant or self.speaks_for(user)
@@ -210,6 +237,17 @@ def matches_user(known: str, user: str) -> bool:
     return user.startswith(known[:-1]) if known.endswith("*") else user == known
 
 
+def _covers(known: str, user: str) -> bool:
+    """Whether the grant `known` holds for all that a name, or a pattern with "*", stands for."""
+    return matches_user(known, user.removesuffix("*")) if known.endswith("*") else known == user
+
+
+class _OnBehalf(BaseModel):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@/-]{1,160}$")]
+    roles: list[Literal["use", "train", "metrics"]]
+    users: list[str]
+
+
 class Access:
     """The `[access]` settings, resolved to uids, gids and hashes; finds the caller of each request."""
 
@@ -241,8 +279,14 @@ class Access:
         return bool(self._tokens or self._operator)
 
     async def caller(self, request: web.Request, job_adapters: JobAdapters = NO_ADAPTERS) -> Caller:
-        """Return the sender of a request. Raises ApiError (401) when it cannot be identified."""
-        return replace(await self._identified(request, job_adapters), job_adapters=job_adapters, named=self._named)
+        """Return the sender of a request, or for whom an ingress of a fleet sends it.
+
+        Raises ApiError: 401 where the sender cannot be identified, 403 where it may not speak for another caller.
+        """
+        found = await self._identified(request, job_adapters)
+        if ON_BEHALF in request.headers:
+            found = found.on_behalf(request.headers[ON_BEHALF])
+        return replace(found, job_adapters=job_adapters, named=self._named)
 
     async def _identified(self, request: web.Request, job_adapters: JobAdapters) -> Caller:
         transport = request.transport

@@ -8,6 +8,7 @@ import json
 import logging
 import select
 import socket
+import ssl
 import time
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -218,9 +219,16 @@ class Site(web.BaseSite):
     """A listening socket whose connections are `Connection`s, opened in turns of their accounts."""
 
     def __init__(
-        self, runner: web.AppRunner, listener: socket.socket, limits: LimitSettings, shares: LoopShares
+        self,
+        runner: web.AppRunner,
+        listener: socket.socket,
+        limits: LimitSettings,
+        shares: LoopShares,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`tls` is for TCP alone."""
         super().__init__(runner, backlog=BACKLOG)
+        self._tls = tls if listener.family != socket.AF_UNIX else None
         self._listener, self._limits, self._shares = listener, limits, shares
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
@@ -290,7 +298,9 @@ class Site(web.BaseSite):
                 client.close()
             else:
                 protocol = partial(Connection, manager, self._loop, self._limits, self._shares, account)
-                await self._loop.connect_accepted_socket(protocol, client)
+                await self._loop.connect_accepted_socket(
+                    protocol, client, ssl=self._tls, ssl_handshake_timeout=self._limits.header_s if self._tls else None
+                )
 
         try:
             await share.run(LoopWork(opened))

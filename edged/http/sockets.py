@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import socket
+import ssl
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,23 +166,43 @@ def _refuse_open_to_all(what: str, host: str, has_tokens: bool) -> None:
         raise ListenError(f"{what} is reachable from other machines: {way_out}")
 
 
-def tcp_socket(listen: str, has_tokens: bool) -> socket.socket:
+def tcp_socket(listen: str, has_tokens: bool, setting: str = "api.listen") -> socket.socket:
     """Listen on `HOST:PORT` over TCP. Raises ListenError, also for an address beyond loopback without tokens."""
     host, separator, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not (port.isascii() and port.isdigit() and int(port[:6]) < 65536):
-        raise ListenError(f'api.listen = "{listen}" is not HOST:PORT, such as 127.0.0.1:8080')
+        raise ListenError(f'{setting} = "{listen}" is not HOST:PORT, such as 127.0.0.1:8080')
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise ListenError(f'api.listen = "{listen}": {error.strerror or error}') from None
-    _refuse_open_to_all(f'api.listen = "{listen}"', str(address[0]), has_tokens)
+        raise ListenError(f'{setting} = "{listen}": {error.strerror or error}') from None
+    _refuse_open_to_all(f'{setting} = "{listen}"', str(address[0]), has_tokens)
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else error
-        raise ListenError(f'api.listen = "{listen}" cannot be used: {why}') from None
+        raise ListenError(f'{setting} = "{listen}" cannot be used: {why}') from None
+
+
+def tls_of(settings: ApiSettings) -> ssl.SSLContext | None:
+    """Return the TLS of TCP listeners; None without a certificate. Raises ListenError for files that do not fit."""
+    if not settings.certificate:
+        if settings.key or settings.authority:
+            raise ListenError("api.key and api.authority need api.certificate: name it, or leave them out")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(settings.certificate, settings.key or None)
+        if settings.authority:
+            context.load_verify_locations(settings.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        files = ", ".join(filter(None, (settings.certificate, settings.key, settings.authority)))
+        why = error.strerror or getattr(error, "reason", "") or error
+        raise ListenError(f"api.certificate: {files} cannot be used: {why}") from None
+    return context
 
 
 def tell_of_full_tables_once(loop: asyncio.AbstractEventLoop) -> None:

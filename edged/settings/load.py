@@ -22,6 +22,7 @@ from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
 from edged.settings.by_user import ByUser
 from edged.settings.fairness import FairnessSettings as FairnessSettings
+from edged.settings.fleet import FleetSettings as FleetSettings
 from edged.settings.jobs import JobSettings as JobSettings
 
 log = logging.getLogger("edged.settings")
@@ -329,6 +330,10 @@ class ApiSettings(Section):
 
     socket: str = setting("", "Unix socket; empty: EDGED_SOCKET, then the runtime folders")
     listen: str = setting("", "HOST:PORT of an additional TCP listener; empty: none")
+    node: str = setting("", "this box's name in a fleet, in the ids of its answers", pattern=r"([A-Za-z0-9-]{1,32})?")
+    certificate: str = setting("", "certificate chain (PEM) of TCP listeners, beside api.key; empty: no TLS")
+    key: str = setting("", "private key (PEM) of api.certificate, in a file that only edged's account may read")
+    authority: str = setting("", "certificates (PEM) one of which must have signed a TCP client's; empty: no client's")
     token: str = setting("", "an admin's token over TCP, in clear; of those in [access] a hash is kept")
     socket_mode: Literal["0600", "0660", "0666"] = setting(
         "0660", "who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
@@ -394,6 +399,7 @@ class Settings(Section):
     store: StoreSettings = StoreSettings()
     log: LogSettings = LogSettings()
     metrics: MetricsSettings = MetricsSettings()
+    fleet: FleetSettings = FleetSettings()
 
 
 _DEMANDS = {

@@ -261,7 +261,7 @@ async def test_one_caller_has_a_share_of_the_streams_and_no_more(live: LiveDaemo
 
 async def test_a_client_that_leaves_while_it_joins_is_gone(tmp_path: Path) -> None:
     lets_go = threading.Event()
-    feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)})
+    feed = Feed(asyncio.get_running_loop(), lambda since: [], lambda: {"waited": lets_go.wait(30)}, dict)
     lifecycle = Lifecycle(phase="ready")
     jobs = SimpleNamespace(adapters=NO_ADAPTERS)
     parts = SimpleNamespace(engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
@@ -317,7 +317,7 @@ def scored(adapter: str, split: Any = "prequential") -> PairScored:
 
 async def told_to(sees: str) -> list[str]:
     """Adapters of whom a reader hears that may hear of `sees` alone."""
-    feed = Feed(asyncio.get_running_loop(), lambda since: [], dict)
+    feed = Feed(asyncio.get_running_loop(), lambda since: [], dict, dict)
     reader = EventReader({"pair", "version"}, lambda adapter: adapter == sees, lambda: None, "")
     await feed.join(reader)
     feed.on_records([scored("ada"), VersionPublished("ben", 1, 0, "trained"), scored("ben"), scored("ben", "held_out")])
@@ -356,7 +356,7 @@ async def test_nothing_runs_while_nobody_watches() -> None:
         asked += 1
         return []
 
-    feed = Feed(asyncio.get_running_loop(), iterations, dict)
+    feed = Feed(asyncio.get_running_loop(), iterations, dict, dict)
     reader = EventReader({"status"}, lambda adapter: True, lambda: None, "")
     await feed.join(reader)
     (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "edged-feed"]

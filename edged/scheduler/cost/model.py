@@ -92,6 +92,17 @@ class CostModel:
         """Price of a prompt's token beyond the knee, above zero: for plans of many iterations ahead."""
 
     @property
+    def prices(self) -> Prices:
+        """The present prices."""
+        units = {kind: (fit.prices[0], fit.prices[1]) for kind, fit in self._units.items()}
+        return Prices(self._prices, self._knee, units, self._unit_knee)
+
+    @property
+    def slowness(self) -> float:
+        """How many times longer work takes at the moment than it is priced at."""
+        return self._drift.slowness
+
+    @property
     def drift(self) -> float:
         """How many times longer work takes now than usual, that is in the profile and the last hours of work."""
         return self._drift.now

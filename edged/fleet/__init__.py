@@ -1,0 +1,1 @@
+"""Several boxes behind one address: the ingress of a fleet, without torch."""

@@ -1,0 +1,80 @@
+"""The feed of a node: one stream of its events, over which its load and new versions come."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from aiohttp import StreamReader
+from pydantic import ValidationError
+
+from edged.fleet.members import Member, Members
+
+_CONNECT_S = 2.0
+_RETRY_S = (0.2, 2.0)
+"""Seconds until a lost feed is opened again: at first, and at most."""
+_SILENT_S = 60.0
+"""Seconds of silence after which a feed is opened anew; a daemon says something each 200 ms."""
+
+
+async def follow(members: Members, member: Member, session: aiohttp.ClientSession) -> None:
+    """Keep a node's feed open and take in what it says, until cancelled."""
+    wait_s = _RETRY_S[0]
+    while True:
+        try:
+            await _read(members, member, session)
+            problem = "its feed ended"
+        except _Refused as error:
+            problem = str(error)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            problem = f"its connection broke: {str(error) or type(error).__name__}"
+        if member.connected:
+            wait_s = _RETRY_S[0]
+        else:
+            members.cut(member)
+        members.lose(member, problem)
+        await asyncio.sleep(wait_s)
+        wait_s = min(2.0 * wait_s, _RETRY_S[1])
+
+
+class _Refused(Exception):
+    """A node answers, and not with a feed."""
+
+
+async def _read(members: Members, member: Member, session: aiohttp.ClientSession) -> None:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_SILENT_S)
+    async with session.get(f"{member.url}/v1/events?events=load,version", timeout=timeout) as response:
+        if response.status != 200:
+            raise _Refused(f"it answers {response.status}: {await told(response)}")
+        async with session.get(f"{member.url}/v1/adapters", timeout=timeout) as listed:
+            adapters = json.loads(await listed.read()).get("adapters", []) if listed.status == 200 else []
+        members.homes.learn(member.name, {item["adapter"]: item["version"] for item in adapters})
+        async for name, data in events(response.content):
+            try:
+                if name == "load":
+                    members.take(member, data)
+                elif name == "version":
+                    members.homes.note(member.name, data["adapter"], data["version"])
+            except (ValidationError, KeyError) as error:
+                way_out = "it and the ingress need one version of edged"
+                raise _Refused(f"its reports cannot be read ({type(error).__name__}): {way_out}") from None
+
+
+async def told(response: aiohttp.ClientResponse) -> str:
+    """Return the message of a node's error."""
+    try:
+        return str(json.loads(await response.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.reason or "no reason"
+
+
+async def events(content: StreamReader) -> AsyncIterator[tuple[str, Any]]:
+    """Yield (name, data) of each server-sent event; comments are skipped. Raises ValueError for what is no JSON."""
+    name = ""
+    async for line in content:
+        field, _, value = line.decode().rstrip("\r\n").partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)

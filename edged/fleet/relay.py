@@ -1,0 +1,149 @@
+"""The relay: a request goes to a node as it is, and the node's bytes come back as they are."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from edged.fleet.members import Member
+from edged.http.access import ON_BEHALF, caller_of
+from edged.http.connections import has_begun
+from edged.http.errors import ApiError
+from edged.http.json_format import server_event
+
+_OWN = frozenset(
+    {
+        *("host", "authorization", "connection", "content-length", "cookie", "expect", "keep-alive", "origin"),
+        *("te", "trailer", "transfer-encoding", "upgrade", "accept-encoding", ON_BEHALF.lower()),
+    }
+)
+"""Headers of a request that are the client's and the ingress' alone."""
+_HOP = frozenset({"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"})
+"""Headers of an answer that are the node's and the ingress' alone."""
+_CONNECT_S = 2.0
+_TAIL = 512
+"""Last bytes of an answer, in which its usage stands."""
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d+)')
+
+
+class NodeLost(Exception):
+    """A node broke off before the first byte of its answer: the request may go to another."""
+
+
+@dataclass(slots=True)
+class Timing:
+    """What became of an answer: moments (the loop's clock), and the prompt's tokens where it told them."""
+
+    sent_s: float
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    prompt_tokens: int = 0
+    streamed: bool = False
+    """Whether the first byte came with the first token."""
+
+
+async def relay(
+    request: web.Request,
+    session: aiohttp.ClientSession,
+    member: Member,
+    body: bytes | AsyncIterable[bytes] | None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+    learn: Callable[[bytes], None] = lambda head: None,
+) -> tuple[web.StreamResponse, Timing]:
+    """Send a request to a node and stream its answer back, with `headers` besides its own.
+
+    `learn` gets the first bytes of the answer before the client does. Raises NodeLost before the first byte.
+    """
+    loop = asyncio.get_running_loop()
+    sent = CIMultiDict((key, value) for key, value in request.headers.items() if key.lower() not in _OWN)
+    sent[ON_BEHALF] = caller_of(request).forwarded()
+    timing = Timing(loop.time())
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    asked = session.request(
+        request.method, member.url + request.path_qs, data=body, headers=sent, timeout=timeout, allow_redirects=False
+    )
+    member.open += 1
+    try:
+        upstream = await _unless_lost(member, asked)
+        member.relays.add(upstream)
+        async with upstream:
+            piece = await upstream.content.readany()
+            timing.first_s, timing.streamed = loop.time(), upstream.content_type == "text/event-stream"
+            learn(piece)
+            response = _answer(upstream, {**headers, "X-Edged-Node": member.name})
+            await response.prepare(request)
+            has_begun(request)
+            await _stream(request, upstream, response, piece, timing, member.name)
+            timing.ended_s = loop.time()
+            return response, timing
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        if timing.first_s:
+            raise
+        raise NodeLost(str(error) or type(error).__name__) from None
+    finally:
+        member.open -= 1
+        member.relays = {item for item in member.relays if not item.closed}
+
+
+async def _unless_lost(member: Member, asked: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse:
+    """Return a node's answer once it begins. Raises ConnectionAbortedError where the node is lost before."""
+    answer, lost = asyncio.ensure_future(asked), asyncio.ensure_future(member.lost.wait())
+    try:
+        await asyncio.wait({answer, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ConnectionAbortedError("the node does not answer any more")
+        return answer.result()
+    finally:
+        lost.cancel()
+        answer.cancel()
+
+
+def _answer(upstream: aiohttp.ClientResponse, headers: Mapping[str, str]) -> web.StreamResponse:
+    response = web.StreamResponse(status=upstream.status, reason=upstream.reason)
+    for key, value in upstream.headers.items():
+        if key.lower() not in _HOP:
+            response.headers.add(key, value)
+    response.headers.update(headers)
+    response.content_length = upstream.content_length
+    return response
+
+
+async def _stream(
+    request: web.Request,
+    upstream: aiohttp.ClientResponse,
+    response: web.StreamResponse,
+    piece: bytes,
+    timing: Timing,
+    name: str,
+) -> None:
+    """Write an answer's bytes as they come; a stream whose node goes away ends with an error event."""
+    tail = b""
+    try:
+        while piece:
+            tail = (tail + piece)[-_TAIL:]
+            try:
+                await response.write(piece)
+            except ConnectionResetError:
+                return  # the client has left
+            piece = await upstream.content.readany()
+        await response.write_eof()
+    except (aiohttp.ClientError, OSError):
+        with contextlib.suppress(ConnectionResetError):
+            await _break_off(request, response, name)
+    if told := _PROMPT_TOKENS.search(tail):
+        timing.prompt_tokens = int(told[1])
+
+
+async def _break_off(request: web.Request, response: web.StreamResponse, name: str) -> None:
+    """Tell the client of a stream that its node is gone, or close the connection of an answer that is cut short."""
+    if response.content_type == "text/event-stream":
+        message = f'node "{name}" went away in the middle of this answer: ask again'
+        await response.write(server_event(ApiError(503, message, code="node_lost").body()))
+    elif request.transport is not None:
+        request.transport.abort()

@@ -1,0 +1,52 @@
+"""Homes: the node where a user is taught, and until versions travel also served."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+
+def rendezvous(key: str, names: Iterable[str]) -> list[str]:
+    """Rank nodes for a key by the highest random weight (Thaler and Ravishankar, 1998).
+
+    A node that is added or removed moves no key between the others. The weights are SHA-256's, the same on every box.
+    """
+    return sorted(names, key=lambda name: hashlib.sha256(f"{key}\0{name}".encode()).digest())
+
+
+class Homes:
+    """The home of each user: the one that the settings name, else where an adapter of the name is, else by hash.
+
+    The hash is over all nodes of the fleet, whether they are there or not: a node that is away keeps its users.
+    """
+
+    def __init__(self, names: Iterable[str], named: Mapping[str, str]) -> None:
+        """`named` has the homes of users that the settings fix."""
+        self._names, self._named = tuple(names), dict(named)
+        self._known: dict[str, dict[str, int]] = {}
+
+    def learn(self, node: str, adapters: Mapping[str, int]) -> None:
+        """Take in which adapters a node has, with their versions; others that it was known to have are gone."""
+        for name in [name for name, nodes in self._known.items() if node in nodes and name not in adapters]:
+            del self._known[name][node]
+            if not self._known[name]:
+                del self._known[name]
+        for name, version in adapters.items():
+            self.note(node, name, version)
+
+    def note(self, node: str, adapter: str, version: int) -> None:
+        """Take in a version of an adapter at a node."""
+        self._known.setdefault(adapter, {})[node] = version
+
+    def of(self, user: str) -> str:
+        """Return a user's home. Of several nodes that have the adapter it is the one with the newest version."""
+        if user in self._named:
+            return self._named[user]
+        known = self._known.get(user)
+        if known:
+            return min(known, key=lambda node: (-known[node], node))
+        return rendezvous(user, self._names)[0]
+
+    def taught(self) -> dict[str, str]:
+        """Return the home of each user that is known by an adapter or named."""
+        return {user: self.of(user) for user in sorted({*self._known, *self._named})}

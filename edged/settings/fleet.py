@@ -1,0 +1,58 @@
+"""The settings `[fleet]`: the boxes that answer as one service, for `edged fleet serve`."""
+
+import re
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from edged.settings.access import USER_NAME, Section, setting
+
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+_NODE = re.compile(r"[A-Za-z0-9-]{1,32}")
+
+
+def _refuse(message: str) -> None:
+    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+
+
+class FleetSettings(Section):
+    """Several boxes behind one address: docs/fleet.md."""
+
+    nodes: dict[str, str] = setting({}, 'URLs of the boxes, such as { kitchen = "http://10.0.0.5:8137" }')
+    policy: str = setting("fleet", "how requests without a user are placed: see docs/fleet.md")
+    listen: str = setting("127.0.0.1:8136", "HOST:PORT of the ingress")
+    token_file: str = setting("", 'file with the token of role "fleet" at the nodes, mode 0600; empty: loopback alone')
+    authority: str = setting("", "certificates (PEM) that https nodes are checked by; empty: the system's")
+    stale_s: Positive = setting(2.0, "silence after which a node gets no new requests")
+    wait_s: Positive = setting(10.0, "how long a request waits where no node can be reached")
+    homes: dict[str, str] = setting({}, 'nodes of users, such as { ann = "kitchen" }; others are placed by hash')
+
+    @field_validator("nodes", mode="after")
+    @classmethod
+    def _are_boxes(cls, nodes: dict[str, str]) -> dict[str, str]:
+        named: dict[str, str] = {}
+        for name, url in nodes.items():
+            if not _NODE.fullmatch(name):
+                _refuse(f'"{name}" cannot name a node: use at most 32 letters, digits and "-"')
+            try:
+                parts = urlsplit(url)
+                fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+            except ValueError:
+                fine = False
+            if not fine or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+                _refuse(f'node "{name}" = "{url}": write http://HOST:PORT or https://HOST:PORT, without a path')
+            plain = f"{parts.scheme}://{parts.netloc.lower()}"
+            if plain in named:
+                _refuse(f'nodes "{named[plain]}" and "{name}" have one URL, {plain}: give each its own')
+            named[plain] = name
+        return {name: url for url, name in named.items()}
+
+    @field_validator("homes", mode="after")
+    @classmethod
+    def _of_users(cls, homes: dict[str, str]) -> dict[str, str]:
+        for user in homes:
+            if not USER_NAME.fullmatch(user):
+                _refuse(f'"{user}" is no user\'s name')
+        return homes

@@ -1,0 +1,152 @@
+"""Several daemons answer as one service: requests are placed, users are taught at their homes."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+
+import openai
+import pytest
+
+from tests.cli.conftest import edged, wait_for
+from tests.fleet.conftest import Fleet, ask
+
+
+def pair(user: str, number: int) -> dict[str, str]:
+    return {"user": user, "prompt": f"Question {number}:", "chosen": f" yes, certainly {number}", "rejected": " no"}
+
+
+def exported(fleet: Fleet, name: str, user: str) -> list[str]:
+    """The chosen answers of a user's pairs at a node."""
+    with urllib.request.urlopen(f"{fleet.node_url(name)}/v1/feedback?user={user}") as answer:
+        rows = [json.loads(line) for line in answer.read().decode().splitlines()]
+    return sorted(row["chosen"] for row in rows if row.get("chosen"))
+
+
+def test_the_openai_client_is_answered_whole_and_as_a_stream(fleet: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
+    asked = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
+    messages = [{"role": "user", "content": "Hello there"}]
+    whole = client.chat.completions.create(messages=messages, **asked)  # type: ignore[call-overload]
+    parts = list(client.chat.completions.create(messages=messages, stream=True, **asked))  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == "".join(part.choices[0].delta.content or "" for part in parts)
+    assert whole.id.split("-")[1][0] in "abc"
+
+
+def test_an_answer_is_the_node_s_own(fleet: Fleet) -> None:
+    status, answer, headers = fleet.chat(temperature=0)
+    direct = fleet.chat(url=fleet.node_url(headers["X-Edged-Node"]), temperature=0)[1]
+    assert status == 200
+    assert answer["choices"] == direct["choices"]
+    assert answer["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+
+
+def test_requests_without_a_user_go_to_all_nodes_and_users_to_their_homes(fleet: Fleet) -> None:
+    assert {fleet.chat()[2]["X-Edged-Node"] for _ in range(24)} == set("abc")
+    for name in "abc":
+        user = fleet.user_at(name)
+        assert {fleet.chat(user)[2]["X-Edged-Node"] for _ in range(3)} == {name}
+
+
+def test_pairs_are_learned_once_at_their_user_s_home(fleet: Fleet) -> None:
+    user = fleet.user_at("b")
+    for number in range(4):
+        status, taken, headers = ask(f"{fleet.url}/v1/feedback", pair(user, number))
+        assert (status, headers["X-Edged-Node"]) == (200, "b")
+    wait_for(lambda: ask(f"{fleet.url}/v1/feedback/{taken['id']}")[1]["pairs"][0]["state"] == "trained")
+    assert [len(exported(fleet, name, user)) for name in "abc"] == [0, 4, 0]
+    listed = ask(f"{fleet.url}/v1/adapters")[1]["adapters"]
+    assert [item["node"] for item in listed if item["adapter"] == user] == ["b"]
+    assert ask(f"{fleet.url}/v1/adapters/{user}")[2]["X-Edged-Node"] == "b"
+    wait_for(lambda: ask(f"{fleet.url}/v1/fleet")[1]["homes"].get(user) == "b")
+
+
+def test_a_signal_about_an_answer_reaches_the_node_that_gave_it(fleet: Fleet) -> None:
+    user = fleet.user_at("c")
+    answer = fleet.chat(user, n=2)[1]
+    told = {"completion_id": answer["id"], "signal": "chosen", "choice": 1}
+    status, taken, headers = ask(f"{fleet.url}/v1/feedback", told)
+    assert (status, headers["X-Edged-Node"]) == (200, "c"), taken
+    status, refused, _ = ask(f"{fleet.url}/v1/feedback", {"completion_id": "chatcmpl-ffffffff", "signal": "up"})
+    assert (status, refused["error"]["message"]) == (404, 'none of 3 nodes has completion "chatcmpl-ffffffff"')
+
+
+def test_files_and_jobs_of_a_caller_lie_on_one_node(fleet: Fleet) -> None:
+    nodes = {ask(f"{fleet.url}/v1/{what}")[2]["X-Edged-Node"] for what in ("files", "fine_tuning/jobs")}
+    assert len(nodes) == 1
+
+
+def test_metrics_and_events_carry_their_node(fleet: Fleet) -> None:
+    text = ask(f"{fleet.url}/metrics")[1]
+    assert text.count("# TYPE edged_ready gauge") == 1
+    assert [line for line in text.splitlines() if line.startswith("edged_ready{")] == [
+        f'edged_ready{{node="{name}"}} 1.0' for name in "abc"
+    ]
+    seen = set()
+    with urllib.request.urlopen(f"{fleet.url}/v1/events?events=status", timeout=20) as stream:
+        while seen != set("abc"):
+            line = stream.readline().decode()
+            if line.startswith("data: "):
+                seen.add(json.loads(line.removeprefix("data: "))["node"])
+
+
+def test_what_an_operator_asks_of_a_box_is_refused_at_the_ingress(fleet: Fleet) -> None:
+    for path in ("backup", "settings", "store"):
+        status, refused, _ = ask(f"{fleet.url}/v1/{path}")
+        assert (status, refused["error"]["code"]) == (501, "at_node")
+    assert ask(f"{fleet.url}/v1/nothing")[0] == 404
+
+
+@pytest.mark.parametrize("body", [{"messages": []}, {"messages": "no"}, {"messages": [{"role": "user"}]}])
+def test_a_bad_request_is_refused_in_the_node_s_words(fleet: Fleet, body: dict[str, object]) -> None:
+    status, refused, headers = ask(f"{fleet.url}/v1/chat/completions", body)
+    direct = ask(f"{fleet.node_url(headers['X-Edged-Node'])}/v1/chat/completions", body)
+    assert (status, refused["error"]["message"]) == (400, direct[1]["error"]["message"])
+
+
+def test_status_is_shown_as_a_table_and_as_json(fleet: Fleet) -> None:
+    shown = edged("fleet", "status", "--url", fleet.url)
+    assert shown.returncode == 0
+    assert all(f"│ {name} " in shown.stdout for name in "abc")
+    data = json.loads(edged("fleet", "status", "--url", fleet.url, "--json").stdout)
+    assert data["placed"].keys() == set("abc")
+    assert data["policy"] == "fleet"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "a fleet needs nodes: give --node NAME=URL for each, or fleet.nodes"),
+        (["a=http://127.0.0.1:1", "a=http://127.0.0.1:2"], 'two nodes are named "a"'),
+        (["a=http://127.0.0.1:1", "b=http://127.0.0.1:1/"], "have one URL"),
+        (["a b=http://127.0.0.1:1"], '"a b" cannot name a node'),
+        (["a=http://127.0.0.1:1/v1"], "without a path"),
+        (["a=ftp://127.0.0.1:1"], "write http://HOST:PORT"),
+        (["a"], "write http://HOST:PORT"),
+        (["a=http://10.0.0.5:8137"], "is another machine and needs a token"),
+        (["a=http://127.0.0.1:1", "--policy", "least-respond"], 'did you mean "least-response"?'),
+        (["a=http://127.0.0.1:1", "--listen", "0.0.0.0:0"], "is reachable from other machines"),
+        (["a=http://127.0.0.1:1", "--token-file", "/nowhere/token"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(arguments: list[str], sentence: str) -> None:
+    nodes = [part for item in arguments if "=" in item or item == "a" for part in ("--node", item)]
+    others = (
+        arguments[arguments.index(next(item for item in arguments if item.startswith("--"))) :]
+        if any(item.startswith("--") for item in arguments)
+        else []
+    )
+    refused = edged("fleet", "serve", *nodes, *others)
+    assert refused.returncode == 2, refused.stderr
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_token_file_that_others_may_read_is_refused(tmp_path: object) -> None:
+    path = tmp_path / "token"  # type: ignore[operator]
+    path.write_text("secret-token-of-the-fleet\n")
+    path.chmod(0o644)
+    refused = edged("fleet", "serve", "--node", "a=http://127.0.0.1:1", "--token-file", str(path))
+    assert refused.returncode == 2
+    assert "may be read by others: chmod 600 it" in refused.stderr
+    assert "secret" not in refused.stderr
