@@ -1,4 +1,4 @@
-"""Which node an answer or a feedback came from, by its id."""
+"""The ids of answers and feedback, and the nodes that they came from."""
 
 import re
 from collections import OrderedDict
@@ -14,7 +14,7 @@ _HEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an answer was made; `away` is the user's home where that was not reached, so that the base answered."""
+    """The node of an answer; `away` is the user's home where that was not reached, so that the base answered."""
 
     node: str
     away: str = ""

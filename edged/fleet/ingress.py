@@ -22,7 +22,7 @@ from edged.http.checks import PROBES, name_in, refuse_other_sites
 from edged.http.errors import ApiError, Handler, http_error
 from edged.http.json_format import Json, json_answer
 from edged.placement.homes import rendezvous
-from edged.placement.node import Arrival, NodeView, blocks_of
+from edged.placement.node import NodeView, RoutedRequest, blocks_of
 from edged.placement.policies import POLICIES
 from edged.runtime.bounded_json import loads
 from edged.settings.load import Settings
@@ -73,7 +73,7 @@ class Ingress:
         return await self._anywhere(request, data, _arrival(body, None), {})
 
     async def _anywhere(
-        self, request: web.Request, data: bytes, arrival: Arrival, headers: dict[str, str], away: str = ""
+        self, request: web.Request, data: bytes, arrival: RoutedRequest, headers: dict[str, str], away: str = ""
     ) -> web.StreamResponse:
         """Send a request where the policy says; where that node is lost before it answers, to the next one."""
         tried: set[str] = set()
@@ -93,7 +93,7 @@ class Ingress:
         request: web.Request,
         member: Member,
         data: bytes,
-        arrival: Arrival,
+        arrival: RoutedRequest,
         origin: Origin,
         headers: dict[str, str] | None = None,
         forecast_s: float | None = None,
@@ -346,14 +346,14 @@ def _without_user(body: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
-def _arrival(body: dict[str, Any], user: str | None) -> Arrival:
+def _arrival(body: dict[str, Any], user: str | None) -> RoutedRequest:
     """Return what placing a request needs to know of it."""
     prompt = body.get("messages", body.get("prompt", ""))
     text = (prompt if isinstance(prompt, str) else json.dumps(prompt)).encode("utf-8", "replace")
-    return Arrival(len(text), blocks_of(user or "", text), user)
+    return RoutedRequest(len(text), blocks_of(user or "", text), user)
 
 
-def _observe(view: NodeView, arrival: Arrival, timing: Timing, forecast_s: float | None) -> None:
+def _observe(view: NodeView, arrival: RoutedRequest, timing: Timing, forecast_s: float | None) -> None:
     """Learn from an answer's times; one of which only the end is known tells nothing of its first token."""
     if timing.prompt_tokens:
         view.count_tokens(arrival.num_bytes, timing.prompt_tokens)

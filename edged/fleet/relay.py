@@ -38,7 +38,7 @@ class NodeLost(Exception):
 
 @dataclass(slots=True)
 class Timing:
-    """What became of an answer: moments (the loop's clock), and the prompt's tokens where it told them."""
+    """The times of an answer: moments (the loop's clock), and the prompt's tokens where it told them."""
 
     sent_s: float
     first_s: float = 0.0

@@ -51,7 +51,8 @@ class LoopWork(Generic[T]):
         step: Callable[[Any], Any] = work.send
         sent: Any = None
         while True:
-            self._began_s = time.thread_time()
+            if not self._settled:
+                self._began_s = time.thread_time()
             try:
                 waits_for = step(sent)
             except StopIteration as done:

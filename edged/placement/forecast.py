@@ -1,9 +1,9 @@
 """The forecast of a node's response to a prompt, and the harm that it does to others there; seconds."""
 
-from edged.placement.node import Arrival, NodeView
+from edged.placement.node import NodeView, RoutedRequest
 
 
-def response_s(node: NodeView, arrival: Arrival) -> float:
+def response_s(node: NodeView, arrival: RoutedRequest) -> float:
     """Return the seconds until a prompt's first token at a node: R of `fleet`, from LeMix' R = wait + own time.
 
     The backlog and the prompt less its known beginning go in chunks beside the node's decodes, at its own prices; half
@@ -23,7 +23,7 @@ def _room_s(node: NodeView, prompt: int) -> float:
     return node.answer_s * (node.waiting + 1) / load.decodes if short and load.decodes else 0.0
 
 
-def harm_s(node: NodeView, arrival: Arrival) -> float:
+def harm_s(node: NodeView, arrival: RoutedRequest) -> float:
     """Return the seconds that a prompt adds to the requests at a node, summed: H of `fleet`.
 
     Those that wait are behind it with a half's chance; decodes have their chunks in about a fourth of what they wait.

@@ -1,4 +1,4 @@
-"""What is known of a node of a fleet: its own report of its load, and what was sent to it since."""
+"""A node of a fleet as it is known: its own report of its load, and what was sent to it since."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def blocks_of(owner: str, text: bytes) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that is to be placed: bytes of its prompt and of its whole body, hashes of its blocks, its user."""
+class RoutedRequest:
+    """A request that is to be placed: bytes of its prompt, hashes of its blocks, its user."""
 
     num_bytes: int
     blocks: tuple[int, ...] = ()
@@ -141,11 +141,11 @@ class NodeView:
         """Tokens of prompts there that are still to be computed."""
         return self.load.backlog_tokens + sum(tokens for _, tokens in self.sent)
 
-    def hit_bytes(self, arrival: Arrival) -> int:
+    def hit_bytes(self, arrival: RoutedRequest) -> int:
         """Return the bytes of a prompt's beginning that were sent there before."""
         return self.memory.hit(arrival.blocks) * BLOCK_BYTES
 
-    def tokens_to_compute(self, arrival: Arrival) -> int:
+    def tokens_to_compute(self, arrival: RoutedRequest) -> int:
         """Return the tokens of a prompt less those whose K/V the node is taken to have."""
         return max(1, math.ceil((arrival.num_bytes - self.hit_bytes(arrival)) / self.token_bytes))
 
@@ -154,7 +154,7 @@ class NodeView:
         load = Load(num_tokens, self.load.decodes, context=self.load.context, adapters=1)
         return self.cost.priced_s(load) * self.load.slowness
 
-    def send(self, arrival: Arrival, now: float) -> None:
+    def send(self, arrival: RoutedRequest, now: float) -> None:
         """Count a request that was sent there."""
         self.sent.append((now, self.tokens_to_compute(arrival)))
         most = int(self.load.pages * self.load.page_tokens * self.token_bytes / BLOCK_BYTES)

@@ -9,21 +9,21 @@ from typing import Any
 
 from edged.placement.forecast import harm_s, response_s
 from edged.placement.homes import rendezvous
-from edged.placement.node import Arrival, NodeView
-from edged.placement.policy import Placement, Policy
+from edged.placement.node import NodeView, RoutedRequest
+from edged.placement.policy import Placement, PlacementPolicy
 
 _BOUND = 1.25
 """consistent-hash: most requests of a node, over the mean (Mirrokni et al., 2018)."""
 
 
 def _ranked(
-    nodes: Sequence[NodeView], key: Callable[[NodeView], Any], arrival: Arrival | None = None
+    nodes: Sequence[NodeView], key: Callable[[NodeView], Any], arrival: RoutedRequest | None = None
 ) -> tuple[NodeView, ...]:
     """Sort nodes by a key; equal ones by name."""
     return tuple(sorted(nodes, key=lambda node: (key(node), node.name)))
 
 
-def _placement(nodes: Sequence[NodeView], arrival: Arrival) -> Placement:
+def _placement(nodes: Sequence[NodeView], arrival: RoutedRequest) -> Placement:
     return Placement(tuple(node.name for node in nodes), {node.name: response_s(node, arrival) for node in nodes})
 
 
@@ -31,9 +31,9 @@ def _placement(nodes: Sequence[NodeView], arrival: Arrival) -> Placement:
 class ByKey:
     """A policy that sends a request where a number is smallest."""
 
-    key: Callable[[NodeView, Arrival], Any]
+    key: Callable[[NodeView, RoutedRequest], Any]
 
-    def place(self, arrival: Arrival, nodes: Sequence[NodeView], now: float) -> Placement:
+    def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Rank by the key."""
         return _placement(_ranked(nodes, lambda node: self.key(node, arrival)), arrival)
 
@@ -44,7 +44,7 @@ class RoundRobin:
 
     _turn: int = 0
 
-    def place(self, arrival: Arrival, nodes: Sequence[NodeView], now: float) -> Placement:
+    def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Begin the ranking one node further than the last time."""
         known = _ranked(nodes, lambda node: 0)
         first = self._turn % len(known)
@@ -58,7 +58,7 @@ class PowerOfTwo:
 
     _random: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def place(self, arrival: Arrival, nodes: Sequence[NodeView], now: float) -> Placement:
+    def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Rank the two first, then the others by load."""
         known = _ranked(nodes, lambda node: node.requests)
         pair = set(self._random.sample([node.name for node in known], min(2, len(known))))
@@ -69,7 +69,7 @@ class PowerOfTwo:
 class ConsistentHash:
     """A user's or a prompt's own node by hash, unless it has more than 1.25 times the mean of all requests."""
 
-    def place(self, arrival: Arrival, nodes: Sequence[NodeView], now: float) -> Placement:
+    def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Rank by hash; nodes over the bound come last."""
         key = arrival.user or str(arrival.blocks[0] if arrival.blocks else 0)
         bound = _BOUND * (1 + sum(node.requests for node in nodes)) / len(nodes)
@@ -77,11 +77,11 @@ class ConsistentHash:
         return _placement(_ranked(nodes, lambda node: (node.requests >= bound, order[node.name])), arrival)
 
 
-def _fleet(node: NodeView, arrival: Arrival) -> float:
+def _fleet(node: NodeView, arrival: RoutedRequest) -> float:
     return response_s(node, arrival) + harm_s(node, arrival)
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
     "fleet": lambda: ByKey(_fleet),
     "least-response": lambda: ByKey(response_s),
     "least-loaded": lambda: ByKey(lambda node, _: node.requests),

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edged.placement.node import Arrival, NodeView
+from edged.placement.node import NodeView, RoutedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request goes: nodes by name, the best first, with seconds to its first token where that is forecast."""
+    """A decision on a request: nodes by name, the best first, with forecast seconds to its first token."""
 
     ranking: tuple[str, ...]
     forecasts: Mapping[str, float]
 
 
-class Policy(Protocol):
+class PlacementPolicy(Protocol):
     """A way to choose among nodes. A policy may remember; the order in which nodes are given must not matter."""
 
-    def place(self, arrival: Arrival, nodes: Sequence[NodeView], now: float) -> Placement:
+    def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Rank all of `nodes`, of which there is at least one."""
         ...

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edged.placement.forecast import harm_s, response_s
-from edged.placement.node import BLOCK_BYTES, Arrival, NodeView, blocks_of
+from edged.placement.node import BLOCK_BYTES, NodeView, RoutedRequest, blocks_of
 from edged.placement.policies import POLICIES
 from tests.placement.nodes import node
 
-LONG = Arrival(4096)
+LONG = RoutedRequest(4096)
 """1,024 tokens at four bytes each: four chunks of 256."""
 loads = st.fixed_dictionaries(
     {
@@ -55,14 +55,14 @@ def test_a_full_node_waits_for_an_answer_to_end() -> None:
 
 def test_a_known_beginning_is_not_computed_again() -> None:
     text = bytes(range(256)) * 16
-    arrival, known = Arrival(len(text), blocks_of("ann", text)), node("a")
+    arrival, known = RoutedRequest(len(text), blocks_of("ann", text)), node("a")
     known.memory.add(blocks_of("ann", text[:2048]), 1000)
     assert known.tokens_to_compute(arrival) == 512
     assert response_s(known, arrival) == pytest.approx(2 * chunk_s(256))
-    other = Arrival(len(text), blocks_of("ben", text))
+    other = RoutedRequest(len(text), blocks_of("ben", text))
     assert known.hit_bytes(other) == 0
     changed = b"!" + text[1:]
-    assert known.hit_bytes(Arrival(len(changed), blocks_of("ann", changed))) == 0
+    assert known.hit_bytes(RoutedRequest(len(changed), blocks_of("ann", changed))) == 0
 
 
 def test_memory_keeps_the_latest_blocks() -> None:
@@ -121,7 +121,7 @@ def test_fleet_prefers_a_node_that_is_no_worse_in_response_and_harm(one: dict[st
 
 def test_each_baseline_does_as_its_name_says() -> None:
     text = bytes(512)
-    arrival = Arrival(len(text), blocks_of("", text))
+    arrival = RoutedRequest(len(text), blocks_of("", text))
     idle, busy = node("idle"), node("busy", decodes=20, busy_share=0.9)
     busy.memory.add(arrival.blocks, 100)
 
@@ -139,7 +139,7 @@ def test_each_baseline_does_as_its_name_says() -> None:
 def test_consistent_hash_stays_with_a_user_unless_his_node_is_over_its_bound() -> None:
     nodes = [node(name) for name in "abcd"]
     policy = POLICIES["consistent-hash"]()
-    own = {user: policy.place(Arrival(10, user=user), nodes, 0.0).ranking[0] for user in map(str, range(400))}
+    own = {user: policy.place(RoutedRequest(10, user=user), nodes, 0.0).ranking[0] for user in map(str, range(400))}
     assert min(Counter(own.values()).values()) > 60
     full = [node(name, decodes=40 if name == own["7"] else 4) for name in "abcd"]
-    assert policy.place(Arrival(10, user="7"), full, 0.0).ranking[0] != own["7"]
+    assert policy.place(RoutedRequest(10, user="7"), full, 0.0).ranking[0] != own["7"]

@@ -1,0 +1,1 @@
+"""Measurements of a fleet of real daemons."""

@@ -1,0 +1,1 @@
+"""`tools/fleet-demo`: three boxes as one service."""
