@@ -25,6 +25,7 @@ from edged.align.trainer import Trainer
 from edged.engine.build import bounded, build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.finetuning import StepTable
+from edged.engine.load_report import load_of_parts
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.base_files import base_fingerprint, files_digest
@@ -48,9 +49,6 @@ from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart, beside
 
 log = logging.getLogger("edged.engine")
-
-_BUSY_ITERATIONS = 256
-"""Latest iterations that may count as the last second's."""
 
 
 class Engine:
@@ -385,32 +383,18 @@ class Engine:
 
     def load(self) -> NodeLoad:
         """Return the load by which a fleet places requests: without the database, as it is asked for all the time."""
-        sequences, pool, now = list(self.sequences.by_task.values()), self.runner.pages.pool, time.monotonic()
-        decodes = [sequence for sequence in sequences if sequence.decoding]
-        tasks = list(self.scheduler.queues.finetunes)
-        units = [task.units[task.next_unit] for task in tasks if task.next_unit < len(task.units)]
-        cost, recent = self.scheduler.cost, self.stats.latest(_BUSY_ITERATIONS)
-        return NodeLoad(
+        return load_of_parts(
+            self.sequences,
+            self.scheduler,
+            self.runner.pages.pool,
+            self.stats,
+            self.settings.serving,
+            time.monotonic(),
             version=edged.__version__,
             model=self.subject.model,
             fingerprint=self.trainer.adapter_cache.spec.fingerprint,
             dtype=str(self.model.dtype).removeprefix("torch."),
-            phase="ready",
-            backlog_tokens=sum(item.task.num_tokens for item in sequences if not item.decoding),
-            waiting=self.queue()["waiting"] + self.queue()["prefill"],
-            decodes=len(decodes),
-            context=sum(sequence.rows for sequence in decodes),
-            free_pages=pool.free_pages + pool.evictable_pages,
-            pages=pool.pages - 1,
-            page_tokens=pool.page_size,
-            free_sequences=max(0, self.settings.serving.max_sequences - len(sequences)),
-            chunk_tokens=self.settings.serving.max_batch_tokens,
-            unit_s=cost.unit_s(units[0]) if units else 0.0,
             pairs_queued=self.finetuning.pairs_queued,
-            busy_share=min(1.0, sum(record.elapsed_s for record in recent if record.started_s > now - 1.0)),
-            slowness=cost.slowness,
-            forward_prices=cost.prices.forward,
-            knee_tokens=cost.prices.knee_tokens,
         )
 
     def queue(self) -> dict[str, int]:

@@ -145,6 +145,11 @@ class SimulatedFinetuning:
         if self._scheduler.policy.trains and self._align.enabled and pair.num_tokens <= self._max_tokens:
             self._queue.queue.append(pair)
 
+    @property
+    def pairs_queued(self) -> int:
+        """Number of pairs that wait for a step."""
+        return len(self._queue.queue)
+
     def version(self, adapter: str | None) -> int:
         """The adapter's current version."""
         return self.state.version if adapter == self.state.name else 0
