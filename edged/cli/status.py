@@ -52,7 +52,19 @@ def watched(command: Callable[..., Any]) -> Callable[..., Any]:
 @with_client
 def status(client: Client, everything: bool, **how: Any) -> None:
     """What the daemon does now, in one line, and what is not as it should be; with --all or --watch all the rest."""
-    show(lambda: client.get("/v1/status"), screen if everything or how["watch"] else summed_up, line, **how)
+    shown = screen if everything or how["watch"] else summed_up
+    show(lambda: client.get("/v1/status"), _or_of_nodes(shown), _or_of_nodes(line), **how)
+
+
+def _or_of_nodes(render: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """Return `render`, which shows a box's status; of a fleet's ingress each node's verdict is shown."""
+
+    def shown(data: dict[str, Any]) -> Any:
+        if "nodes" not in data:
+            return render(data)
+        return "\n".join(f"{name}: {node['verdict']}" for name, node in data["nodes"].items())
+
+    return shown
 
 
 def line(data: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from edged.fleet.members import Member, Members
 from edged.fleet.merging import merge_events, merge_metrics
 from edged.fleet.relay import NodeLost, Timing, relay
 from edged.http.access import CALLER, ON_BEHALF, Access, caller_of
-from edged.http.checks import PROBES, name_in, refuse_other_sites
+from edged.http.checks import PROBES, body_in_time, name_in, refuse_other_sites
 from edged.http.errors import ApiError, Handler, http_error
 from edged.http.json_format import Json, json_answer
 from edged.placement.homes import rendezvous
@@ -406,6 +406,8 @@ def make_ingress(ingress: Ingress, access: Access) -> web.Application:
                 request[CALLER] = caller = await access.caller(request)
                 if role != "anybody":
                     caller.demand_role(role)  # type: ignore[arg-type]
+            if not request.path.startswith("/v1/files"):
+                await body_in_time(request, settings.limits.body_s)
             return await handler(request)
         except web.HTTPException as error:
             answer = http_error(request, error)

@@ -45,6 +45,7 @@ class Members:
     def __init__(self, settings: FleetSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.by_name: dict[str, Member] = {}
+        self.homes = Homes(settings.nodes, settings.homes)
         self._changed = asyncio.Event()
         self.configure(settings)
 
@@ -52,7 +53,7 @@ class Members:
         """Take the boxes of other settings; those whose URL is the same keep what is known of them."""
         known, now = self.by_name, self.clock()
         self.settings = settings
-        self.homes = Homes(settings.nodes, settings.homes)
+        self.homes.configure(settings.nodes, settings.homes)
         self.by_name = {
             name: known[name] if name in known and known[name].url == url else Member(name, url, since_s=now)
             for name, url in settings.nodes.items()

@@ -22,8 +22,14 @@ class Homes:
 
     def __init__(self, names: Iterable[str], named: Mapping[str, str]) -> None:
         """`named` has the homes of users that the settings fix."""
-        self._names, self._named = tuple(names), dict(named)
         self._known: dict[str, dict[str, int]] = {}
+        self.configure(names, named)
+
+    def configure(self, names: Iterable[str], named: Mapping[str, str]) -> None:
+        """Take other nodes and homes; what nodes that stay were known to have is still known."""
+        self._names, self._named = tuple(names), dict(named)
+        for gone in {node for nodes in self._known.values() for node in nodes} - {*self._names}:
+            self.learn(gone, {})
 
     def learn(self, node: str, adapters: Mapping[str, int]) -> None:
         """Take in which adapters a node has, with their versions; others that it was known to have are gone."""

@@ -108,6 +108,7 @@ def test_status_is_shown_as_a_table_and_as_json(fleet: Fleet) -> None:
     shown = edged("fleet", "status", "--url", fleet.url)
     assert shown.returncode == 0
     assert all(f"│ {name} " in shown.stdout for name in "abc")
+    assert edged("status", "--url", fleet.url).stdout.startswith("a: healthy")
     data = json.loads(edged("fleet", "status", "--url", fleet.url, "--json").stdout)
     assert data["placed"].keys() == set("abc")
     assert data["policy"] == "fleet"

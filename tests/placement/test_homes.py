@@ -25,3 +25,12 @@ def test_what_is_named_goes_before_what_is_known_and_that_before_the_hash() -> N
     homes.learn("b", {})
     assert homes.of("ben") == rendezvous("ben", "abc")[0]
     assert homes.taught() == {"ann": "c"}
+
+
+def test_a_reload_keeps_what_is_known_of_nodes_that_stay() -> None:
+    homes = Homes("abc", {})
+    homes.learn("a", {"ann": 7})
+    homes.learn("b", {"ben": 3})
+    homes.configure("acd", {"cat": "d"})
+    assert (homes.of("ann"), homes.of("cat")) == ("a", "d")
+    assert homes.taught() == {"ann": "a", "cat": "d"}
