@@ -25,7 +25,6 @@ from edged.align.trainer import Trainer
 from edged.engine.build import bounded, build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
 from edged.engine.finetuning import StepTable
-from edged.engine.load_report import load_of_parts
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.base_files import base_fingerprint, files_digest
@@ -383,13 +382,7 @@ class Engine:
 
     def load(self) -> NodeLoad:
         """Return the load by which a fleet places requests: without the database, as it is asked for all the time."""
-        return load_of_parts(
-            self.sequences,
-            self.scheduler,
-            self.runner.pages.pool,
-            self.stats,
-            self.settings.serving,
-            time.monotonic(),
+        return self.loop.load(
             version=edged.__version__,
             model=self.subject.model,
             fingerprint=self.trainer.adapter_cache.spec.fingerprint,

@@ -14,6 +14,7 @@ from edged.engine.recovery import Recovery
 from edged.engine.request import Event
 from edged.engine.sequences import SequenceTable
 from edged.engine.stats.iterations import Iteration
+from edged.placement.node import NodeLoad
 from edged.runtime.process import give_back_memory
 from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
@@ -21,6 +22,8 @@ from edged.scheduler.task import IterationResult, Plan, Resources, Task
 from edged.settings.live import Live
 from edged.settings.load import Settings
 
+_BUSY_ITERATIONS = 256
+"""Latest iterations that may count as the last second's."""
 log = logging.getLogger("edged.engine")
 _SAMPLE_EVERY_S = 1.0
 _CALIBRATED_AFTER = 50
@@ -32,7 +35,7 @@ _GIVE_BACK_AFTER_S = 30.0
 class EngineLoop:
     """The loop that plans, runs and completes iterations.
 
-    Other threads read `recovery.error`, `degraded` and `last_sign_s` alone.
+    Other threads read `recovery.error`, `degraded`, `last_sign_s` and `load` alone.
     """
 
     def __init__(
@@ -114,6 +117,39 @@ class EngineLoop:
     def degraded(self) -> list[str]:
         """A sentence for each problem that degrades the service."""
         return [problem for problem in (self._scheduler.degraded, self.recovery.memory_problem) if problem]
+
+    def load(self, **known: str | int) -> NodeLoad:
+        """Return the load, as a fleet places requests by it; `known` are the fields that the loop does not tell.
+
+        Any thread may ask: what the engine's thread changes is copied.
+        """
+        table, cost, serving = self._sequences, self._scheduler.cost, self._settings.current.serving
+        pool = self._runner.pages.pool
+        sequences, counts, prices = list(table.by_task.values()), table.queue_report(), cost.prices
+        decodes = [sequence for sequence in sequences if sequence.decoding]
+        tasks = list(self._scheduler.queues.finetunes)
+        units = [task.units[task.next_unit] for task in tasks if task.next_unit < len(task.units)]
+        recent, since_s = self._stats.latest(_BUSY_ITERATIONS), self._clock() - 1.0
+        return NodeLoad.model_validate(
+            {
+                **known,
+                "phase": "ready",
+                "backlog_tokens": sum(sequence.task.num_tokens for sequence in sequences if not sequence.decoding),
+                "waiting": counts["waiting"] + counts["prefill"],
+                "decodes": len(decodes),
+                "context": sum(sequence.rows for sequence in decodes),
+                "free_pages": pool.free_pages + pool.evictable_pages,
+                "pages": pool.pages - 1,
+                "page_tokens": pool.page_size,
+                "free_sequences": max(0, serving.max_sequences - len(sequences)),
+                "chunk_tokens": serving.max_batch_tokens,
+                "unit_s": cost.unit_s(units[0]) if units else 0.0,
+                "busy_share": min(1.0, sum(record.elapsed_s for record in recent if record.started_s > since_s)),
+                "slowness": cost.slowness,
+                "forward_prices": prices.forward,
+                "knee_tokens": prices.knee_tokens,
+            }
+        )
 
     def configure(self, settings: Settings) -> None:
         """Change the settings of all parts, and plan anew."""

@@ -45,7 +45,7 @@ class StagedNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StagedPlan:
     """The result of Algorithm 1: idleness increased II and response time R in seconds, and forward times by stage."""
 
     idle_s: float
@@ -56,8 +56,8 @@ class Plan:
     """Training tasks whose whole backward lies before this forward."""
 
 
-def plan(node: StagedNode, task: StagedTask) -> Plan:
-    """Plan a task's forward at a node: LeMix Algorithm 1. Its line 15 sums backwards between two forwards anew in
+def plan(node: StagedNode, task: StagedTask) -> StagedPlan:
+    """StagedPlan a task's forward at a node: LeMix Algorithm 1. Its line 15 sums backwards between two forwards anew in
     each stage, as II of a stage is the gap less what filled it."""
     before = node.tasks[-1] if node.tasks else None
     pending, idle_s = list(node.training), 0.0
@@ -84,10 +84,10 @@ def plan(node: StagedNode, task: StagedTask) -> Plan:
         idle_s += start - free_s - offset
         starts.append(start)
         ends.append(end)
-    return Plan(idle_s, ends[-1] - task.arrival_s, tuple(starts), tuple(ends), tuple(passed))
+    return StagedPlan(idle_s, ends[-1] - task.arrival_s, tuple(starts), tuple(ends), tuple(passed))
 
 
-def place(node: StagedNode, task: StagedTask, planned: Plan) -> None:
+def place(node: StagedNode, task: StagedTask, planned: StagedPlan) -> None:
     """Put a task on a node as planned; where it trains its backward follows, from the last stage to the first."""
     task.start_forward, task.end_forward = list(planned.start_forward), list(planned.end_forward)
     node.training = [other for other in node.training if other not in planned.passed]
@@ -102,7 +102,7 @@ def place(node: StagedNode, task: StagedTask, planned: Plan) -> None:
     node.tasks.append(task)
 
 
-def idleness_profit(node: StagedNode, task: StagedTask, planned: Plan, tolerance_s: float) -> float:
+def idleness_profit(node: StagedNode, task: StagedTask, planned: StagedPlan, tolerance_s: float) -> float:
     """LeMix Eq. 1: IP = -max(II / S - (a - a of the task before), tau). With one stage it is -tau for any tau >= 0."""
     gap_s = task.arrival_s - node.tasks[-1].arrival_s if node.tasks else 0.0
     return -max(planned.idle_s / node.stages - gap_s, tolerance_s)
@@ -138,7 +138,7 @@ class Lemix:
     lambda_2: float = 0.1
     literal: bool = True
 
-    def choose(self, task: StagedTask, nodes: Sequence[StagedNode]) -> tuple[StagedNode, Plan]:
+    def choose(self, task: StagedTask, nodes: Sequence[StagedNode]) -> tuple[StagedNode, StagedPlan]:
         """Return the node with the largest score, the first of equal ones, and the task's plan there."""
         plans = [plan(node, task) for node in nodes]
         profits = [

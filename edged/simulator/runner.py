@@ -19,7 +19,6 @@ from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.command_queue import CommandQueue
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv_pages import KvPages
-from edged.engine.load_report import load_of_parts
 from edged.engine.loop import EngineLoop
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
@@ -427,9 +426,9 @@ class SimulatedEngine:
 
     def load(self) -> NodeLoad:
         """Return the load, as `Engine.load` does."""
-        parts = (self._sequences, self.scheduler, self.pool, self.stats, self.settings.serving, self.now)
         queued, same = self.learning.pairs_queued, ""
-        return load_of_parts(*parts, version=same, model=same, fingerprint=same, dtype=same, pairs_queued=queued)
+        facts = {"version": same, "model": same, "fingerprint": same, "dtype": same}
+        return self._loop.load(**facts, pairs_queued=queued)
 
     def submit(self, request: Request) -> None:
         """Submit a request, as `Engine.submit` does. Raises EngineBusy."""
