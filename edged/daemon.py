@@ -179,6 +179,7 @@ class Daemon:
                 journal.retry()
                 services.runs.sweep()
         self._lifecycle.phase = "draining"
+        services.feed.tell_load()
         drain_s = self._reloader.settings.serving.drain_s
         self._manager.stopping(drain_s)
         logs.event(log, logging.INFO, "stopping", f"edged stops: running answers have {drain_s:g} s", drain_s=drain_s)

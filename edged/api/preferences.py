@@ -81,9 +81,13 @@ async def strike(request: web.Request) -> Struck:
             raise bad_request(f"{_MAX_STRUCK} lines of {name} are struck: no more are taken", "key")
         return keys, keys != before
 
+    taste = await services.tastes.of(name)
+    believed = taste is not None and any(belief.key == body.key for belief in taste.beliefs())
     struck, changed = await asyncio.wrap_future(services.store.write(write))
     if changed:
         services.tastes.refit(name)
+    if changed and believed:
+        # What nothing was practised by asks for no practice anew.
         await services.practice.relearn(name)
     return Struck(adapter=name, struck=sorted(struck))
 

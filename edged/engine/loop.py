@@ -128,7 +128,8 @@ class EngineLoop:
         sequences, counts, prices = list(table.by_task.values()), table.queue_report(), cost.prices
         decodes = [sequence for sequence in sequences if sequence.decoding]
         tasks = list(self._scheduler.queues.finetunes)
-        units = [task.units[task.next_unit] for task in tasks if task.next_unit < len(task.units)]
+        # Sliced, since the engine's thread may move on meanwhile.
+        units = [unit for task in tasks for unit in task.units[task.next_unit :][:1]]
         recent, since_s = self._stats.latest(_BUSY_ITERATIONS), self._clock() - 1.0
         return NodeLoad.model_validate(
             {

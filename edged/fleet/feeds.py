@@ -14,24 +14,26 @@ from edged.fleet.members import Member, Members
 _CONNECT_S = 2.0
 _RETRY_S = (0.2, 2.0)
 """Seconds until a lost feed is opened again: at first, and at most."""
-_SILENT_S = 60.0
+_UNREACHED = 2
+"""Attempts in a row that found nobody, after which answers that are awaited from a node end."""
+_SILENT_S = 10.0
 """Seconds of silence after which a feed is opened anew; a daemon says something each 200 ms."""
 
 
 async def follow(members: Members, member: Member, session: aiohttp.ClientSession) -> None:
     """Keep a node's feed open and take in what it says, until cancelled."""
-    wait_s = _RETRY_S[0]
+    wait_s, unreached = _RETRY_S[0], 0
     while True:
         try:
             await _read(members, member, session)
             problem = "its feed ended"
         except _Refused as error:
-            problem = str(error)
+            problem, unreached = str(error), 0
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            problem = f"its connection broke: {str(error) or type(error).__name__}"
+            problem, unreached = f"its connection broke: {str(error) or type(error).__name__}", unreached + 1
         if member.connected:
-            wait_s = _RETRY_S[0]
-        else:
+            wait_s, unreached = _RETRY_S[0], 0
+        elif unreached >= _UNREACHED:
             members.cut(member)
         members.lose(member, problem)
         await asyncio.sleep(wait_s)
@@ -48,8 +50,13 @@ async def _read(members: Members, member: Member, session: aiohttp.ClientSession
         if response.status != 200:
             raise _Refused(f"it answers {response.status}: {await told(response)}")
         async with session.get(f"{member.url}/v1/adapters", timeout=timeout) as listed:
-            adapters = json.loads(await listed.read()).get("adapters", []) if listed.status == 200 else []
-        members.homes.learn(member.name, {item["adapter"]: item["version"] for item in adapters})
+            if listed.status != 200:
+                raise _Refused(f"its adapters cannot be listed: {listed.status}: {await told(listed)}")
+            try:
+                adapters = json.loads(await listed.read())["adapters"]
+                members.homes.learn(member.name, {item["adapter"]: item["version"] for item in adapters})
+            except (KeyError, TypeError) as error:
+                raise _Refused(f"its list of adapters cannot be read ({type(error).__name__})") from None
         async for name, data in events(response.content):
             try:
                 if name == "load":

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from edged.fleet.merging import merge_events, merge_metrics
 from edged.fleet.relay import NodeLost, Timing, relay
 from edged.http.access import CALLER, ON_BEHALF, Access, caller_of
 from edged.http.checks import PROBES, body_in_time, name_in, refuse_other_sites
+from edged.http.connections import has_begun
 from edged.http.errors import ApiError, Handler, http_error
 from edged.http.json_format import Json, json_answer
 from edged.placement.homes import rendezvous
@@ -30,6 +32,10 @@ from edged.settings.load import Settings
 log = logging.getLogger("edged.fleet")
 
 FLEET: web.AppKey["Ingress"] = web.AppKey("ingress")
+_DOTS = re.compile(r"(?:^|/)(?:\.|%2e){1,2}(?:/|$)", re.IGNORECASE)
+"""Parts of a path that name a folder above: no node shall read another path than the ingress."""
+_SILENT_S = 60.0
+"""Longest silence of a node's events, which has a heartbeat every 15 s."""
 _LIST_S = 10.0
 """Seconds that a node may take for its part of a list."""
 _AT_NODES = (
@@ -59,15 +65,17 @@ class Ingress:
         """A chat or a completion: at its user's home, or where the policy says."""
         data = await request.read()
         body = _object(data)
-        user = _user_of(body)
+        user = _user_of(body, self.members.model)
         if user is not None:
             caller_of(request).demand_user(user)
             home = self._member(self.members.homes.of(user))
-            if self.members.state(home) == "up":
-                with contextlib.suppress(NodeLost):
-                    return await self._to(request, home, data, _arrival(body, user), Origin(home.name))
+            # Once more where it is still there: a connection that was kept may have been closed meanwhile.
+            for _ in range(2):
+                if self.members.state(home) == "up":
+                    with contextlib.suppress(NodeLost):
+                        return await self._to(request, home, data, _arrival(body, user), Origin(home.name))
             # Until versions travel, the others know nothing of this user: the base answers, and learns nothing.
-            data = json.dumps(_without_user(body)).encode()
+            data = json.dumps(_without_user(body, self.members.model)).encode()
             headers = {"X-Edged-Home-Away": home.name}
             return await self._anywhere(request, data, _arrival(body, None), headers, away=home.name)
         return await self._anywhere(request, data, _arrival(body, None), {})
@@ -118,7 +126,9 @@ class Ingress:
             raise ApiError(503, message, code="no_node")
         return member
 
-    async def _home(self, request: web.Request, name: str, data: bytes | None) -> web.StreamResponse:
+    async def _home(
+        self, request: web.Request, name: str, data: bytes | aiohttp.StreamReader | None
+    ) -> web.StreamResponse:
         """Relay to a node that alone can do it. Raises ApiError (503) where it is away."""
         member = self._member(name)
         if self.members.state(member) in ("up", "draining"):
@@ -188,8 +198,9 @@ class Ingress:
 
     async def adapter(self, request: web.Request) -> web.StreamResponse:
         """Whatever is about one adapter, at its home."""
-        name = request.match_info["name"]
-        return await self._home(request, self.members.homes.of(name), await request.read())
+        home = self.members.homes.of(request.match_info["name"])
+        streamed = _is_streamed(request.path) and request.body_exists
+        return await self._home(request, home, request.content if streamed else await request.read())
 
     async def quarantine(self, request: web.Request) -> web.StreamResponse:
         """What is held back of a user, at that user's home."""
@@ -205,7 +216,8 @@ class Ingress:
         member = self._member(name)
         if self.members.state(member) in ("up", "draining"):
             with contextlib.suppress(NodeLost):
-                body = request.content if request.body_exists else None
+                streamed = _is_streamed(request.path) and request.body_exists
+                body = request.content if streamed else await request.read()
                 return (await relay(request, self.session, member, body))[0]
         message = f'node "{name}" has your files and jobs, and is away: try again when it is back'
         raise ApiError(503, message, code="home_away", retry_after_s=5.0)
@@ -227,11 +239,17 @@ class Ingress:
             except (aiohttp.ClientError, OSError, TimeoutError):
                 return member.name, None
 
-        there = [item for item in self.members.by_name.values() if self.members.state(item) in ("up", "draining")]
-        if not there:
+        if not (there := self._there()):
             await self.members.some()
+            there = self._there()
         answers = await asyncio.gather(*map(one, there))
-        return {name: answer for name, answer in answers if answer is not None}
+        found = {name: answer for name, answer in answers if answer is not None}
+        if not found:
+            raise ApiError(503, f"no node could answer {request.path}: try again", code="no_node")
+        return found
+
+    def _there(self) -> list[Member]:
+        return [item for item in self.members.by_name.values() if self.members.state(item) in ("up", "draining")]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Every model once."""
@@ -242,7 +260,7 @@ class Ingress:
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         """One model: the base at any node, an adapter at its home."""
-        adapter = _adapter_in(request.match_info["id"])
+        adapter = _adapter_in(request.match_info["id"], self.members.model)
         if adapter is not None:
             return await self._home(request, self.members.homes.of(adapter), None)
         return await self._home(request, (await self.members.some())[0].name, None)
@@ -264,12 +282,12 @@ class Ingress:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """The events of all nodes that are there, each with its node."""
-        there = [item for item in self.members.by_name.values() if self.members.state(item) in ("up", "draining")]
+        there = self._there()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with contextlib.AsyncExitStack() as opened:
             sources = []
             for member in there:
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+                timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=_SILENT_S)
                 headers = {ON_BEHALF: caller_of(request).forwarded()}
                 asked = self.session.get(member.url + request.path_qs, headers=headers, timeout=timeout)
                 found = await opened.enter_async_context(asked)
@@ -277,9 +295,11 @@ class Ingress:
                     raise ApiError(found.status, await told(found))
                 sources.append((member.name, found.content))
             await response.prepare(request)
-            with contextlib.suppress(ConnectionResetError):
-                async for piece in merge_events(sources):
-                    await response.write(piece)
+            has_begun(request)
+            async with contextlib.aclosing(merge_events(sources)) as merged:
+                with contextlib.suppress(ConnectionResetError):
+                    async for piece in merged:
+                        await response.write(piece)
         return response
 
     async def fleet(self, request: web.Request) -> web.StreamResponse:
@@ -325,25 +345,30 @@ def _object(data: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _adapter_in(model: object) -> str | None:
-    """Return the adapter that the name of a model has after its colon."""
-    return model.rpartition(":")[2] or None if isinstance(model, str) and ":" in model else None
+def _is_streamed(path: str) -> bool:
+    """Whether a body goes to its node as it comes: files, and adapters that are imported."""
+    return path.startswith("/v1/files") or path.endswith("/import")
 
 
-def _user_of(body: dict[str, Any]) -> str | None:
+def _adapter_in(model: object, base: str) -> str | None:
+    """Return the adapter in BASE:NAME; None for a model of another form, of which its node says what is wrong."""
+    if not isinstance(model, str) or not model.startswith(f"{base}:"):
+        return None
+    return model.removeprefix(f"{base}:") or None
+
+
+def _user_of(body: dict[str, Any], base: str) -> str | None:
     """Return whose adapter is to answer."""
-    adapter, user = _adapter_in(body.get("model")), body.get("user")
+    adapter, user = _adapter_in(body.get("model"), base), body.get("user")
     if adapter is not None and adapter != "latest":
         return adapter
     return user if isinstance(user, str) and user else None
 
 
-def _without_user(body: dict[str, Any]) -> dict[str, Any]:
+def _without_user(body: dict[str, Any], base: str) -> dict[str, Any]:
     """Return a request without its user and adapter: any node answers it as the base."""
-    base = {key: value for key, value in body.items() if key != "user"}
-    if _adapter_in(body.get("model")) is not None:
-        base["model"] = body["model"].rpartition(":")[0]
-    return base
+    kept = {key: value for key, value in body.items() if key != "user"}
+    return kept | ({"model": base} if _adapter_in(body.get("model"), base) is not None else {})
 
 
 def _arrival(body: dict[str, Any], user: str | None) -> RoutedRequest:
@@ -406,7 +431,9 @@ def make_ingress(ingress: Ingress, access: Access) -> web.Application:
                 request[CALLER] = caller = await access.caller(request)
                 if role != "anybody":
                     caller.demand_role(role)  # type: ignore[arg-type]
-            if not request.path.startswith("/v1/files"):
+            if _DOTS.search(request.raw_path.partition("?")[0]) or _DOTS.search(request.rel_url.raw_path):
+                raise ApiError(400, "the path has a part of dots: write it without", code="bad_path")
+            if not _is_streamed(request.path):
                 await body_in_time(request, settings.limits.body_s)
             return await handler(request)
         except web.HTTPException as error:
@@ -415,6 +442,11 @@ def make_ingress(ingress: Ingress, access: Access) -> web.Application:
             answer = error
         except (aiohttp.ClientError, TimeoutError) as error:
             answer = ApiError(503, f"a node went away: {str(error) or type(error).__name__}", code="node_lost")
+        except ConnectionResetError:
+            answer = ApiError(503, "the client left", code="client_left")
+        except Exception:
+            log.exception("a request failed")
+            answer = ApiError(500, "the ingress failed on this request; its log has the details", code="internal_error")
         response = answer.response()
         if not request.content.is_eof():
             response.force_close()
@@ -433,8 +465,10 @@ async def _following(app: web.Application) -> AsyncIterator[None]:
     fleet = ingress.settings.fleet
     headers = {"Authorization": f"Bearer {ingress.token}"} if ingress.token else {}
     tls = ssl.create_default_context(cafile=fleet.authority or None)
-    connector = aiohttp.TCPConnector(limit=0, ssl=tls)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, auto_decompress=False) as ingress.session:
+    connector, jar = aiohttp.TCPConnector(limit=0, ssl=tls), aiohttp.DummyCookieJar()
+    async with aiohttp.ClientSession(
+        headers=headers, connector=connector, cookie_jar=jar, auto_decompress=False
+    ) as ingress.session:
         ingress.watch()
         yield
         for feed in ingress.feeds.values():

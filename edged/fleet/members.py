@@ -59,6 +59,11 @@ class Members:
             for name, url in settings.nodes.items()
         }
 
+    @property
+    def model(self) -> str:
+        """The name of the base model in the API, by the first node that has told it; "" before."""
+        return next((item.view.load.model for item in self.by_name.values() if item.view is not None), "")
+
     def state(self, member: Member) -> State:
         """Return a box's state: "up" ones alone get new requests."""
         if not member.connected or member.view is None:

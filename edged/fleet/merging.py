@@ -2,8 +2,9 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
+import aiohttp
 from aiohttp import StreamReader
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{)?(.*)")
@@ -29,7 +30,7 @@ def merge_metrics(texts: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def merge_events(sources: Sequence[tuple[str, StreamReader]]) -> AsyncIterator[bytes]:
+async def merge_events(sources: Sequence[tuple[str, StreamReader]]) -> AsyncGenerator[bytes, None]:
     """Yield whole events of several streams as they come, each with `node` in its data; ends with the last stream.
 
     Ids are left out: a stream that was lost cannot be resumed at several nodes.
@@ -46,8 +47,9 @@ async def merge_events(sources: Sequence[tuple[str, StreamReader]]) -> AsyncIter
                 if line == b"\n":
                     await queue.put(event)
                     event = b""
-        finally:
-            await queue.put(None)
+        except (aiohttp.ClientError, ValueError, OSError):
+            pass  # a node that went away, or a line longer than its buffer
+        await queue.put(None)
 
     tasks = [asyncio.create_task(read(*source)) for source in sources]
     try:

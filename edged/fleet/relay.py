@@ -10,6 +10,7 @@ from types import MappingProxyType
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
 from edged.fleet.members import Member
 from edged.http.access import ON_BEHALF, caller_of
@@ -20,11 +21,14 @@ from edged.http.json_format import server_event
 _OWN = frozenset(
     {
         *("host", "authorization", "connection", "content-length", "cookie", "expect", "keep-alive", "origin"),
-        *("te", "trailer", "transfer-encoding", "upgrade", "accept-encoding", ON_BEHALF.lower()),
+        *("te", "trailer", "transfer-encoding", "upgrade", "accept-encoding", "forwarded", "proxy-authorization"),
+        ON_BEHALF.lower(),
     }
 )
 """Headers of a request that are the client's and the ingress' alone."""
-_HOP = frozenset({"connection", "content-length", "date", "keep-alive", "server", "transfer-encoding"})
+_HOP = frozenset(
+    {"connection", "content-length", "date", "keep-alive", "server", "set-cookie", "trailer", "transfer-encoding"}
+)
 """Headers of an answer that are the node's and the ingress' alone."""
 _CONNECT_S = 2.0
 _TAIL = 512
@@ -66,7 +70,12 @@ async def relay(
     timing = Timing(loop.time())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     asked = session.request(
-        request.method, member.url + request.path_qs, data=body, headers=sent, timeout=timeout, allow_redirects=False
+        request.method,
+        URL(member.url + request.rel_url.raw_path_qs, encoded=True),
+        data=body,
+        headers=sent,
+        timeout=timeout,
+        allow_redirects=False,
     )
     member.open += 1
     try:

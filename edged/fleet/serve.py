@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import signal
+import ssl
 import stat
 import sys
 from collections.abc import Callable
@@ -74,6 +75,10 @@ def run_ingress(settings: Settings, load: Callable[[], Settings]) -> None:
     """
     check(settings)
     token = token_of(settings)
+    try:
+        ssl.create_default_context(cafile=settings.fleet.authority or None)
+    except OSError as error:
+        raise ConfigError(f'fleet.authority = "{settings.fleet.authority}" cannot be used: {error}') from None
     logs.set_up(
         settings.log, logs.secrets_of(settings, os.environ) | ({token} if token else set()), os.environ, sys.stderr
     )

@@ -187,6 +187,7 @@ async function tell(event) {
     if (user === shown.adapter) showPreference(found);
     announce(text ? "Kept." : "Cleared.");
   } catch (error) {
+    if (user === shown.adapter) setText(byId("told"), `Not kept: ${error.message}`);
     complain(error);
   }
 }

@@ -57,7 +57,7 @@ class StagedPlan:
 
 
 def plan(node: StagedNode, task: StagedTask) -> StagedPlan:
-    """StagedPlan a task's forward at a node: LeMix Algorithm 1. Its line 15 sums backwards between two forwards anew in
+    """Plan a task's forward at a node: LeMix Algorithm 1. Its line 15 sums backwards between two forwards anew in
     each stage, as II of a stage is the gap less what filled it."""
     before = node.tasks[-1] if node.tasks else None
     pending, idle_s = list(node.training), 0.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -79,6 +80,26 @@ def test_a_signal_about_an_answer_reaches_the_node_that_gave_it(fleet: Fleet) ->
 def test_files_and_jobs_of_a_caller_lie_on_one_node(fleet: Fleet) -> None:
     nodes = {ask(f"{fleet.url}/v1/{what}")[2]["X-Edged-Node"] for what in ("files", "fine_tuning/jobs")}
     assert len(nodes) == 1
+
+
+def test_a_job_is_made_where_its_file_lies(fleet: Fleet, tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": f"Question {number}:", "completion": f" yes {number}"}) for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
+    with (tmp_path / "rows.jsonl").open("rb") as rows:
+        file = client.files.create(file=rows, purpose="fine-tune")
+    job = client.fine_tuning.jobs.create(model=client.models.list().data[0].id, training_file=file.id, suffix="rows")
+    assert client.fine_tuning.jobs.retrieve(job.id).training_file == file.id
+    client.fine_tuning.jobs.cancel(job.id)
+
+
+@pytest.mark.parametrize("path", ["files/../backup", "files/%2e%2e/backup", "files/%2E./feedback"])
+def test_a_path_of_dots_reaches_no_node(fleet: Fleet, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", fleet.port), timeout=20) as connection:
+        connection.sendall(f"GET /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    assert "X-Edged-Node" not in answer
+    assert answer.split()[1] in ("400", "404", "501")
 
 
 def test_metrics_and_events_carry_their_node(fleet: Fleet) -> None:

@@ -30,6 +30,10 @@ def test_a_caller_is_told_as_it_is() -> None:
     assert seen.speaks_for("kitchen-7")
 
 
+def test_a_role_that_is_of_no_use_at_a_node_stays_at_the_ingress() -> None:
+    assert FLEET.on_behalf(FLEET.forwarded()).roles == {"use", "train", "metrics"}
+
+
 def test_an_admin_of_the_ingress_is_none_at_a_node() -> None:
     seen = FLEET.on_behalf(holder({"admin"}, "*").forwarded())
     assert seen.roles == {"use", "train", "metrics"}

@@ -1,5 +1,6 @@
 """The tables `jobs`, `job_events` and `job_checkpoints`: fine-tuning jobs, what they report, and what they keep."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -155,9 +156,14 @@ def has_user_data(db: Database, name: str) -> bool:
 
 
 def name_prefix(owner: str) -> str:
-    """Return the beginning of the names that are an owner's for the adapters of its jobs."""
-    name = owner.removeprefix("token:")
-    return f"{'job' if ':' in name else name[:40]}-"
+    """Return the beginning of the names that are an owner's for the adapters of its jobs.
+
+    One for whom an ingress asks has a mark of its own: others may have the same name on this box.
+    """
+    _, through, last = owner.rpartition("/")
+    name = last.removeprefix("token:")
+    mark = f".{hashlib.sha256(owner.encode()).hexdigest()[:6]}" if through else ""
+    return f"{'job' if ':' in name else name[:40]}{mark}-"
 
 
 def job_adapters(db: Database) -> JobAdapters:
