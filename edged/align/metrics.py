@@ -17,8 +17,8 @@ AdapterSummary = dict[str, Any]
 RECENT_PAIRS = 50
 """Number of latest pairs in the `_recent` means and the series' running means."""
 
-_FIRST_ANSWERS, _MANY_PAIRS = 6, 60
-"""Fewest answers for a verdict on them, and number of pairs at which it is not early any more."""
+_FIRST_ANSWERS, _FIRST_PAIRS, _MANY_PAIRS = 6, 5, 60
+"""Fewest answers for a verdict, fewest pairs of a taste to judge by, and pairs at which it is not early any more."""
 _DEVIATIONS = 1.96
 """Standard deviations within which 95 % of a normal distribution lie."""
 
@@ -140,7 +140,7 @@ def verdict(liked: Liked, pairs: int) -> str:
     Chance is what the base's answers reach, and half where none of them were judged.
     """
     hits, of = liked.served if liked.served[1] >= _FIRST_ANSWERS else liked.adapter
-    if of < _FIRST_ANSWERS:
+    if of < _FIRST_ANSWERS or pairs < _FIRST_PAIRS:
         about = f"{pairs} pair{'s' * (pairs != 1)}"
         return f"too early to tell: {about}" if pairs < _MANY_PAIRS else f"not judged: no answers since {about}"
     base_known = liked.base[1] >= _FIRST_ANSWERS

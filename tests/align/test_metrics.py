@@ -88,6 +88,12 @@ def test_the_means_go_over_all_prequential_scores_and_over_the_recent_ones(store
         assert point["reward_accuracy"] == pytest.approx(mean(m > 0 for m in margins[part]))
 
 
+def test_a_taste_of_few_pairs_judges_no_answers(store):
+    append(store, *(scored(number, margin=1.0) for number in queue_pairs(store, 4)))
+    found = store.read(lambda db: summary(db, "ada", Liked((0, 24), (0, 24), (12, 24))))
+    assert found["verdict"] == "too early to tell: 4 pairs"
+
+
 @pytest.mark.parametrize(
     ("liked", "said"),
     [
@@ -98,13 +104,13 @@ def test_the_means_go_over_all_prequential_scores_and_over_the_recent_ones(store
         (Liked((1, 24), (0, 0), (12, 24)), "worse than chance: 4 % of the last 24 answers are liked (1 to 20), "
          "50 % of the base's"),
         (Liked((0, 2), (20, 20), (0, 0)), "better than chance: 100 % of the last 20 answers are liked (84 to 100)"),
-        (Liked((5, 5), (0, 0), (5, 5)), "too early to tell: 3 pairs"),
-        (NOT_JUDGED, "too early to tell: 3 pairs"),
+        (Liked((5, 5), (0, 0), (5, 5)), "too early to tell: 5 pairs"),
+        (NOT_JUDGED, "too early to tell: 5 pairs"),
     ],
 )  # fmt: skip
 def test_the_verdict_is_a_sentence_about_answers(store, liked, said):
     """Right as all pairs are predicted, no answer is said to follow them."""
-    append(store, *(scored(number, margin=1.0) for number in queue_pairs(store, 3)))
+    append(store, *(scored(number, margin=1.0) for number in queue_pairs(store, 5)))
     found = store.read(lambda db: summary(db, "ada", liked))
     assert found["verdict"] == said
     assert found["liked"]["served"] == (None if not liked.served[1] else {
