@@ -20,6 +20,7 @@ from edged.api.requests import ChatRequest, CompletionRequest, PairRequest, pars
 from edged.api.services import Services
 from edged.http.access import CALLER
 from edged.http.errors import ApiError
+from edged.settings.load import Settings
 from edged.text.tokenizer import Tokenizer
 from tests.models import byte_tokenizer
 
@@ -132,7 +133,8 @@ def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
     """What a prompt meets before the engine, whose context has so many tokens."""
     engine = SimpleNamespace(max_context_tokens=tokens)
     preferences = SimpleNamespace(in_prompt=lambda adapter: "")
-    return cast(Services, SimpleNamespace(engine=engine, tokenizer=tokenizer, preferences=preferences))
+    parts = {"engine": engine, "tokenizer": tokenizer, "preferences": preferences, "settings": Settings()}
+    return cast(Services, SimpleNamespace(**parts))
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,7 @@ def test_a_drained_node_gets_no_new_requests_and_serves_its_own(fleet: Fleet) ->
     fleet.wait_for_state("b", "up")
 
 
+@pytest.mark.slow
 def test_a_node_of_another_model_is_refused_and_the_others_go_on(fleet: Fleet) -> None:
     other = Process(
         ["serve", "--listen", f"127.0.0.1:{fleet.ports['c']}", "--socket", str(fleet.folder / "other.sock"),
