@@ -42,7 +42,7 @@ from benchmarks.support.machine_limits import report_header
 from benchmarks.support.random_llama import SHAPES, write_random_llama, write_tokenizer
 from edged.client.client import Address, Client, DaemonError, Refused
 from edged.runtime.process import allow_files
-from examples.quickstart.daemon import TemporaryDaemon
+from examples.quickstart.daemon import TemporaryDaemon, free_port
 
 BOUND_MS = 100.0
 BYSTANDER, ABUSER = 1, 65534
@@ -98,13 +98,6 @@ class Site(TemporaryDaemon):
                 status = client.get("/v1/status")
                 if sum(status["queue"][stage] for stage in ("waiting", "prefill", "decode")) < 3:
                     return
-
-
-def free_port() -> int:
-    """Return a TCP port on which nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 # -- abuses ------------------------------------------------------------------------------------------------------------

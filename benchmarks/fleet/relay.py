@@ -22,8 +22,8 @@ import aiohttp
 import psutil
 
 from benchmarks.support.machine_limits import report_header
-from examples.fleet.__main__ import Ingress, _free_port
-from examples.quickstart.daemon import TemporaryDaemon
+from examples.fleet.__main__ import Ingress
+from examples.quickstart.daemon import TemporaryDaemon, free_port
 
 _TOKENS = 48
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="edged-relay-") as name:
-        folder, port, own = Path(name), _free_port(), _free_port()
+        folder, port, own = Path(name), free_port(), free_port()
         (folder / "node").mkdir()
         daemon = TemporaryDaemon("--listen", f"127.0.0.1:{port}", folder=folder / "node")
         ingress = Ingress(folder, own, {"node": port}, {})

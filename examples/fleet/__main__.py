@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 import click
 
 from edged.client.client import Address, Client, DaemonError, Refused
-from examples.quickstart.daemon import TemporaryDaemon
+from examples.quickstart.daemon import TemporaryDaemon, free_port
 from examples.quickstart.lessons import CANDIDATES, DEMO, Taste
 
 CHAT = "/v1/chat/completions"
@@ -55,13 +54,13 @@ class Demo:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="edged-fleet-"))
         self.daemons: dict[str, TemporaryDaemon] = {}
-        ports = {name: _free_port() for name in NODES}
+        ports = {name: free_port() for name in NODES}
         for name, port in ports.items():
             own = self.folder / name
             own.mkdir()
             self.daemons[name] = TemporaryDaemon("--listen", f"127.0.0.1:{port}", folder=own)
         self.homes = {taste.user: name for taste, name in zip(DEMO.tastes, NODES, strict=False)}
-        self.ingress = Ingress(self.folder, _free_port(), ports, self.homes)
+        self.ingress = Ingress(self.folder, free_port(), ports, self.homes)
         self.client = self.ingress.client()
 
     def wait_for(self, name: str, state: str) -> float:
@@ -106,12 +105,6 @@ class Demo:
         for process in (self.ingress, *self.daemons.values()):
             process.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

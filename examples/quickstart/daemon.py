@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,13 @@ from pathlib import Path
 from edged.client.client import Address, Client, DaemonError
 
 LOG_LINES = 15
+
+
+def free_port() -> int:
+    """Return a TCP port on which nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
 
 
 class TemporaryDaemon:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,14 +16,9 @@ from typing import Any
 
 import pytest
 
+from examples.quickstart.daemon import free_port
 from tests.cli.conftest import clean_environment, wait_for
 from tests.models import save_tiny
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def ask(url: str, body: dict[str, Any] | None = None, method: str | None = None) -> tuple[int, Any, dict[str, str]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from edged.settings.access import token_hash
+from examples.quickstart.daemon import free_port
 from tests.cli.conftest import edged, wait_for
-from tests.fleet.conftest import Process, ask, free_port
+from tests.fleet.conftest import Process, ask
 from tests.models import save_tiny
 
 FLEET, PLAIN, ANN = "fleet-token-with-many-letters", "plain-token-with-many-letters", "ann-token-with-many-letters"

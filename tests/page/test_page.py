@@ -12,10 +12,11 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from edged.api.feedback import BY_ITSELF
 from edged.models import demo_model_dir
+from examples.quickstart.daemon import free_port
 from tests.api.live import LiveDaemon, running
 from tests.api.test_quarantine import SETTINGS, attack, held
 from tests.models import save_tiny
-from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, fits, free_port, opened
+from tests.page.browser import PATIENT_MS, PHONE, Person, accessible, chromium, fits, opened
 
 RICE = "How do I cook rice?"
 LAKE = "How far is it to the lake?"

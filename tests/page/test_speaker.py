@@ -10,9 +10,10 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from edged.settings.access import token_hash
+from examples.quickstart.daemon import free_port
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
-from tests.page.browser import PATIENT_MS, Person, accessible, chromium, free_port, opened
+from tests.page.browser import PATIENT_MS, Person, accessible, chromium, opened
 
 TOKENS = [
     {"name": "phone", "roles": ["use", "train"], "users": ["ann", "team-*"]},

@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from edged.settings.access import token_hash
+from examples.quickstart.daemon import free_port
 from tests.api.accounts import ANN, BOB, Client, account, open_folder, root_only
 from tests.api.jobs.test_jobs import GREEDY, SETTINGS, chats, ended, lines, preferences, upload
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
-from tests.page.browser import free_port
 
 LONG: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 50}}}
 SHORT: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 1}}}
