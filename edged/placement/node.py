@@ -119,11 +119,11 @@ class NodeView:
     def __post_init__(self) -> None:
         self.take(self.load, self.reported_s)
 
-    def take(self, load: NodeLoad, now: float, delay_s: float = 0.0) -> None:
-        """Take a report in; prompts sent up to `delay_s` before it came are taken to be in it."""
+    def take(self, load: NodeLoad, now: float) -> None:
+        """Take a report in; prompts sent before it came are taken to be in it."""
         self.load, self.reported_s = load, now
         self.cost = CostModel(Prices(load.forward_prices, load.knee_tokens, {"layer": (load.unit_s, 0.0)}))
-        while self.sent and self.sent[0][0] <= now - delay_s:
+        while self.sent and self.sent[0][0] <= now:
             self.sent.popleft()
 
     @property

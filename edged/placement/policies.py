@@ -16,9 +16,7 @@ _BOUND = 1.25
 """consistent-hash: most requests of a node, over the mean (Mirrokni et al., 2018)."""
 
 
-def _ranked(
-    nodes: Sequence[NodeView], key: Callable[[NodeView], Any], arrival: RoutedRequest | None = None
-) -> tuple[NodeView, ...]:
+def _ranked(nodes: Sequence[NodeView], key: Callable[[NodeView], Any]) -> tuple[NodeView, ...]:
     """Sort nodes by a key; equal ones by name."""
     return tuple(sorted(nodes, key=lambda node: (key(node), node.name)))
 
@@ -29,13 +27,15 @@ def _placement(nodes: Sequence[NodeView], arrival: RoutedRequest) -> Placement:
 
 @dataclass(slots=True)
 class ByKey:
-    """A policy that sends a request where a number is smallest."""
+    """A policy that sends a request where a number of node, request and forecast response is smallest."""
 
-    key: Callable[[NodeView, RoutedRequest], Any]
+    key: Callable[[NodeView, RoutedRequest, float], Any]
 
     def place(self, arrival: RoutedRequest, nodes: Sequence[NodeView], now: float) -> Placement:
         """Rank by the key."""
-        return _placement(_ranked(nodes, lambda node: self.key(node, arrival)), arrival)
+        forecasts = {node.name: response_s(node, arrival) for node in nodes}
+        ranked = _ranked(nodes, lambda node: self.key(node, arrival, forecasts[node.name]))
+        return Placement(tuple(node.name for node in ranked), forecasts)
 
 
 @dataclass(slots=True)
@@ -77,16 +77,12 @@ class ConsistentHash:
         return _placement(_ranked(nodes, lambda node: (node.requests >= bound, order[node.name])), arrival)
 
 
-def _fleet(node: NodeView, arrival: RoutedRequest) -> float:
-    return response_s(node, arrival) + harm_s(node, arrival)
-
-
 POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
-    "fleet": lambda: ByKey(_fleet),
-    "least-response": lambda: ByKey(response_s),
-    "least-loaded": lambda: ByKey(lambda node, _: node.requests),
-    "lowest-utilization": lambda: ByKey(lambda node, _: (node.load.busy_share, node.requests)),
-    "prefix-affinity": lambda: ByKey(lambda node, arrival: (-node.hit_bytes(arrival), node.requests)),
+    "fleet": lambda: ByKey(lambda node, arrival, response: response + harm_s(node, arrival)),
+    "least-response": lambda: ByKey(lambda node, arrival, response: response),
+    "least-loaded": lambda: ByKey(lambda node, *_: node.requests),
+    "lowest-utilization": lambda: ByKey(lambda node, *_: (node.load.busy_share, node.requests)),
+    "prefix-affinity": lambda: ByKey(lambda node, arrival, _: (-node.hit_bytes(arrival), node.requests)),
     "consistent-hash": ConsistentHash,
     "power-of-two": PowerOfTwo,
     "round-robin": RoundRobin,
