@@ -15,7 +15,7 @@ _CONNECT_S = 2.0
 _RETRY_S = (0.2, 2.0)
 """Seconds until a lost feed is opened again: at first, and at most."""
 _UNREACHED = 2
-"""Attempts in a row that found nobody, after which answers that are awaited from a node end."""
+"""Attempts in a row without a connection, after which answers that are awaited from a node end."""
 _SILENT_S = 10.0
 """Seconds of silence after which a feed is opened anew; a daemon says something each 200 ms."""
 

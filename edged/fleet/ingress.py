@@ -51,7 +51,9 @@ class Ingress:
 
     settings: Settings
     members: Members
-    token: str = ""
+    token: str
+    tls: ssl.SSLContext
+    """Of connections to https nodes."""
     ids: Ids = field(default_factory=Ids)
     session: aiohttp.ClientSession = field(init=False)
 
@@ -127,15 +129,19 @@ class Ingress:
         return member
 
     async def _home(
-        self, request: web.Request, name: str, data: bytes | aiohttp.StreamReader | None
+        self,
+        request: web.Request,
+        name: str,
+        data: bytes | aiohttp.StreamReader | None,
+        has: str = "has what this is about",
     ) -> web.StreamResponse:
-        """Relay to a node that alone can do it. Raises ApiError (503) where it is away."""
+        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there."""
         member = self._member(name)
-        if self.members.state(member) in ("up", "draining"):
+        if self.members.reachable(member):
             with contextlib.suppress(NodeLost):
                 learn = lambda head: self.ids.learn(head, Origin(name))  # noqa: E731
                 return (await relay(request, self.session, member, data, learn=learn))[0]
-        message = f'node "{name}" has what this is about, and is away: try again when it is back'
+        message = f'node "{name}" {has}, and is away: try again when it is back'
         raise ApiError(503, message, code="home_away", retry_after_s=5.0)
 
     # -- what is about a user, an answer or a caller -------------------------------------------------------------------
@@ -171,7 +177,7 @@ class Ingress:
         """Ask one node after the other, until one knows it. Raises ApiError: 404, or 503 while one is away."""
         asked, away = 0, []
         for member in self.members.by_name.values():
-            if self.members.state(member) not in ("up", "draining"):
+            if not self.members.reachable(member):
                 away.append(member.name)
                 continue
             async with self._ask(request, member, data) as found:
@@ -199,8 +205,7 @@ class Ingress:
     async def adapter(self, request: web.Request) -> web.StreamResponse:
         """Whatever is about one adapter, at its home."""
         home = self.members.homes.of(request.match_info["name"])
-        streamed = _is_streamed(request.path) and request.body_exists
-        return await self._home(request, home, request.content if streamed else await request.read())
+        return await self._home(request, home, await _body_of(request))
 
     async def quarantine(self, request: web.Request) -> web.StreamResponse:
         """What is held back of a user, at that user's home."""
@@ -213,14 +218,7 @@ class Ingress:
     async def jobs(self, request: web.Request) -> web.StreamResponse:
         """Files and fine-tuning jobs: all of a caller's lie on one node."""
         name = rendezvous(caller_of(request).tenant, self.members.by_name)[0]
-        member = self._member(name)
-        if self.members.state(member) in ("up", "draining"):
-            with contextlib.suppress(NodeLost):
-                streamed = _is_streamed(request.path) and request.body_exists
-                body = request.content if streamed else await request.read()
-                return (await relay(request, self.session, member, body))[0]
-        message = f'node "{name}" has your files and jobs, and is away: try again when it is back'
-        raise ApiError(503, message, code="home_away", retry_after_s=5.0)
+        return await self._home(request, name, await _body_of(request), "has your files and jobs")
 
     # -- what is merged ------------------------------------------------------------------------------------------------
 
@@ -249,7 +247,7 @@ class Ingress:
         return found
 
     def _there(self) -> list[Member]:
-        return [item for item in self.members.by_name.values() if self.members.state(item) in ("up", "draining")]
+        return [*filter(self.members.reachable, self.members.by_name.values())]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Every model once."""
@@ -350,6 +348,11 @@ def _is_streamed(path: str) -> bool:
     return path.startswith("/v1/files") or path.endswith("/import")
 
 
+async def _body_of(request: web.Request) -> bytes | aiohttp.StreamReader:
+    """Return a request's body: as a stream where it goes to its node as it comes."""
+    return request.content if _is_streamed(request.path) and request.body_exists else await request.read()
+
+
 def _adapter_in(model: object, base: str) -> str | None:
     """Return the adapter in BASE:NAME; None for a model of another form, of which its node says what is wrong."""
     if not isinstance(model, str) or not model.startswith(f"{base}:"):
@@ -358,7 +361,7 @@ def _adapter_in(model: object, base: str) -> str | None:
 
 
 def _user_of(body: dict[str, Any], base: str) -> str | None:
-    """Return whose adapter is to answer."""
+    """Return the user by whose adapter a request is answered."""
     adapter, user = _adapter_in(body.get("model"), base), body.get("user")
     if adapter is not None and adapter != "latest":
         return adapter
@@ -462,10 +465,8 @@ def make_ingress(ingress: Ingress, access: Access) -> web.Application:
 
 async def _following(app: web.Application) -> AsyncIterator[None]:
     ingress = app[FLEET]
-    fleet = ingress.settings.fleet
     headers = {"Authorization": f"Bearer {ingress.token}"} if ingress.token else {}
-    tls = ssl.create_default_context(cafile=fleet.authority or None)
-    connector, jar = aiohttp.TCPConnector(limit=0, ssl=tls), aiohttp.DummyCookieJar()
+    connector, jar = aiohttp.TCPConnector(limit=0, ssl=ingress.tls), aiohttp.DummyCookieJar()
     async with aiohttp.ClientSession(
         headers=headers, connector=connector, cookie_jar=jar, auto_decompress=False
     ) as ingress.session:

@@ -74,6 +74,10 @@ class Members:
             return "draining"
         return "up" if self.clock() - member.view.reported_s <= self.settings.stale_s else "stale"
 
+    def reachable(self, member: Member) -> bool:
+        """Whether a box answers what only it can answer."""
+        return self.state(member) in ("up", "draining")
+
     def _misfit(self, member: Member) -> str:
         """Return why a box cannot be one of this fleet; "" where it can. The first one listed says what all serve."""
         assert member.view is not None

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import difflib
 import logging
 import os
 import signal
@@ -25,7 +24,7 @@ from edged.http.sockets import tcp_socket, tell_of_full_tables_once
 from edged.placement.policies import POLICIES
 from edged.runtime import logs
 from edged.runtime.process import allow_files
-from edged.settings.load import ConfigError, Settings
+from edged.settings.load import ConfigError, Settings, nearest
 
 log = logging.getLogger("edged.fleet")
 _HANDLERS_END_S = 1.0
@@ -37,9 +36,7 @@ def check(settings: Settings) -> None:
     if not fleet.nodes:
         raise ConfigError("a fleet needs nodes: give --node NAME=URL for each, or fleet.nodes")
     if fleet.policy not in POLICIES:
-        near = difflib.get_close_matches(fleet.policy, POLICIES, 1)
-        way_out = f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(POLICIES)
-        raise ConfigError(f'fleet.policy = "{fleet.policy}": {way_out}')
+        raise ConfigError(f'fleet.policy = "{fleet.policy}": {nearest(fleet.policy, POLICIES)}')
     for user, home in fleet.homes.items():
         if home not in fleet.nodes:
             raise ConfigError(
@@ -68,32 +65,36 @@ def token_of(settings: Settings) -> str:
     return token
 
 
+def tls_of(settings: Settings) -> ssl.SSLContext:
+    """Return the TLS of connections to https nodes. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=settings.fleet.authority or None)
+    except OSError as error:
+        raise ConfigError(f'fleet.authority = "{settings.fleet.authority}" cannot be used: {error}') from None
+
+
 def run_ingress(settings: Settings, load: Callable[[], Settings]) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP reads the settings again by `load`.
 
     Raises ConfigError, AccessError or ListenError before anything is served.
     """
     check(settings)
-    token = token_of(settings)
-    try:
-        ssl.create_default_context(cafile=settings.fleet.authority or None)
-    except OSError as error:
-        raise ConfigError(f'fleet.authority = "{settings.fleet.authority}" cannot be used: {error}') from None
+    token, tls = token_of(settings), tls_of(settings)
     logs.set_up(
         settings.log, logs.secrets_of(settings, os.environ) | ({token} if token else set()), os.environ, sys.stderr
     )
     allow_files()
     try:
-        asyncio.run(_serve(settings, token, load))
+        asyncio.run(_serve(settings, token, tls, load))
     finally:
         logs.take_down()
 
 
-async def _serve(settings: Settings, token: str, load: Callable[[], Settings]) -> None:
+async def _serve(settings: Settings, token: str, tls: ssl.SSLContext, load: Callable[[], Settings]) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     tell_of_full_tables_once(loop)
     access = Access(settings.access, settings.api.token)
-    ingress = Ingress(settings, Members(settings.fleet), token)
+    ingress = Ingress(settings, Members(settings.fleet), token, tls)
     listener = tcp_socket(settings.fleet.listen, access.has_tokens, "fleet.listen")
     with contextlib.closing(listener):
         runner = web.AppRunner(

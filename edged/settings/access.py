@@ -20,7 +20,7 @@ Role = Literal["use", "train", "metrics", "fleet", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
 
-def _refuse(message: str) -> Any:
+def refuse(message: str) -> Any:
     """Fail validation with this very sentence."""
     raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
 
@@ -29,7 +29,7 @@ def _like(pattern: str, otherwise: str) -> AfterValidator:
     """Return a validator of texts that match `pattern`; `otherwise` says what is wrong with another one."""
 
     def check(text: str) -> str:
-        return text if re.fullmatch(pattern, text) else _refuse(f'"{text}" {otherwise}')
+        return text if re.fullmatch(pattern, text) else refuse(f'"{text}" {otherwise}')
 
     return AfterValidator(check)
 
@@ -76,7 +76,7 @@ class _Grant(Section):
     @model_validator(mode="after")
     def _admins_speak_for_all(self) -> _Grant:
         if "admin" in self.roles and not {"*", SELF}.issuperset(self.users):
-            _refuse('"admin" speaks for everybody: leave "users" out')
+            refuse('"admin" speaks for everybody: leave "users" out')
         return self
 
 
@@ -96,7 +96,7 @@ class AccessToken(_Grant):
     @model_validator(mode="after")
     def _no_self(self) -> AccessToken:
         if SELF in self.users:
-            _refuse(f'a token has no name of its own on this box, so "{SELF}" means nobody: name its users')
+            refuse(f'a token has no name of its own on this box, so "{SELF}" means nobody: name its users')
         return self
 
 
@@ -120,7 +120,7 @@ class AccessSettings(Section):
         try:
             return json.loads(value)
         except ValueError as error:
-            return _refuse(f"it is neither a list of tables nor JSON: {error}")
+            return refuse(f"it is neither a list of tables nor JSON: {error}")
 
     @field_validator("tokens")
     @classmethod
@@ -128,7 +128,7 @@ class AccessSettings(Section):
         names = [token.name for token in tokens]
         for name in names:
             if names.count(name) > 1:
-                _refuse(f'two tokens are named "{name}": give each a name of its own')
+                refuse(f'two tokens are named "{name}": give each a name of its own')
         return tokens
 
 

@@ -5,16 +5,11 @@ from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
 
-from edged.settings.access import USER_NAME, Section, setting
+from edged.settings.access import USER_NAME, Section, refuse, setting
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-_NODE = re.compile(r"[A-Za-z0-9-]{1,32}")
-
-
-def _refuse(message: str) -> None:
-    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+NODE_NAME = re.compile(r"[A-Za-z0-9-]{1,32}")
 
 
 class FleetSettings(Section):
@@ -34,18 +29,18 @@ class FleetSettings(Section):
     def _are_boxes(cls, nodes: dict[str, str]) -> dict[str, str]:
         named: dict[str, str] = {}
         for name, url in nodes.items():
-            if not _NODE.fullmatch(name):
-                _refuse(f'"{name}" cannot name a node: use at most 32 letters, digits and "-"')
+            if not NODE_NAME.fullmatch(name):
+                refuse(f'"{name}" cannot name a node: use at most 32 letters, digits and "-"')
             try:
                 parts = urlsplit(url)
                 fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
             except ValueError:
                 fine = False
             if not fine or parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
-                _refuse(f'node "{name}" = "{url}": write http://HOST:PORT or https://HOST:PORT, without a path')
+                refuse(f'node "{name}" = "{url}": write http://HOST:PORT or https://HOST:PORT, without a path')
             plain = f"{parts.scheme}://{parts.netloc.lower()}"
             if plain in named:
-                _refuse(f'nodes "{named[plain]}" and "{name}" have one URL, {plain}: give each its own')
+                refuse(f'nodes "{named[plain]}" and "{name}" have one URL, {plain}: give each its own')
             named[plain] = name
         return {name: url for url, name in named.items()}
 
@@ -54,5 +49,5 @@ class FleetSettings(Section):
     def _of_users(cls, homes: dict[str, str]) -> dict[str, str]:
         for user in homes:
             if not USER_NAME.fullmatch(user):
-                _refuse(f'"{user}" is no user\'s name')
+                refuse(f'"{user}" is no user\'s name')
         return homes

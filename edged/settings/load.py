@@ -22,6 +22,7 @@ from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
 from edged.settings.by_user import ByUser
 from edged.settings.fairness import FairnessSettings as FairnessSettings
+from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
 from edged.settings.jobs import JobSettings as JobSettings
 
@@ -330,7 +331,7 @@ class ApiSettings(Section):
 
     socket: str = setting("", "Unix socket; empty: EDGED_SOCKET, then the runtime folders")
     listen: str = setting("", "HOST:PORT of an additional TCP listener; empty: none")
-    node: str = setting("", "this box's name in a fleet, in the ids of its answers", pattern=r"([A-Za-z0-9-]{1,32})?")
+    node: str = setting("", "this box's name in a fleet, in the ids of its answers", pattern=rf"({NODE_NAME.pattern})?")
     certificate: str = setting("", "certificate chain (PEM) of TCP listeners, beside api.key; empty: no TLS")
     key: str = setting("", "private key (PEM) of api.certificate, in a file that only edged's account may read")
     authority: str = setting("", "certificates (PEM) one of which must have signed a TCP client's; empty: no client's")
@@ -466,10 +467,10 @@ def _explain(item: Any) -> str:
     where = [str(part) for part in item["loc"]]
     dotted = ".".join(where)
     if item["type"] == "extra_forbidden":
-        return f'unknown setting "{dotted}": {_nearest(where[-1], _fields_at(where[:-1]))}'
+        return f'unknown setting "{dotted}": {nearest(where[-1], _fields_at(where[:-1]))}'
     if item["type"] == "literal_error":
         choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-        return f'setting "{dotted}" = {item["input"]!r}: {_nearest(str(item["input"]), choices)}'
+        return f'setting "{dotted}" = {item["input"]!r}: {nearest(str(item["input"]), choices)}'
     # A value that was meant to be a token stays hidden.
     shown = "" if item["type"] == "edged" or _is_secret(dotted) else f" = {item['input']!r}"
     return f'setting "{dotted}"{shown}: {_demand(item)}'
@@ -489,7 +490,7 @@ def _is_secret(dotted: str) -> bool:
     return any(f"{dotted}.".startswith(f"{name}.") or f"{name}.".startswith(f"{dotted}.") for name in SECRET_SETTINGS)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint at the names in `known` that may have been meant by `name`."""
     near = difflib.get_close_matches(name.lower(), known, n=1)
     return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
