@@ -123,7 +123,8 @@ def test_no_more_pairs_are_taken_of_a_user_of_whom_so_many_wait_and_others_are_h
 def next_turn(http: httpx2.Client, user: str, number: int, **fields: Any) -> str:
     """Ask, take the answer back with the next message, and return the answer's id."""
     talk = [{"role": "user", "content": f"Name city {number}, please"}]
-    asked = {"user": user, "max_tokens": 8, **fields}
+    # Never an empty answer: it could not be taken back.
+    asked = {"user": user, "max_tokens": 8, "ignore_eos": True, "temperature": 0, **fields}
     first = http.post("/v1/chat/completions", json={"messages": talk, **asked}).json()
     answer = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     again = [*talk, answer, {"role": "user", "content": "No, I meant a small city"}]
