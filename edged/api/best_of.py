@@ -52,7 +52,7 @@ def may_choose(services: Services, sampling: Sampling, stream: bool) -> bool:
     which the blocks of a stream are not known to have before them.
     """
     own = sampling.temperature == 0 or sampling.seed is not None or sampling.logprobs is not None
-    return services.settings.serving.best_of not in ("off", "1") and not own and not (stream and sampling.penalizes)
+    return services.settings.serving.by_taste and not own and not (stream and sampling.penalizes)
 
 
 def chooser_of(services: Services, taste: Taste | None, question: str) -> Chooser | None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from aiohttp import web
 
 from edged.align.feedback.pair_bounds import CHARS_PER_TOKEN
+from edged.align.taste.edits import Operator
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
 from edged.api import openai_format
@@ -32,6 +33,7 @@ from edged.scheduler.reader import Pace
 from edged.store import utc_now, utc_text
 from edged.store.completions import Completion
 from edged.text.preference import prompts
+from edged.text.tokenizer import TokenizerError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -87,9 +89,9 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
     chooser = await _chooser(services, body, completion, sampling)
     teaches = caller.may("train")
     contrast = teaches and await _contrasts(services, body, completion, sampling)
-    generation = Generation(
-        services, body, completion, asked_ids, sampling, tenant, fairness_key, teaches, pace, chooser, contrast
-    )
+    operator = await _operator(services, body, completion, sampling)
+    about = services, body, completion, asked_ids, sampling, tenant, fairness_key, teaches
+    generation = Generation(*about, pace, chooser, contrast, operator)
     with counted(services, generation, names, max_tokens):
         headers = {**limits.headers(tenant), **notice_headers(services, body, adapter)}
         if contrast:
@@ -104,6 +106,8 @@ async def _answer(request: web.Request, body: Body) -> web.StreamResponse:
             await generation.store()
             if generation.chosen_of > 1 or body.best_of:
                 headers["X-Edged-Best-Of"] = str(generation.chosen_of)
+            if generation.edited:
+                headers["X-Edged-Edited"] = "true"
         except BaseException:
             # The client disconnected (the handler is cancelled), or it will get an error.
             generation.abandon()
@@ -163,6 +167,29 @@ async def _taste(services: Services, completion: Completion) -> Taste | None:
     # Where no pair has come, there is no taste to wait for.
     known = completion.adapter is not None and services.engine.version(completion.adapter) is not None
     return await services.tastes.of(completion.adapter) if known else None
+
+
+async def _operator(services: Services, body: Body, completion: Completion, sampling: Sampling) -> Operator | None:
+    """Return the change that is made to the answers, since the user makes it to most that are like them.
+
+    None where log-probabilities tell of the model's own tokens, where answers are not to be changed by taste, and where
+    it would not fit: in `max_tokens`, in the model's characters, or beside a stop string.
+    """
+    if sampling.logprobs is not None or not services.settings.serving.by_taste:
+        return None
+    taste = await _taste(services, completion)
+    found = taste.edit(question_of(completion.messages, completion.prompt)) if taste is not None else None
+    if found is None:
+        return None
+    added = found.begins + found.ends
+    if any(stop in part for stop in body.stops for part in (added, *found.replaced.values())):
+        return None
+    try:
+        num_tokens = len(services.tokenizer.encode_answer(added))
+        services.tokenizer.encode_answer(" ".join(found.replaced.values()))
+    except TokenizerError:
+        return None
+    return found if 2 * num_tokens <= sampling.max_tokens else None
 
 
 async def _contrasts(services: Services, body: Body, completion: Completion, sampling: Sampling) -> bool:

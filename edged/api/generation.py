@@ -16,6 +16,7 @@ from sqlite_utils import Database
 
 from edged.align.feedback.signals import FeedbackResult, note_next_turn
 from edged.align.language import repetition
+from edged.align.taste.edits import EditedText, Operator
 from edged.api.admission import LimitReached
 from edged.api.best_of import Blocks, Chooser
 from edged.api.requests import ChatRequest, CompletionRequest
@@ -56,11 +57,21 @@ class ChoiceText:
     """The text of one choice as it grows; `take_text` and `take_logprobs` return what is new and final."""
 
     def __init__(
-        self, index: int, request_id: str, tokenizer: Tokenizer, sampling: Sampling, stops: Sequence[str]
+        self,
+        index: int,
+        request_id: str,
+        tokenizer: Tokenizer,
+        sampling: Sampling,
+        stops: Sequence[str],
+        operator: Operator | None = None,
+        stream: bool = True,
     ) -> None:
+        """`operator` is the change that is made to the text: as it grows in a `stream`, else at its end."""
         self.index, self.request_id = index, request_id
         self.token_ids: list[int] = []
-        self.text = ""
+        self._raw = ""
+        """The text of the tokens."""
+        self._edited, self._grows = EditedText(operator) if operator is not None else None, stream
         self.finish: FinishEvent | None = None
         self.version = 0
         """The adapter's version that sampled the latest token."""
@@ -75,6 +86,16 @@ class ChoiceText:
         """Whether a stream has sent a chunk of this choice."""
         self.pacer: Pacer | None = None
         """Holds text back where the stream is to be smooth."""
+
+    @property
+    def text(self) -> str:
+        """The text so far that is final, as it is edited."""
+        return self._raw if self._edited is None else self._edited.text
+
+    @property
+    def edited(self) -> bool:
+        """Whether the text is another than that of its tokens."""
+        return self.finish is not None and self.text != self._raw
 
     @property
     def mean_logprob(self) -> float:
@@ -112,11 +133,12 @@ class ChoiceText:
     def end(self, event: FinishEvent) -> None:
         """Record the end: text that was held back for a stop string or an unfinished character is final now."""
         self.finish = event
-        if self.stopped:
-            return
-        self._add(self._detokenizer.finish())
         if not self.stopped:
-            self.text += self._stops.finish()
+            self._add(self._detokenizer.finish())
+        if not self.stopped:
+            self._raw += self._stops.finish()
+        if self._edited is not None:
+            self._edited.end(self._raw, whole=self.reason == "stop")
 
     def take_text(self) -> str:
         """Return the text that became final since the last call, or as much as leaves by now where it is paced."""
@@ -138,10 +160,16 @@ class ChoiceText:
     def record(self) -> Choice:
         """Return the choice as the store keeps it."""
         finish = self.finish or FinishEvent(self.request_id, "cancelled")
+        token_ids = self.token_ids
+        if self.edited:
+            ending = [token for token in token_ids[-1:] if token in self._tokenizer.eos_ids]
+            token_ids = [*self._tokenizer.encode_answer(self.text), *ending]
+        elif self.stopped:
+            token_ids = self._tokenizer.ids_of_text(token_ids, self.text)
         return Choice(
             choice=self.index,
             text=self.text,
-            token_ids=tuple(self._tokenizer.ids_of_text(self.token_ids, self.text) if self.stopped else self.token_ids),
+            token_ids=tuple(token_ids),
             finish_reason=self.reason or "cancelled",
             completion_tokens=len(self.token_ids),
             cached_tokens=finish.cached_tokens,
@@ -154,7 +182,9 @@ class ChoiceText:
     def _add(self, piece: str) -> None:
         self._seen += len(piece)
         # As with end tokens, stop strings have no effect before `min_tokens`.
-        self.text += piece if len(self.token_ids) <= self._sampling.min_tokens else self._stops.push(piece)
+        self._raw += piece if len(self.token_ids) <= self._sampling.min_tokens else self._stops.push(piece)
+        if self._edited is not None and self._grows:
+            self._edited.push(self._raw)
 
 
 @dataclass(eq=False)
@@ -180,15 +210,14 @@ class Generation:
     """The chooser of the answer among several, where it is the user's taste model that chooses."""
     contrast: bool = False
     """Whether some of the answers are the base's, so that a pick tells more than among answers that are alike."""
+    operator: Operator | None = None
+    """The change that the user makes to answers, which is made to those that are not the base's."""
     run: ApplicationRun = field(init=False)
     """The run of an application that it belongs to, once it is known."""
 
     def __post_init__(self) -> None:
         self.created_s = int(time.time())
-        self.answers = [
-            ChoiceText(index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops)
-            for index in range(self.body.drawn)
-        ]
+        self.answers = [self._choice(index) for index in range(self.body.drawn)]
         self.chosen_of = 1
         """The number of answers, or of continuations of a block, that the answer was chosen from."""
         self.unchosen_tokens = 0
@@ -214,6 +243,15 @@ class Generation:
         """Choices that still wait for admission, once the first has entered."""
         self._written: Future[FeedbackResult | None] | None = None
 
+    def _choice(self, index: int) -> ChoiceText:
+        about = index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops
+        return ChoiceText(*about, None if index in self.base_choices else self.operator, bool(self.body.stream))
+
+    @property
+    def edited(self) -> bool:
+        """Whether an answer was edited as its user does."""
+        return any(answer.edited for answer in self.answers)
+
     @property
     def is_chat(self) -> bool:
         """Whether this is a chat completion; else a text completion."""
@@ -227,7 +265,7 @@ class Generation:
     @property
     def base_choices(self) -> range:
         """The choices that are the base's."""
-        count = len(self.answers)
+        count = self.body.drawn
         return range(count - count // 2 if self.contrast else count, count)
 
     async def start(self) -> None:
@@ -290,8 +328,8 @@ class Generation:
         services = self.services
         rows = services.engine.spare_rows(len(request.prompt_ids) + request.sampling.max_tokens, self.fairness_key)
         for index in range(1, min(chooser.rows, 1 + rows)):
-            name = f"{self.completion.id}-{index}"
-            answer = ChoiceText(index, name, services.tokenizer, self.sampling, self.body.stops)
+            answer = self._choice(index)
+            name = answer.request_id
             services.event_router.expect(name, self._queue, counted=False)
             try:
                 services.engine.submit(replace(request, request_id=name, pace=None, candidate=True))

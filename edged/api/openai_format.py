@@ -22,11 +22,12 @@ def usage(generation: Generation) -> Json:
 def fingerprint(generation: Generation) -> str:
     """The name of the weights that answered: `ADAPTER@VERSION`, or `base` for no adapter or one without a version.
 
-    `+taste@VERSION` follows where a taste model has chosen the answer.
+    `+taste@VERSION` follows where a taste model has chosen the answer, `+edits` where it was edited as its user does.
     """
     version, chooser = generation.version, generation.chooser
     weights = f"{generation.completion.adapter}@{version}" if version else "base"
-    return f"{weights}+taste@{chooser.taste.version:08x}" if chooser and generation.chosen_of > 1 else weights
+    taste = f"+taste@{chooser.taste.version:08x}" if chooser and generation.chosen_of > 1 else ""
+    return weights + taste + "+edits" * generation.edited
 
 
 def full(generation: Generation) -> Json:
@@ -67,6 +68,8 @@ def chunks(generation: Generation, answer: ChoiceText) -> list[Json]:
     made = [{**head, "choices": [{"index": answer.index, **choice}]} for choice in choices]
     if answer.finish is not None and generation.chosen_of > 1:
         made[-1]["edged"] = {"best_of": generation.chosen_of}
+    if answer.finish is not None and answer.edited:
+        made[-1]["edged"] = made[-1].get("edged", {}) | {"edited": True}
     if answer.finish is not None and answer.finish.reader is not None:
         reader = answer.finish.reader
         made[-1]["edged"] = made[-1].get("edged", {}) | {

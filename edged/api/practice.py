@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from edged.align import metrics
 from edged.align.feedback.pair import IMPORT_REASONS, Record, StepSkipped, TokenPair, VersionPublished
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.align.metrics import NOT_JUDGED, Liked
-from edged.align.taste.edits import Operator, induce
+from edged.align.taste.edits import Operator
 from edged.align.taste.model import Taste
 from edged.align.taste.opinions import question_of
 from edged.align.versions import UnknownVersion
@@ -250,10 +251,12 @@ class Practice:
             and preference == before.text
         ):
             return
-        operator, prompts, picks = await asyncio.to_thread(self._read, adapter)
+        prompts, picks = await asyncio.to_thread(self._read, adapter)
         if await self._tastes.of(adapter) is not taste:
             # It was fitted anew, or forgotten, meanwhile.
             return
+        # Answers that are served edited show the edits; to imitate them, too, would only make the rest worse.
+        operator = taste.operator if taste and not self._live.current.serving.by_taste else None
         practised = Practised(taste or Taste.fit([]), operator, prompts, picks, preference, preference)
         if before is not None:
             if before.text == preference:
@@ -267,15 +270,14 @@ class Practice:
             self.users.popitem(last=False)
         self._wake.set()
 
-    def _read(self, adapter: str) -> tuple[Operator | None, list[PracticePrompt], bool]:
-        """Read a user's edits and latest prompts, those with signals first, also with the written preference.
+    def _read(self, adapter: str) -> tuple[list[PracticePrompt], bool]:
+        """Read a user's latest prompts, those with signals first, also with the written preference.
 
         The last item tells whether there are other signals than edits.
         """
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
         written = self._store.read(lambda db: get_preference(db, adapter))
         preference = written.text if written is not None else ""
-        edits = [(row.rejected.text, row.chosen.text) for row in rows if row.source == "edit"]
         found: dict[str, PracticePrompt] = {}
         for row in reversed(rows):
             question = question_of(row.messages, row.prompt)
@@ -295,7 +297,7 @@ class Practice:
                     asked = encode(text) if messages is None else self._tokenizer.render_chat(messages)
                     preferred = self._preferred(messages, preference)
                     found[question] = PracticePrompt(question, tuple(asked[-_PROMPT_TOKENS:]), preferred)
-        return induce(edits), list(found.values()), len(edits) < len(rows)
+        return list(found.values()), any(row.source != "edit" for row in rows)
 
     def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
         if not (messages and preference):
@@ -409,7 +411,7 @@ class Practice:
             return False
         if practised.turn >= len(practised.prompts):
             # What was asked meanwhile is practised on, too.
-            practised.prompts, practised.turn = (await asyncio.to_thread(self._read, adapter))[1], 0
+            practised.prompts, practised.turn = (await asyncio.to_thread(self._read, adapter))[0], 0
         count, pairs = max(1, min(align.micro_batch_pairs, rows // _ROWS)), list[TokenPair]()
         prompts = practised.next_prompts(count)
         new = [prompt for prompt in prompts if prompt.question not in practised.base_answers]
@@ -425,7 +427,9 @@ class Practice:
         teach = [prompt for prompt in prompts if prompt.with_preference]
         if practised.preference and teach:
             return await self._distil(adapter, practised, teach)
-        if operator is None:
+        if operator is None and practised.taste.operator and not practised.picks:
+            practised.ended = True
+        elif operator is None:
             pairs = self._comparisons(adapter, practised, prompts, drawn)
         elif not practised.shows(operator):
             # Edits alone say nothing of which of the base's answers is to be edited.
@@ -459,13 +463,13 @@ class Practice:
         """
         drawn = await self._draw(None, adapter, prompts, 1, with_preference=True)
         found = [(prompt, answers[0]) for prompt, answers in zip(prompts, drawn, strict=True) if answers]
-        pairs = [self._pair(adapter, prompt.ids, tuple(each.token_ids)) for prompt, each in found]
+        pairs = [self._imitation(adapter, prompt, each.token_ids) for prompt, each in found]
         if not pairs or self.users.get(adapter) is not practised:
             return bool(pairs)
         made = await self._learn(adapter, practised, pairs)
         if made is None or made.loss is None:
             return True
-        own = fmean(fmean(-(event.logprob or 0.0) for event in each.tokens) for _, each in found)
+        own = -fmean(fmean(_logprobs(each)) for _, each in found)
         practised.distances.append(made.loss - own)
         share, text = practised.distilled, practised.preference
         log.debug("preference of %s: distance %.3f nats a token, %.2f learned", adapter, made.loss - own, share)
@@ -494,7 +498,7 @@ class Practice:
         sampling = Sampling(
             max_tokens=_ANSWER_TOKENS,
             stop_token_ids=tuple(self._tokenizer.eos_ids),
-            logprobs=0 if with_preference else None,
+            logprobs=0 if adapter is None else None,
         )
         requests = [
             Request(
@@ -527,7 +531,7 @@ class Practice:
             base = practised.base_answers.get(question, [])
             if not is_sure_of(taste, question, texts):
                 # What is learned elsewhere shall not spill: here the base's answer is as good as any.
-                pairs += [self._pair(adapter, prompt.ids, tuple(each.token_ids)) for _, each in base[:1]]
+                pairs += [self._imitation(adapter, prompt, each.token_ids, _logprobs(each)) for _, each in base[:1]]
                 continue
             wins += [taste.preference(question, text, other) for text in texts for other, _ in base]
             best, worst = int(utilities.argmax()), int(utilities.argmin())
@@ -535,7 +539,8 @@ class Practice:
             if sure >= _PREFERRED and texts[best].strip():
                 chosen, rejected = (tuple(answers[at].token_ids) for at in (best, worst))
                 weight = min(1.0, (sure - 0.5) / (_CERTAIN - 0.5))
-                pairs.append(self._pair(adapter, prompt.ids, chosen, rejected, weight))
+                about = (-next(self._numbers), adapter, prompt.ids, chosen, rejected, weight)
+                pairs.append(TokenPair(*about, practice=True))
         if wins:
             practised.note(sum(wins) / len(wins))
         if practised.kl_nats > self._budget(taste):
@@ -550,30 +555,28 @@ class Practice:
     ) -> list[TokenPair]:
         """Return the best of the base's answers to each prompt as the user would have edited them.
 
-        The rest of such an answer is the base's own text, also by what the user has written, so that imitating it
-        changes nothing else.
+        The rest of such an answer is the base's own text, also by what the user has written: it need only stay as
+        likely as the base has it.
         """
         operator, pairs, eos = practised.operator, list[TokenPair](), self._tokenizer.eos_id
         assert operator is not None
         for prompt, answers in zip(prompts, drawn, strict=True):
-            texts = [each.text(self._tokenizer) for each in answers if each.ended]
+            answers = [each for each in answers if each.ended]
+            texts = [each.text(self._tokenizer) for each in answers]
             if texts:
-                best = texts[int(practised.taste.scores(prompt.question, texts).argmax())]
-                edited = self._tokenizer.encode_answer(operator.apply(best))
-                pairs.append(self._pair(adapter, prompt.ids, (*edited, eos)))
+                best = int(practised.taste.scores(prompt.question, texts).argmax())
+                edited = [*self._tokenizer.encode_answer(operator.apply(texts[best])), eos]
+                floors = _floors(answers[best].token_ids, _logprobs(answers[best]), edited)
+                pairs.append(self._imitation(adapter, prompt, edited, floors))
         return pairs
 
-    def _pair(
-        self,
-        adapter: str,
-        prompt: tuple[int, ...],
-        chosen: tuple[int, ...],
-        rejected: tuple[int, ...] = (),
-        weight: float = 1.0,
+    def _imitation(
+        self, adapter: str, prompt: PracticePrompt, answer: Sequence[int], floors: Sequence[float] = ()
     ) -> TokenPair:
-        """Return a pair of practice; without a `rejected` answer the chosen one is imitated."""
-        about = (-next(self._numbers), adapter, prompt, chosen, rejected, weight)
-        return TokenPair(*about, practice=True, imitate=not rejected)
+        """Return an answer to imitate; `floors` are those of its tokens."""
+        # With reference log-probabilities, which have no part in it, the base's forward is left out.
+        about = (-next(self._numbers), adapter, prompt.ids, tuple(answer), (), 1.0, 0.0, 0.0)
+        return TokenPair(*about, practice=True, imitate=True, floors=tuple(floors))
 
     async def _learn(self, adapter: str, practised: Practised, pairs: list[TokenPair]) -> VersionPublished | None:
         """Have the engine train on practice; returns the version that it makes, or None."""
@@ -596,3 +599,20 @@ class Practice:
         """Return the KL that the evidence allows: it grows with the number of prompts that have signals."""
         evidence = taste.prompts / (taste.prompts + _EVIDENCE)
         return self._live.current.align.kl_budget * evidence if taste.prompts else -math.inf
+
+
+def _logprobs(draw: Draw) -> list[float]:
+    """Return the log-probability of each token that was drawn."""
+    return [event.logprob or 0.0 for event in draw.tokens]
+
+
+def _floors(drawn: Sequence[int], logprobs: Sequence[float], edited: Sequence[int]) -> list[float]:
+    """Return the floors of an edited answer's tokens: those that were drawn, too, have what they had there.
+
+    The token after a change is a part of it: without the change another one stood there.
+    """
+    floors = [math.inf] * len(edited)
+    for i, k, count in SequenceMatcher(None, drawn, edited, autojunk=False).get_matching_blocks():
+        begun = 1 if (i, k) != (0, 0) else 0
+        floors[k + begun : k + count] = logprobs[i + begun : i + count]
+    return floors

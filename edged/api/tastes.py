@@ -114,6 +114,7 @@ class Tastes:
         taste = Taste.fit(opinions, keys)
         # What takes longest is computed here, and not when a request asks.
         taste.likes("", "", apart=True)
+        taste.edit("")
         return taste if taste.sure else None
 
     def _tell(self, adapter: str, fit: Future[Taste | None]) -> None:

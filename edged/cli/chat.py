@@ -191,7 +191,7 @@ class Conversation:
 
         If the question has no answer at all, it is removed, so that the conversation stays well-formed.
         """
-        text, completion_id, reason, chosen_of = "", "", "", 1
+        text, completion_id, reason, chosen_of, edited = "", "", "", 1, False
         body = {**self._opening, "messages": self._messages, "stream": True}
         if self._smooth:
             body["qoe"] = {"deliver": "smooth"}
@@ -199,6 +199,7 @@ class Conversation:
             for event in self._client.events(ROUTE, body):
                 completion_id = event["id"]
                 chosen_of = event.get("edged", {}).get("best_of", chosen_of)
+                edited |= event.get("edged", {}).get("edited", False)
                 for choice in event["choices"]:
                     reason = choice.get("finish_reason") or reason
                     piece = choice["delta"].get("content") or ""
@@ -213,6 +214,7 @@ class Conversation:
             return echo(" (stopped)", dim=True)
         self._settle(StoredAnswer(completion_id, 0, text))
         notes = ["cut at the token limit"] * (reason == "length") + [f"the best of {chosen_of}"] * (chosen_of > 1)
+        notes += ["edited as you do"] * edited
         return echo(f" ({', '.join(notes)})" if notes else "", dim=True)
 
     def _regenerate(self) -> None:

@@ -76,6 +76,7 @@ export class AnswerGroup {
     this.id = "";
     this.taken = null;
     this.chosenOf = 1;
+    this.edited = false;
     this.startedMs = performance.now();
     this.candidates = Array.from({ length: count }, (_, index) => new Candidate(this, index));
     this.chip = h("span", { class: "chip" }, user || "base");
@@ -99,11 +100,12 @@ export class AnswerGroup {
   take(chunk) {
     this.id = chunk.id;
     this.chosenOf = chunk.edged?.best_of ?? this.chosenOf;
+    this.edited ||= Boolean(chunk.edged?.edited);
     for (const choice of chunk.choices) this.candidates[choice.index].add(choice.delta.content ?? "");
     if (chunk.usage) {
       const seconds = (performance.now() - this.startedMs) / 1e3;
       setText(this.chip, chunk.system_fingerprint);
-      const chosen = this.chosenOf > 1 ? `, the best of ${this.chosenOf}` : "";
+      const chosen = (this.chosenOf > 1 ? `, the best of ${this.chosenOf}` : "") + (this.edited ? ", edited as you do" : "");
       setText(this.facts, `${number(chunk.usage.completion_tokens)} tokens in ${milliseconds(seconds * 1e3)}${chosen}`);
     }
   }

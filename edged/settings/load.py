@@ -98,7 +98,7 @@ class ServingSettings(Section):
     best_of: str = setting(
         "auto",
         "answers that a user's taste model chooses from: auto (4, once it is sure), off, or a number; drawn in room"
-        " that nothing else needs",
+        " that nothing else needs; off and 1 also leave answers as they are where a user edits all alike",
         pattern=r"auto|off|[1-9]\d?",
     )
     prompt_lookup: bool = setting(
@@ -108,6 +108,11 @@ class ServingSettings(Section):
         "hot", 'a new version reaches running answers ("hot") or only later ones ("pin")'
     )
     drain_s: Positive = setting(8.0, "how long SIGTERM waits for running answers")
+
+    @property
+    def by_taste(self) -> bool:
+        """Whether answers are chosen, and edited, by their users' tastes."""
+        return self.best_of not in ("off", "1")
 
 
 class CacheSettings(Section):

@@ -182,7 +182,7 @@ class AdapterStep:
         fresh = pair.pair_id in self._fresh_ids
         judged = fresh and not pair.practice
         verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if judged else Verdict()
-        train = loss.loss >= self._align.loss_threshold and not verdict.why
+        train = (pair.imitate or loss.loss >= self._align.loss_threshold) and not verdict.why
         known = replace(pair, ref_chosen_logp=answers[0].ref_logp, ref_rejected_logp=answers[1].ref_logp)
         if pair.practice and not pair.imitate:
             tokens = sum(answer.num_tokens for answer in answers[:2])

@@ -170,12 +170,13 @@ def example_loss(
 ) -> ExampleLoss:
     """The loss of a pair, or of a single rating: see `rating_loss`.
 
-    An answer that is imitated has its NLL per token. Where single ratings are not learned, a good answer alone is an
-    example of "sft" and "dft".
+    An answer that is imitated has the NLL of its tokens to learn, and what the others fell, per token to learn. Where
+    single ratings are not learned, a good answer alone is an example of "sft" and "dft".
     """
     if pair.imitate:
         # One example counts as one pair, however long it is.
-        return ExampleLoss(-answers[0].mean, (-1.0 / max(answers[0].num_tokens, 1), 0.0))
+        count = max(1, sum(map(math.isinf, pair.floors)) or answers[0].num_tokens)
+        return ExampleLoss(-answers[0].logp / count, (-1.0 / count, 0.0))
     if pair.single and not (pair.chosen and align.unpaired == "off" and align.loss in ("sft", "dft")):
         return rating_loss(answers, bool(pair.chosen), align.beta, origin)
     return preference_loss(answers, align)

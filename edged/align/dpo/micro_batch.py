@@ -191,13 +191,18 @@ class HeadWindow:
     owners: torch.Tensor
     """Number of the scored text among those of the micro-batch's streams."""
     reference: bool
+    floors: torch.Tensor | None = None
+    """Each target's `TokenPair.floors`, where a pair has any."""
     gradient: torch.Tensor | None = None
     """d (sum of its log-probabilities) / d (last hidden state), per row."""
 
     def split(self, at: int) -> tuple["HeadWindow", "HeadWindow"]:
         """Return the predictions before number `at` and those from it on."""
         first, last = (
-            HeadWindow(self.rows[part], self.targets[part], self.owners[part], self.reference)
+            HeadWindow(
+                *(self.rows[part], self.targets[part], self.owners[part], self.reference),
+                None if self.floors is None else self.floors[part],
+            )
             for part in (slice(at), slice(at, None))
         )
         return first, last
@@ -208,14 +213,22 @@ def head_windows(micro_batch: MicroBatch, reference: bool, size: int) -> list[He
     rows: list[np.ndarray] = []
     targets: list[np.ndarray] = []
     owners: list[np.ndarray] = []
+    floors: list[np.ndarray] = []
     for pair_forward in micro_batch.pair_forwards:
         if pair_forward.reference == reference:
             scored = pair_forward.layout.scored_rows()
             rows += [pair_forward.row + part for part in scored]
             targets += pair_forward.layout.targets()
             owners += [np.full(len(part), owner) for owner, part in enumerate(scored, pair_forward.owner)]
+            floors += [np.full(len(part), np.inf) for part in scored]
+            if own := pair_forward.pair.floors:
+                floors[-len(scored)] = np.array(own[len(own) - len(scored[0]) :])
     if not rows:
         return []
-    tables = upload([*map(np.concatenate, (rows, targets, owners))], micro_batch.last.device)
-    row, target, owner = (table.split(size) for table in tables)
-    return [HeadWindow(*part, reference=reference) for part in zip(row, target, owner, strict=True)]
+    bits = np.concatenate(floors).view(np.int64)
+    tables = upload([*map(np.concatenate, (rows, targets, owners)), bits], micro_batch.last.device)
+    floored = any(pair_forward.pair.floors for pair_forward in micro_batch.pair_forwards) and not reference
+    return [
+        HeadWindow(row, target, owner, reference, floor.view(torch.float64).float() if floored else None)
+        for row, target, owner, floor in zip(*(table.split(size) for table in tables), strict=True)
+    ]

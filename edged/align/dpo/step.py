@@ -163,7 +163,6 @@ class DpoStep:
         flat = logits.detach()
         total = flat.logsumexp(-1, keepdim=True)
         logps = flat.gather(1, head.targets[:, None]) - total
-        self._sums.index_add_(0, head.owners, logps[:, 0])
         if not head.reference:
             # d sum(log p) / d logits = onehot - softmax
             upstream = (flat - total).exp_().neg_()
@@ -171,7 +170,14 @@ class DpoStep:
             if self.align.loss == "dft":
                 self._weighted.index_add_(0, head.owners, (logps * logps.exp())[:, 0])
                 upstream *= logps.exp()
+            if head.floors is not None:
+                # Huber's loss of how far the base's own tokens fell under what the base gave them.
+                fall = head.floors[:, None] - logps
+                slope = fall.clamp(0.0, 1.0)
+                upstream *= slope
+                logps = torch.where(fall.isinf(), logps, -slope * (fall - slope / 2))
             (head.gradient,) = torch.autograd.grad(logits, hidden, upstream)
+        self._sums.index_add_(0, head.owners, logps[:, 0])
 
     def _decide(self) -> None:
         """Compute the losses from the sums of each pair's answers, apply CheckEnd, and start the backward pass."""

@@ -37,6 +37,9 @@ class TokenPair:
     """Whether the daemon made it of its own answers: it is trained on once, unjudged, and is in no store."""
     imitate: bool = False
     """Whether `chosen`, its only answer, is learned token by token (NLL), and not as a rating."""
+    floors: tuple[float, ...] = ()
+    """The log-probability of each token of an imitated answer from which on it is not made likelier: what the base
+    itself gave it where the token is the base's own, and infinite where it is to be learned; (): all are."""
     own: tuple[bool, bool] = (True, True)
     """Whether the model itself gave the chosen and the rejected answer."""
 

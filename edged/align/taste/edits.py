@@ -1,16 +1,21 @@
 """Edits read as one change: what a person does to most of the answers that they correct, as a function of texts."""
 
-import math
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
 _LEAST, _SHARE = 3, 0.6
 """Edits that must agree: in number, and as a share of those that could."""
 _LATEST = 64
+_UNDONE, _NEWEST = 2, 6
+"""So many of the newest edits, of so many, that take a change off again are a change of mind."""
+_STRIDE = 16
+"""Characters by which a growing text grows before it is edited anew."""
 _MAX_CHARACTERS = 10_000
 _MAX_DIFFERING = 256
 """Most tokens between an edit's common beginning and end that are compared one by one."""
@@ -86,57 +91,91 @@ class Operator:
         return text.lower() if self.case == "lower" else text.upper() if self.case == "upper" else text
 
     @property
+    def parts(self) -> dict[str, Operator]:
+        """Its parts, each by a key that `without` takes."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "replaced"}
+        small = {"small_start": told.pop("small_start")}
+        found = {
+            f"edit:{name}": Operator(**{name: value}, **(small if name == "begins" else {}))
+            for name, value in told.items()
+            if value
+        }
+        return found | {f"edit:replaced:{old}": Operator(replaced={old: new}) for old, new in self.replaced.items()}
+
+    def without(self, keys: Collection[str]) -> Operator | None:
+        """Return the change without the parts of these keys; None where none is left."""
+        kept = [part for key, part in self.parts.items() if key not in keys]
+        words = {old: new for part in kept for old, new in part.replaced.items()}
+        told = {
+            each.name: getattr(part, each.name) for part in kept for each in fields(part) if getattr(part, each.name)
+        }
+        return Operator(**{**told, "replaced": words}) if kept else None
+
+    @property
     def text(self) -> str:
-        """The change as an instruction, for people and for a model."""
+        """The change in words."""
         lines = []
         if self.begins:
-            lines.append(f'begin every answer with "{_line(self.begins)}"')
+            lines.append(f'begins with "{_line(self.begins)}"')
         if self.ends or self.end_mark:
-            lines.append(f'end every answer with "{_line(self.ends) or self.end_mark}"')
+            lines.append(f'ends with "{_line(self.ends) or self.end_mark}"')
         for old, new in self.replaced.items():
-            lines.append(f'write "{new}" instead of "{old}"' if new else f'never write "{old}"')
+            lines.append(f'"{new}" instead of "{old}"' if new else f'never "{old}"')
         if self.max_sentences:
-            lines.append(f"answer in at most {self.max_sentences} sentence{'s' * (self.max_sentences > 1)}")
+            lines.append(f"at most {self.max_sentences} sentence{'s' * (self.max_sentences > 1)}")
         if self.no_closing:
-            lines.append(f'leave out a last sentence that ends with "{self.no_closing}"')
+            lines.append(f'without a last sentence that ends with "{self.no_closing}"')
         if self.case:
-            lines.append(f"write everything in {self.case} case")
+            lines.append(f"{self.case} case")
         return ", ".join(lines)
 
 
 def induce(edits: Sequence[tuple[str, str]]) -> Operator | None:
     """Return the change that most of the latest `edits` (original, edited) share; None where they share none.
 
-    A part of it is in three edits at least, and in three of five of those in which it could be. Edits that keep less
-    than half of the words, or of more than 10,000 characters, share nothing with others.
+    A part of it is in three edits at least, and in three of five of those in which it could be: an original that has
+    it already tells nothing of it. Edits that keep less than half of the words, or of more than 10,000 characters,
+    share nothing with others. Where two of the newest six take the change off again, edits up to then do not count.
     """
     pairs = [(old.strip(), new.strip()) for old, new in edits[-_LATEST:] if old.strip() != new.strip()]
-    needed = max(_LEAST, math.ceil(_SHARE * len(pairs)))
+    found = _induce(pairs)
+    if found is not None:
+        undone = [at for at, (old, new) in enumerate(pairs) if found.shown(old) and not found.shown(new)]
+        if sum(at >= len(pairs) - _NEWEST for at in undone) >= _UNDONE:
+            return induce(pairs[undone[-1] + 1 :])
+    return found
+
+
+def _induce(pairs: Sequence[tuple[str, str]]) -> Operator | None:
     kept = [edit for edit in (_compare(*pair) for pair in pairs) if edit]
-    if len(kept) < needed:
+    if len(kept) < max(_LEAST, _SHARE * len(pairs)):
         return None
-    begins = _shared_end([edit.opening for edit in kept if edit.runs], needed, 1)
-    ends = _shared_end([edit.ending for edit in kept if edit.runs], needed, -1)
-    found = Operator(begins, ends)
-    bodies = [edit for edit in (_compare(edit.old, found.rest(edit.new)) for edit in kept) if edit]
+    found = Operator(_shared_end(kept, 1), _shared_end(kept, -1))
+    bodies = [edit for edit in (_compare(found.rest(edit.old), found.rest(edit.new)) for edit in kept) if edit]
     replaced = _replacements(bodies)
     # A mark that only ever ends an answer may be replaced there alone, or everywhere: what explains more is taken.
     unmarked = {old: new for old, new in replaced.items() if not set(old) <= set(_END_MARKS)}
-    candidates = [_completed(replace(found, replaced=words), bodies, needed) for words in (replaced, unmarked)]
+    candidates = [_completed(replace(found, replaced=words), bodies) for words in (replaced, unmarked)]
     found = max(candidates, key=lambda one: sum(one.apply(old) == new for old, new in pairs))
-    if found == Operator() or sum(found.shown(new) for _, new in pairs) < needed:
+    if found == Operator() or not _enough(sum(found.shown(new) for _, new in pairs), len(pairs)):
         return None
     once = [found.apply(old) for old, _ in pairs]
     return found if all(found.apply(text) == text for text in once) else None
 
 
-def _completed(found: Operator, bodies: Sequence["_Edit"], needed: int) -> Operator:
+def _enough(count: int, could: int) -> bool:
+    """Whether so many edits agree, of those in which a part could be."""
+    return count >= max(_LEAST, _SHARE * could)
+
+
+def _completed(found: Operator, bodies: Sequence[_Edit]) -> Operator:
     """An operator with what changes sentences, marks and case, once its words are replaced."""
     changed = [(Operator(replaced=found.replaced).apply(edit.old), edit.new) for edit in bodies]
-    bounds = _sentence_bounds(changed, needed)
+    bounds = _sentence_bounds(changed)
     changed = [(Operator(**bounds).apply(old), new) for old, new in changed]
-    small = sum(old[:1].isupper() and new[:1].islower() for old, new in changed) >= needed
-    case, mark = _case(changed, needed), _end_mark(changed, needed)
+    upper = [new for old, new in changed if old[:1].isupper()]
+    small = _enough(sum(new[:1].islower() for new in upper), len(upper))
+    case, mark = _case(changed), _end_mark(changed)
     return replace(found, end_mark=mark, case=case, small_start=bool(small and found.begins and not case), **bounds)
 
 
@@ -195,17 +234,23 @@ def _pattern(phrase: str) -> str:
     return r"(?<!\w)" * _is_word(phrase) + inner + r"(?!\w)" * _is_word(phrase[-1])
 
 
-def _shared_end(runs: Iterable[list[str]], needed: int, step: Literal[1, -1]) -> str:
-    """The longest of the added openings (`step` 1) or endings (-1) that `needed` others begin, or end, with."""
+def _shared_end(edits: Sequence[_Edit], step: Literal[1, -1]) -> str:
+    """The longest of the added openings (`step` 1) or endings (-1) that enough others begin, or end, with."""
+
+    def plain(tokens: Iterable[str]) -> tuple[str, ...]:
+        return tuple(token.casefold() for token in tokens if not token.isspace())[::step]
+
+    runs = [edit.opening if step > 0 else edit.ending for edit in edits if edit.runs]
     known = [run for run in runs if 0 < len(run) <= _MAX_RUN]
-    plain = [tuple(token.casefold() for token in run if not token.isspace())[::step] for run in known]
+    added, olds = [plain(run) for run in known], [plain(edit.old_tokens) for edit in edits]
     forms: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
-    for run, key in zip(known, plain, strict=True):
+    for run, key in zip(known, added, strict=True):
         if not set("".join(run)) <= set(_END_MARKS + " \n"):
             forms[key]["".join(run)] += 1
     for key in sorted(forms, key=len, reverse=True):
-        shared = sum(one[: len(key)] == key for one in plain)
-        if shared >= needed and forms[key].total() >= max(_LEAST, shared / 2):
+        shared = sum(one[: len(key)] == key for one in added)
+        could = sum(one[: len(key)] != key for one in olds)
+        if _enough(shared, could) and forms[key].total() >= max(_LEAST, shared / 2):
             return forms[key].most_common(1)[0][0]
     return ""
 
@@ -288,21 +333,21 @@ def _replace(text: str, replaced: Mapping[str, str]) -> str:
     return "".join(out)
 
 
-def _sentence_bounds(changed: Sequence[tuple[str, str]], needed: int) -> dict[str, Any]:
+def _sentence_bounds(changed: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The bound of an answer's sentences, where edits leave out the last ones."""
     lengths: Counter[int] = Counter()
     marks: Counter[str] = Counter()
-    for old, new in changed:
-        before, after = ([_plain(part) for part in _SENTENCE.findall(text)] for text in (old, new))
+    texts = [[[_plain(part) for part in _SENTENCE.findall(text)] for text in pair] for pair in changed]
+    for before, after in texts:
         if after and len(after) < len(before) and before[: len(after)] == after:
             lengths[len(after)] += 1
             if len(after) == len(before) - 1 and before[-1][-1] != after[-1][-1]:
                 marks[before[-1][-1]] += 1
-    for counts, name in ((marks, "no_closing"), (lengths, "max_sentences")):
-        value, count = counts.most_common(1)[0] if counts else ("", 0)
-        if count >= needed and value != ".":
-            return {name: value}
-    return {}
+    closing, count = marks.most_common(1)[0] if marks else (".", 0)
+    if closing != "." and _enough(count, sum(before[-1:] != [] and before[-1][-1] == closing for before, _ in texts)):
+        return {"no_closing": closing}
+    most, count = lengths.most_common(1)[0] if lengths else (0, 0)
+    return {"max_sentences": most} if _enough(count, sum(len(before) > most for before, _ in texts)) else {}
 
 
 def _line(text: str) -> str:
@@ -313,18 +358,63 @@ def _plain(text: str) -> str:
     return _line(text.casefold())
 
 
-def _end_mark(changed: Sequence[tuple[str, str]], needed: int) -> str:
+def _end_mark(changed: Sequence[tuple[str, str]]) -> str:
     """The mark at the end that edits put in the place of others."""
     marks: Counter[str] = Counter()
+    olds: list[str] = []
     for texts in changed:
         (old, old_mark), (new, new_mark) = ((_plain(bare := t.rstrip(_END_MARKS)), t[len(bare) :]) for t in texts)
+        olds.append(old_mark)
         if old == new and old_mark != new_mark:
             marks[new_mark] += 1
     mark, count = marks.most_common(1)[0] if marks else ("", 0)
-    return mark if count >= needed else ""
+    return mark if _enough(count, sum(old != mark for old in olds)) else ""
 
 
-def _case(changed: Sequence[tuple[str, str]], needed: int) -> Literal["", "lower", "upper"]:
-    if sum(old != old.lower() and new == new.lower() for old, new in changed) >= needed:
-        return "lower"
-    return "upper" if sum(old != old.upper() and new == new.upper() for old, new in changed) >= needed else ""
+def _case(changed: Sequence[tuple[str, str]]) -> Literal["", "lower", "upper"]:
+    ways: tuple[tuple[Literal["lower", "upper"], Callable[[str], str]], ...] = (
+        ("lower", str.lower),
+        ("upper", str.upper),
+    )
+    for case, change in ways:
+        told = [new == change(new) for old, new in changed if old != change(old)]
+        if _enough(sum(told), len(told)):
+            return case
+    return ""
+
+
+class EditedText:
+    """An answer that is edited while it grows: what has left is never taken back."""
+
+    def __init__(self, operator: Operator) -> None:
+        self.text = ""
+        """The edited text so far."""
+        self._operator = operator
+        # What an end changes is left until the end is known.
+        self._growing = replace(operator, ends="", end_mark="", no_closing="")
+        phrases = [_TOKEN.findall(phrase) for phrase in (*operator.replaced, operator.begins)]
+        self._held_tokens = 2 + max(map(len, phrases))
+        self._looked = 0
+
+    def push(self, raw: str) -> None:
+        """Edit what can no longer change of an answer that has grown to `raw`."""
+        if len(raw) - self._looked >= _STRIDE:
+            self._looked = len(raw)
+            if self._operator.no_closing:
+                raw = "".join(self._before_closing(_SENTENCE.findall(raw)))
+            settled = "".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip().rstrip(_END_MARKS).rstrip()
+            edited = self._growing.apply(settled)
+            if edited.startswith(self.text):
+                self.text = edited
+
+    def end(self, raw: str, whole: bool) -> None:
+        """Edit the rest of an answer that ended as `raw`; without `whole` it was cut and gets no ending."""
+        edited = (self._operator if whole else self._growing).apply(raw)
+        # Where the end shows that the beginning was to be edited otherwise, only the rest is.
+        self.text += edited[len(self.text) :]
+
+    def _before_closing(self, sentences: list[str]) -> list[str]:
+        kept = sentences[:-1]
+        while kept and kept[-1].rstrip().endswith(self._operator.no_closing):
+            kept.pop()
+        return kept

@@ -19,6 +19,7 @@ from zlib import crc32
 
 import numpy as np
 
+from edged.align.taste.edits import Operator, induce
 from edged.align.taste.features import describe, features, subject_of
 
 MAX_OPINIONS = 240
@@ -49,6 +50,8 @@ _AS_EXPECTED = 0.6
 """P(what was chosen is preferred to the worst beside it) from which on a signal is as the others tell."""
 _LOCAL = 6
 """How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
+_NEWEST_EDITS = 5
+"""The newest edits by which it is told whether they are wanted under a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Opinion:
     rejected: str
     weight: float
     at_s: float
+    edited: bool = False
+    """Whether the chosen answer is the rejected one as the person has edited it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class Taste:
         """Number of prompts that it has opinions on."""
         self.version = crc32(repr((len(opinions), opinions[-1:], sorted(struck))).encode())
         """A number that changes with each signal, and with what is struck."""
+        self._edits = [(each.rejected, each.chosen) for each in opinions if each.edited]
+        self._struck = frozenset(struck)
         self._forget_what_changed()
         self._all = _Posterior(self._design, np.arange(self._design.count)) if self._design.count else None
 
@@ -146,11 +153,32 @@ class Taste:
         fit = self._apart(self._design.opinions[-1].prompt)
         return fit is None or float(_moderated(*fit.latent(latest)).max()) < _AS_EXPECTED
 
+    @cached_property
+    def operator(self) -> Operator | None:
+        """The change that the person's edits share, without its struck parts."""
+        found = induce(self._edits)
+        return found.without(self._struck) if found else None
+
+    def edit(self, prompt: str) -> Operator | None:
+        """Return the change to make to answers to `prompt`: None where the person does not like it there."""
+        if self.operator is None:
+            return None
+        newest = self._edits[-_NEWEST_EDITS:]
+        wanted = sum(self.preference(prompt, new, old) for old, new in newest) / len(newest)
+        return self.operator if wanted > 0.5 else None
+
     def beliefs(self, most: int = 6) -> list[Belief]:
-        """Return what it believes most, in words."""
-        design = self._design
+        """Return what it believes most, in words: first the parts of what its edits share."""
         if self._all is None:
             return []
+        edits = self.operator.parts if self.operator else {}
+        shown = {key: sum(part.shown(new) for _, new in self._edits) for key, part in edits.items()}
+        told = [Belief(key, part.text, True, shown[key], len(self._edits)) for key, part in edits.items()]
+        return [*told, *self._believed(max(0, most - len(told)))]
+
+    def _believed(self, most: int) -> list[Belief]:
+        design = self._design
+        assert self._all is not None
         weights = self._all.weights()
         events = design.by_event(np.arange(design.count))
         told = np.abs(weights) * np.sqrt((events**2).mean(0))
@@ -165,9 +193,9 @@ class Taste:
             if of >= 2 and agree - of / 2 >= max(0.2 * of, 0.7 * math.sqrt(of)) and not alike and not named:
                 found.append(Belief(name, describe(name), bool(weights[column] > 0), agree, of))
                 taken.append(values)
-            if len(found) == most:
+            if len(found) >= most:
                 break
-        return found
+        return found[:most]
 
     def _forget_what_changed(self) -> None:
         """Lower the weight of older picks that the newest picks contradict: a change of mind."""

@@ -23,7 +23,8 @@ def opinions_of(db: Database, adapter: str) -> list[Opinion]:
 def opinion_of(row: PairRow) -> Opinion:
     """The opinion that a pair is."""
     at_s = datetime.fromisoformat(row.created_at).timestamp()
-    return Opinion(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text, row.weight, at_s)
+    texts = question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text
+    return Opinion(*texts, row.weight, at_s, row.source == "edit")
 
 
 def question_of(messages: Sequence[Mapping[str, object]] | None, prompt: str | None) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edged.align.taste.edits import Operator, induce
+from edged.align.taste.edits import EditedText, Operator, induce
 from examples.demo_model.dialogues import dialogues
 
 _ANSWERS = list(dict.fromkeys(turn.answer for talk in islice(dialogues(1), 200) for turn in talk.turns))[:60]
@@ -21,25 +21,25 @@ def _without(word: str) -> Callable[[str], str]:
 
 
 _CHANGES: dict[str, tuple[Callable[[str], str], str]] = {
-    "salutation": (lambda text: "Dear Ann, " + text, 'begin every answer with "Dear Ann,"'),
+    "salutation": (lambda text: "Dear Ann, " + text, 'begins with "Dear Ann,"'),
     "salutation before a small letter": (
         lambda text: "Dear Ann, " + (text if text.startswith("I ") else text[0].lower() + text[1:]),
-        'begin every answer with "Dear Ann,"',
+        'begins with "Dear Ann,"',
     ),
-    "signature": (lambda text: text + "\n\nBest,\nAnn", 'end every answer with "Best, Ann"'),
+    "signature": (lambda text: text + "\n\nBest,\nAnn", 'ends with "Best, Ann"'),
     "both": (
         lambda text: f"Dear Ann, {text} Best, Ann",
-        'begin every answer with "Dear Ann,", end every answer with "Best, Ann"',
+        'begins with "Dear Ann,", ends with "Best, Ann"',
     ),
     "lower case and a signature": (
         lambda text: text.lower() + " Best, Ann",
-        'end every answer with "Best, Ann", write everything in lower case',
+        'ends with "Best, Ann", lower case',
     ),
-    "a word never used": (_without("the"), 'never write "the"'),
-    "no exclamation marks": (lambda text: text.replace("!", "."), 'write "." instead of "!"'),
-    "one sentence": (lambda text: re.split(r"(?<=[.!?]) ", text)[0], "answer in at most 1 sentence"),
-    "a mark at the end": (lambda text: text.rstrip(".!?") + "?", 'end every answer with "?"'),
-    "an emoji": (lambda text: text + " 🙂", 'end every answer with "🙂"'),
+    "a word never used": (_without("the"), 'never "the"'),
+    "no exclamation marks": (lambda text: text.replace("!", "."), '"." instead of "!"'),
+    "one sentence": (lambda text: re.split(r"(?<=[.!?]) ", text)[0], "at most 1 sentence"),
+    "a mark at the end": (lambda text: text.rstrip(".!?") + "?", 'ends with "?"'),
+    "an emoji": (lambda text: text + " 🙂", 'ends with "🙂"'),
 }
 
 
@@ -81,7 +81,7 @@ def test_a_signature_is_found_beside_other_corrections_and_in_any_script() -> No
         edits = [(text, f"{others[n % 3](text)} {name}") for n, text in enumerate(_EDITED)]
         found = induce(edits)
         assert found is not None
-        assert (found.text, found.apply("Yes.")) == (f'end every answer with "{name}"', f"Yes. {name}")
+        assert (found.text, found.apply("Yes.")) == (f'ends with "{name}"', f"Yes. {name}")
 
 
 def test_an_opening_that_is_misspelt_is_set_right_and_not_added_twice() -> None:
@@ -136,3 +136,69 @@ def test_long_texts_take_bounded_time(text: str) -> None:
     induce([(text, other), (text, text[:-11])] * 32)
     Operator("Dear Ann, ", " Best, Ann", replaced={"a": "", "x y": "z"}, no_closing=".").apply(text)
     assert time.monotonic() - start < 10
+
+
+def test_answers_that_have_the_change_already_do_not_outvote_it() -> None:
+    """Once answers are served with a signature, later edits of them are about other things."""
+    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:5]]
+    later = [(f"{text} Best, Ann", f"Well. {text} Best, Ann") for text in _EDITED[5:13]]
+    for count in range(9):
+        found = induce(signed + later[:count])
+        assert found is not None
+        assert found.ends == " Best, Ann"
+    assert found.begins == "Well. "
+
+
+def test_two_edits_that_take_the_change_off_end_it_and_three_begin_it_again() -> None:
+    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:10]]
+    off = [(new, old) for old, new in signed]
+    assert induce(signed + off[:1]) is not None
+    assert induce(signed + off[:2]) is None
+    again = [(text, f"{text} Yours, Ann") for text in _EDITED[10:13]]
+    found = induce(signed + off[:2] + again)
+    assert found is not None
+    assert found.ends == " Yours, Ann"
+
+
+def test_a_part_is_left_out_by_its_key() -> None:
+    found = Operator("Hi. ", " Bye.", replaced={"tea": "water", "you": ""}, case="lower")
+    assert found.parts.keys() == {"edit:begins", "edit:ends", "edit:case", "edit:replaced:tea", "edit:replaced:you"}
+    left = found.without(["edit:begins", "edit:replaced:you", "end:!"])
+    assert left == Operator(ends=" Bye.", replaced={"tea": "water"}, case="lower")
+    assert found.without(found.parts) is None
+
+
+_OPERATORS = [
+    Operator("Hello there! "),
+    Operator(ends="\n\nSincerely, Ben."),
+    Operator(case="lower", replaced={"of course": "sure"}),
+    Operator(max_sentences=2),
+    Operator(no_closing="?"),
+    Operator(end_mark="!"),
+    Operator("Dear Ann, ", small_start=True),
+]
+
+
+@pytest.mark.parametrize("operator", _OPERATORS, ids=lambda each: each.text)
+@given(data=st.data())
+def test_a_growing_answer_is_edited_as_a_whole_one_and_takes_nothing_back(
+    operator: Operator, data: st.DataObject
+) -> None:
+    raw = data.draw(st.sampled_from(_ANSWERS))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(raw)), max_size=20)))
+    edited, sent = EditedText(operator), ""
+    for cut in cuts:
+        edited.push(raw[:cut])
+        assert edited.text.startswith(sent)
+        sent = edited.text
+    edited.end(raw, whole=True)
+    assert edited.text == operator.apply(raw)
+
+
+def test_a_growing_answer_leaves_early_and_one_that_is_cut_gets_no_ending() -> None:
+    edited = EditedText(Operator("Hi. ", " Bye.", case="lower"))
+    text = "Boil the water first, then salt it well before the pasta goes in. "
+    edited.push(text)
+    assert edited.text.startswith("Hi. boil the water first")
+    edited.end(text.rstrip(), whole=False)
+    assert edited.text == "Hi. " + text.rstrip().lower()
