@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch.nn.functional import huber_loss
 from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -212,3 +214,22 @@ def test_a_rating_that_is_alone_has_no_origin_to_be_measured_from(tmp_path: Path
     wanted, value = rated_by_trl(rated, weights, tmp_path, "apo_zero_unpaired")
     assert step.loss == pytest.approx(value, rel=1e-5)
     assert worst_error(got, wanted) <= 1e-5
+
+
+@WAYS
+def test_an_imitated_answer_that_has_floors_equals_torchs_huber_loss(window: int, recompute: Recompute) -> None:
+    pair = replace(make_pairs(19)[0], rejected=(), imitate=True, ref_chosen_logp=0.0, ref_rejected_logp=0.0)
+    floors = (math.inf, -9.0, -6.0, -5.5, -5.0, -4.5, -1.0) * 2
+    pair = replace(pair, floors=floors[: len(pair.chosen)])
+    got, step, weights = unit_gradients(tiny_model("llama"), [pair], window, 23, recompute=recompute)
+    model = peft_model(tiny_model("llama")).eval()
+    load_weights(model, weights)
+    ids, begin = torch.tensor([[*pair.prompt, *pair.chosen]]), len(pair.prompt)
+    logps = model(ids).logits[0, begin - 1 : -1].log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
+    known = torch.tensor(pair.floors)
+    learned = known.isinf()
+    below = logps[~learned].minimum(known[~learned])
+    loss = (huber_loss(below, known[~learned], reduction="sum") - logps[learned].sum()) / learned.sum()
+    loss.backward()
+    assert step.loss == pytest.approx(float(loss), rel=1e-5)
+    assert worst_error(got, gradients_of(model, weights)) <= 1e-5
