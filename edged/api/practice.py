@@ -57,8 +57,10 @@ _PATIENCE = 16
 """Rounds that are no better than as many before them, after which practice ends."""
 _BASE_ANSWERS = 2
 """Answers of the base that are drawn of each prompt, to compare the adapter's with."""
-_DISTANCES, _MOST_DISTANCES = 6, 60
-"""Rounds from which the distance to answers with a preference is told, and after which it stays in the prompt."""
+_DISTANCES, _MOST_DISTANCES = 16, 80
+"""Rounds of which each distance to answers with a preference is a mean, and after which it stays in the prompt."""
+_LEAST_DISTANCE = 0.002
+"""The distance of the base, in nats per token, under which its answers are hardly other with the preference."""
 _TOLD = 0.1
 """The least gain of that share that the store is told of."""
 _LEARNED = 0.8
@@ -104,8 +106,9 @@ class Practised:
     """The written preference that is to be learned; "" once it is, or was given up."""
     text: str = ""
     """The written preference, as prompts have it."""
-    distances: list[float] = field(default_factory=list)
-    """The KL per token of each round, of answers by the base that has the preference in its prompt to the adapter."""
+    distances: list[tuple[float, float]] = field(default_factory=list)
+    """The KL per token of each round, of answers by the base that has the preference in its prompt: to the adapter, and
+    to the base without it."""
     told: float = -1.0
     """How much of the preference is learned, as it was last told to the store; under 0: not yet."""
     adapter_answers: deque[DrawnAnswer] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -150,9 +153,20 @@ class Practised:
     @property
     def distilled(self) -> float:
         """How much of the distance to answers with the preference is gone, from 0 to 1."""
-        if len(self.distances) < _DISTANCES:
+        if len(self.distances) < 2 * _DISTANCES:
             return 0.0
-        return max(0.0, 1.0 - fmean(self.distances[-_DISTANCES:]) / max(fmean(self.distances[:2]), 1e-6))
+        gone = fmean(whole - left for left, whole in self.distances[-_DISTANCES:])
+        return min(1.0, max(0.0, gone / self._whole)) if self._whole > _LEAST_DISTANCE else 0.0
+
+    @property
+    def without_effect(self) -> bool:
+        """Whether the base's answers are hardly other with the preference, so that there is nothing to learn."""
+        return len(self.distances) >= _DISTANCES and self._whole <= _LEAST_DISTANCE
+
+    @property
+    def _whole(self) -> float:
+        """The distance of the base, as a mean over all rounds: that of one round is mostly chance."""
+        return fmean(whole for _, whole in self.distances)
 
     def note(self, gain: float) -> None:
         """Take in the mean of a round; practice ends where the latest rounds are no better than those before."""
@@ -469,13 +483,15 @@ class Practice:
         made = await self._learn(adapter, practised, pairs)
         if made is None or made.loss is None:
             return True
-        own = -fmean(fmean(_logprobs(each)) for _, each in found)
-        practised.distances.append(made.loss - own)
+        left = made.loss + fmean(fmean(_logprobs(each)) for _, each in found)
+        practised.distances.append((left, left + (made.gain_nats or 0.0)))
         share, text = practised.distilled, practised.preference
-        log.debug("preference of %s: distance %.3f nats a token, %.2f learned", adapter, made.loss - own, share)
+        log.debug("preference of %s: distances %.3f of %.3f, %.2f learned", adapter, *practised.distances[-1], share)
         learned = share >= _LEARNED
-        if learned or len(practised.distances) >= _MOST_DISTANCES:
+        if learned or practised.without_effect or len(practised.distances) >= _MOST_DISTANCES:
             practised.preference = ""
+        if practised.without_effect:
+            self._preferences.without_effect.add(adapter)
         if learned:
             logs.event(log, logging.INFO, "preference_learned", f"{adapter} has learned its written preference")
         elif share < practised.told + _TOLD:
@@ -574,8 +590,9 @@ class Practice:
         self, adapter: str, prompt: PracticePrompt, answer: Sequence[int], floors: Sequence[float] = ()
     ) -> TokenPair:
         """Return an answer to imitate; `floors` are those of its tokens."""
-        # With reference log-probabilities, which have no part in it, the base's forward is left out.
-        about = (-next(self._numbers), adapter, prompt.ids, tuple(answer), (), 1.0, 0.0, 0.0)
+        # Log-probabilities by the base have no part in those with floors: its forward is left out.
+        known = 0.0 if floors else None
+        about = (-next(self._numbers), adapter, prompt.ids, tuple(answer), (), 1.0, known, known)
         return TokenPair(*about, practice=True, imitate=True, floors=tuple(floors))
 
     async def _learn(self, adapter: str, practised: Practised, pairs: list[TokenPair]) -> VersionPublished | None:

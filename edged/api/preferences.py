@@ -116,6 +116,6 @@ def _demand_teachable(db: Database, name: str) -> None:
 def _answer(services: Services, name: str, found: WrittenPreference | None) -> Preference:
     kept = found or WrittenPreference(name, "", "", None)
     left_out = services.preferences.why_left_out(kept) if found else "nothing is written"
+    note = services.preferences.note(kept) if found else left_out
     about = {"adapter": name, "text": kept.text or None, "created_at": kept.created_at or None}
-    note = left_out or "in the system prompt of every chat"
     return Preference(**about, distilled=kept.distilled, in_prompt=not left_out, note=note)

@@ -19,6 +19,8 @@ class WrittenPreferences:
     def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
         self._store, self._tokenizer = store, tokenizer
         self._texts: dict[str, str] = {}
+        self.without_effect: set[str] = set()
+        """The users whose preference hardly changes answers, as far as is known since the start."""
 
     def load(self) -> None:
         """Read the preferences of all users, before the first request."""
@@ -42,6 +44,13 @@ class WrittenPreferences:
             return NO_SYSTEM_TURN
         # It may have been written for another model.
         return why_unusable(self._tokenizer, preference.text)
+
+    def note(self, preference: WrittenPreference) -> str:
+        """Return what is made of a preference, in words."""
+        known = "in the system prompt of every chat"
+        if preference.adapter in self.without_effect:
+            known += "; this model hardly answers otherwise with it: write it in whole sentences"
+        return self.why_left_out(preference) or known
 
     def change(self, adapter: str, write: Callable[[Database], object]) -> Future[WrittenPreference | None]:
         """Have `write` change the stored preference of an adapter; it resolves to what is stored then, once prompts
@@ -69,6 +78,8 @@ class WrittenPreferences:
                 self.change(record.adapter, partial(undo_distilled, adapter=record.adapter))
 
     def _take(self, adapter: str, found: WrittenPreference | None) -> WrittenPreference | None:
+        if found is None or found.text != self._texts.get(adapter):
+            self.without_effect.discard(adapter)
         if found is None or self.why_left_out(found):
             self._texts.pop(adapter, None)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -76,8 +77,10 @@ def test_a_line_that_is_struck_is_believed_no_more(practising: LiveDaemon) -> No
         assert adapter(http, "sue")["struck"] == [beliefs[0]["key"]]
 
 
-def test_edits_that_agree_are_imitated(practising: LiveDaemon) -> None:
-    with practising.http() as http:
+def test_edits_that_agree_are_imitated_where_answers_are_served_as_they_are(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama")
+    settings = {"align__practice": "true", "guard__held_out_share": "0.0", "serving__best_of": "off"}
+    with running(tmp_path / "daemon", tmp_path / "model", **settings) as daemon, daemon.http() as http:
         for _ in range(5):
             body = {"messages": ASKED, "user": "eve", "max_tokens": 24, "ignore_eos": True}
             answer = http.post("/v1/chat/completions", json=body).json()
@@ -106,6 +109,24 @@ def test_practice_is_disliked_once_its_user_likes_the_base_s_answers_better() ->
     for gain in (0.3, 0.3):
         practised.note(gain)
     assert practised.disliked
+
+
+def test_a_preference_is_learned_by_what_is_gone_of_the_base_s_distance_to_it() -> None:
+    practised = Practised(Taste.fit([]), None, [], picks=False, preference="short")
+    for number in range(40):
+        chance = 0.03 * (-1) ** number
+        practised.distances.append((chance + (0.02 if number < 24 else 0.002), chance + 0.02))
+        assert practised.distilled < 0.8 or number >= 37
+    assert practised.distilled == pytest.approx(0.9)
+    assert not practised.without_effect
+
+
+def test_a_preference_that_hardly_moves_the_base_is_not_learned_and_known_to_have_no_effect() -> None:
+    practised = Practised(Taste.fit([]), None, [], picks=False, preference="xyz")
+    for number in range(40):
+        practised.distances.append((0.01 * (-1) ** number, 0.01 * (-1) ** number + 0.001))
+    assert practised.without_effect
+    assert practised.distilled == 0.0
 
 
 def test_a_preference_is_distilled_and_undone_when_it_is_changed(practising: LiveDaemon) -> None:

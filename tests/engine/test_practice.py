@@ -112,6 +112,8 @@ def test_an_imitated_answer_becomes_likelier_by_its_nll(tmp_path: Path) -> None:
             client.wait(lambda seen=seen: len(client.of(VersionPublished)) == seen + 1)
     losses = [version.loss for version in client.of(VersionPublished)]
     assert losses == sorted(losses, reverse=True)
+    gains = [version.gain_nats for version in client.of(VersionPublished)]
+    assert gains == pytest.approx([losses[0] - loss for loss in losses], abs=1e-5)
     assert all(version.own_kl_nats is None for version in client.of(VersionPublished)), (
         "its text is not the adapter's own"
     )

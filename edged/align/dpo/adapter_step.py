@@ -85,7 +85,7 @@ class AdapterStep:
         self._origins: list[float] = []
         """Log-ratios of the `mismatched` ones so far."""
         self._ratios: list[float] = []
-        """Log-ratios per token of practice pairs' answers: they are the adapter's own, so their mean is its KL."""
+        """Log-ratios per token of practice pairs' answers: where they are the adapter's own, their mean is its KL."""
         self._taken: list[PairOutcome] = []
         """Outcomes of all pairs so far."""
         self._mark: tuple[int, int, int, list[torch.Tensor]] | None = None
@@ -151,13 +151,15 @@ class AdapterStep:
 
     def figures(self, seconds: float) -> dict[str, Any]:
         """Return what `VersionPublished` tells of the step, which took `seconds`."""
-        kl = sum(self._ratios) / len(self._ratios) if self._ratios else None
+        mean = sum(self._ratios) / len(self._ratios) if self._ratios else None
+        imitates = all(pair.imitate for pair in self.fresh)
         return {
             "pairs": self.trained,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "step_s": seconds,
-            "own_kl_nats": kl,
+            "own_kl_nats": None if imitates else mean,
+            "gain_nats": mean if imitates else None,
         }
 
     def restart(self) -> None:
@@ -184,7 +186,7 @@ class AdapterStep:
         verdict = self._detector.judge(pair, loss.loss, loss.reward_margin) if judged else Verdict()
         train = (pair.imitate or loss.loss >= self._align.loss_threshold) and not verdict.why
         known = replace(pair, ref_chosen_logp=answers[0].ref_logp, ref_rejected_logp=answers[1].ref_logp)
-        if pair.practice and not pair.imitate:
+        if pair.practice and not (pair.imitate and pair.ref_chosen_logp is not None):
             tokens = sum(answer.num_tokens for answer in answers[:2])
             self._ratios.append(sum(answer.ratio for answer in answers[:2]) / max(tokens, 1))
         new = judged and not pair.epochs_done and not pair.single

@@ -138,6 +138,8 @@ class VersionPublished:
     restored: int | None = None
     own_kl_nats: float | None = None
     """Of a step of practice: KL to the base per token of the answers in it, which the adapter gave by itself."""
+    gain_nats: float | None = None
+    """Of a step that imitates answers: how much likelier per token it found them than the base does."""
     step_scale: float = 1.0
     """Share of the step size that is left to the adapter after broken versions."""
 
