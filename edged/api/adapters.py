@@ -338,4 +338,7 @@ def adapter_name(request: web.Request) -> str:
 
 def unknown_adapter(name: str) -> ApiError:
     """Build the error of a name that no adapter has (404)."""
+    if not USER_NAME.fullmatch(name):
+        told = 'cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
+        return ApiError(404, f'"{name[:200]}" {told}', "name", "unknown_adapter")
     return ApiError(404, f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")

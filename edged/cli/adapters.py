@@ -69,7 +69,10 @@ def show(client: Client, name: str) -> Any:
         "held out: pairs of the test that it predicts; KL in nats/token; neutral text: how much less likely it became; "
         "version 0 is the untrained adapter"
     )
-    versions = make_table(*titles, rows=(_version_row(item, data) for item in data["versions"]), caption=caption)
+    shown = [item for item in data["versions"] if item["reason"] != "practised" or item["on_disk"]]
+    if left_out := len(data["versions"]) - len(shown):
+        caption += f"; {left_out} that practice made and that are no longer on disk are left out"
+    versions = make_table(*titles, rows=(_version_row(item, data) for item in shown), caption=caption)
     line = f"believes: {beliefs(data)}" if data["beliefs"] else ""
     return data, lambda: [verdict(data), *filter(None, [line]), metrics_table([data]), versions, metrics_plot(data)]
 
