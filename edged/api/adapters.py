@@ -28,7 +28,7 @@ from edged.api.responses import Examined, Forgotten, Imported, RolledBack
 from edged.api.services import Services, services_of
 from edged.http.access import caller_of
 from edged.http.errors import ApiError, bad_request, send_pieces, upload_in_time
-from edged.settings.load import USER_NAME
+from edged.settings.access import NO_USER_NAME, USER_NAME
 from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
@@ -339,6 +339,5 @@ def adapter_name(request: web.Request) -> str:
 def unknown_adapter(name: str) -> ApiError:
     """Build the error of a name that no adapter has (404)."""
     if not USER_NAME.fullmatch(name):
-        told = 'cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
-        return ApiError(404, f'"{name[:200]}" {told}', "name", "unknown_adapter")
+        return ApiError(404, NO_USER_NAME.format(name[:80]), "name", "unknown_adapter")
     return ApiError(404, f'adapter "{name[:200]}" does not exist: feedback creates it', "name", "unknown_adapter")

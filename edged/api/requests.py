@@ -26,6 +26,7 @@ from edged.http.loop_shares import SHARE
 from edged.runtime import bounded_json
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
+from edged.settings.access import NO_USER_NAME
 from edged.settings.load import USER_NAME, ReadingSettings
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -58,8 +59,7 @@ def _refuse(message: str) -> NoReturn:
 
 def _check_user(user: str) -> str:
     if not USER_NAME.fullmatch(user):
-        way_out = 'use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
-        _refuse(f'"{user[:80]}" cannot name a user: {way_out}')
+        _refuse(NO_USER_NAME.format(user[:80]))
     return user
 
 

@@ -12,6 +12,10 @@ from pydantic_core import PydanticCustomError
 
 USER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 """Pattern of the names of users, and so of adapters: they become names of folders."""
+NO_USER_NAME = (
+    '"{}" cannot name a user: use 1 to 64 letters, digits, ".", "_", "@" or "-", the first one a letter or digit'
+)
+"""What is wrong with another name."""
 SELF = "@self"
 """An entry of a rule's `users` that stands for the peer's own name."""
 API_TOKEN = "api.token"

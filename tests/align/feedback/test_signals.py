@@ -272,8 +272,8 @@ def test_an_explicit_pair_without_a_user_is_refused(desk, user):
     ("report", "kind", "message"),
     [
         (("nowhere", "up"), "unknown_completion", '"nowhere" is not known'),
-        (("two", "up"), "bad_choice", "choice is missing.*has 0, 1"),
-        (("two", "up", 2), "bad_choice", "choice 2 does not exist.*has 0, 1"),
+        (("two", "up"), "bad_choice", "choice is missing.*has choices 0, 1"),
+        (("two", "up", 2), "bad_choice", "choice 2 does not exist.*has choices 0, 1"),
         (("two", "up", -1), "bad_choice", "choice -1 does not exist"),
         (("one", "like"), "bad_signal", '"like" is not known: use one of chosen, '),
         (("one", "rephrase"), "bad_signal", '"rephrase" is not known'),
