@@ -55,6 +55,7 @@ async def _read(members: Members, member: Member, session: aiohttp.ClientSession
             try:
                 adapters = json.loads(await listed.read())["adapters"]
                 members.homes.learn(member.name, {item["adapter"]: item["version"] for item in adapters})
+                members.keep_homes()
             except (KeyError, TypeError) as error:
                 raise _Refused(f"its list of adapters cannot be read ({type(error).__name__})") from None
         async for name, data in events(response.content):
@@ -63,6 +64,7 @@ async def _read(members: Members, member: Member, session: aiohttp.ClientSession
                     members.take(member, data)
                 elif name == "version":
                     members.homes.note(member.name, data["adapter"], data["version"])
+                    members.keep_homes()
             except (ValidationError, KeyError) as error:
                 way_out = "it and the ingress need one version of edged"
                 raise _Refused(f"its reports cannot be read ({type(error).__name__}): {way_out}") from None

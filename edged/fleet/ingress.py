@@ -40,7 +40,7 @@ _LIST_S = 10.0
 """Seconds that a node may take for its part of a list."""
 _AT_NODES = (
     *("/v1/backup", "/v1/store", "/v1/settings", "/v1/reload", "/v1/trace", "/v1/drain", "/v1/undrain"),
-    "/v1/applications",
+    *("/v1/applications", "/v1/quarantine/"),
 )
 """Beginnings of what an operator asks of a box itself."""
 
@@ -113,7 +113,9 @@ class Ingress:
         assert view is not None
         view.send(arrival, self.members.clock())
         response, timing = await relay(
-            request, self.session, member, data, headers or {}, lambda head: self.ids.learn(head, origin)
+            *(request, self.session, member, data, headers or {}),
+            learn=lambda head: self.ids.learn(head, origin),
+            elsewhere=forecast_s is not None,
         )
         member.placed += 1
         if response.status == 200:
@@ -134,12 +136,16 @@ class Ingress:
         name: str,
         data: bytes | aiohttp.StreamReader | None,
         has: str = "has what this is about",
+        learn: Callable[[bytes], None] | None = None,
     ) -> web.StreamResponse:
-        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there."""
+        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there.
+
+        `learn` gets the beginning of the answer, in place of the ids of answers.
+        """
         member = self._member(name)
         if self.members.reachable(member):
             with contextlib.suppress(NodeLost):
-                learn = lambda head: self.ids.learn(head, Origin(name))  # noqa: E731
+                learn = learn or (lambda head: self.ids.learn(head, Origin(name)))
                 return (await relay(request, self.session, member, data, learn=learn))[0]
         message = f'node "{name}" {has}, and is away: try again when it is back'
         raise ApiError(503, message, code="home_away", retry_after_s=5.0)
@@ -204,11 +210,18 @@ class Ingress:
 
     async def adapter(self, request: web.Request) -> web.StreamResponse:
         """Whatever is about one adapter, at its home."""
-        home = self.members.homes.of(request.match_info["name"])
-        return await self._home(request, home, await _body_of(request))
+        name = request.match_info["name"]
 
-    async def quarantine(self, request: web.Request) -> web.StreamResponse:
-        """What is held back of a user, at that user's home."""
+        def learn(head: bytes) -> None:
+            # Before the client hears that the user is forgotten, he is.
+            if request.method == "DELETE" and _object(head).get("forgotten"):
+                self.members.homes.forget(name)
+                self.members.keep_homes()
+
+        return await self._home(request, self.members.homes.of(name), await _body_of(request), learn=learn)
+
+    async def at_home(self, request: web.Request) -> web.StreamResponse:
+        """What is held back of a user, or his feedback, at that user's home."""
         body = _object(await request.read()) if request.method == "POST" else dict(request.query)
         user = body.get("user")
         if not isinstance(user, str):
@@ -270,8 +283,9 @@ class Ingress:
         return json_answer({"adapters": listed})
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        """The status of each node that is there."""
-        return json_answer({"nodes": {name: json.loads(data) for name, data in (await self._each(request)).items()}})
+        """The status of each node that is there, and the base model of all."""
+        nodes = {name: json.loads(data) for name, data in (await self._each(request)).items()}
+        return json_answer({"model": {"name": self.members.model}, "nodes": nodes})
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """The metrics of all nodes, with a label `node`."""
@@ -395,12 +409,13 @@ _ROUTES: tuple[tuple[str, str, str, Callable[["Ingress"], Handler]], ...] = (
     ("GET", "/v1/models", "use", lambda ingress: ingress.models),
     ("GET", "/v1/models/{id:.+}", "use", lambda ingress: ingress.model),
     ("POST", "/v1/feedback", "train", lambda ingress: ingress.feedback),
+    ("GET", "/v1/feedback", "train", lambda ingress: ingress.at_home),
     ("GET", "/v1/feedback/{id}", "use", lambda ingress: ingress.progress),
     ("GET", "/v1/adapters", "use", lambda ingress: ingress.adapters),
     ("*", "/v1/adapters/{name}", "use", lambda ingress: ingress.adapter),
     ("*", "/v1/adapters/{name}/{what}", "use", lambda ingress: ingress.adapter),
-    ("GET", "/v1/quarantine", "train", lambda ingress: ingress.quarantine),
-    ("POST", "/v1/quarantine", "train", lambda ingress: ingress.quarantine),
+    ("GET", "/v1/quarantine", "train", lambda ingress: ingress.at_home),
+    ("POST", "/v1/quarantine", "train", lambda ingress: ingress.at_home),
     ("*", "/v1/files", "train", lambda ingress: ingress.jobs),
     ("*", "/v1/files/{rest:.+}", "train", lambda ingress: ingress.jobs),
     ("*", "/v1/fine_tuning/{rest:.+}", "train", lambda ingress: ingress.jobs),

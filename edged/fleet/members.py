@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import aiohttp
 
 import edged
+from edged.fleet.homes_file import HomesFile
 from edged.http.errors import ApiError
 from edged.placement.homes import Homes
 from edged.placement.node import NodeLoad, NodeView
@@ -42,10 +44,12 @@ class Member:
 class Members:
     """All boxes of a fleet; they change by reload alone."""
 
-    def __init__(self, settings: FleetSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(
+        self, settings: FleetSettings, homes_file: HomesFile, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock, self._homes_file = clock, homes_file
         self.by_name: dict[str, Member] = {}
-        self.homes = Homes(settings.nodes, settings.homes)
+        self.homes = Homes(settings.nodes, settings.homes, homes_file.read())
         self._changed = asyncio.Event()
         self.configure(settings)
 
@@ -59,10 +63,15 @@ class Members:
             for name, url in settings.nodes.items()
         }
 
+    def keep_homes(self) -> None:
+        """Write homes that have changed."""
+        self._homes_file.write(self.homes)
+
     @property
     def model(self) -> str:
-        """The name of the base model in the API, by the first node that has told it; "" before."""
-        return next((item.view.load.model for item in self.by_name.values() if item.view is not None), "")
+        """The name of the base model in the API, by the first node of the fleet that has told it; "" before."""
+        told = (item for item in self.by_name.values() if item.view is not None and not self._misfit(item))
+        return next((item.view.load.model for item in told if item.view is not None), "")
 
     def state(self, member: Member) -> State:
         """Return a box's state: "up" ones alone get new requests."""
@@ -79,18 +88,20 @@ class Members:
         return self.state(member) in ("up", "draining")
 
     def _misfit(self, member: Member) -> str:
-        """Return why a box cannot be one of this fleet; "" where it can. The first one listed says what all serve."""
+        """Return why a box cannot be one of this fleet; "" where it can. Most of them say what all serve."""
         assert member.view is not None
         own, ours = member.view.load, edged.__version__
         if own.version.split(".")[:2] != ours.split(".")[:2]:
             return f"it runs edged {own.version}, and the ingress {ours}: install one version on all boxes"
-        first = next(item for item in self.by_name.values() if item.view is not None)
-        assert first.view is not None
-        other = first.view.load
+        loads = {item.name: item.view.load for item in self.by_name.values() if item.view is not None}
+        served = Counter((load.fingerprint, load.dtype) for load in loads.values())
+        # Of several that are served by as many, that of the first one listed.
+        first = max(loads, key=lambda name: served[loads[name].fingerprint, loads[name].dtype])
+        other = loads[first]
         if (own.fingerprint, own.dtype) == (other.fingerprint, other.dtype):
             return ""
         mine, theirs = (f"{load.model} {load.fingerprint} in {load.dtype}" for load in (own, other))
-        return f"it serves {mine}, where {first.name} serves {theirs}: one model and LoRA shape make a fleet"
+        return f"it serves {mine}, where {first} serves {theirs}: one model and LoRA shape make a fleet"
 
     def take(self, member: Member, report: Mapping[str, Any]) -> None:
         """Take a report of a box's load in."""

@@ -59,10 +59,12 @@ async def relay(
     body: bytes | AsyncIterable[bytes] | None,
     headers: Mapping[str, str] = MappingProxyType({}),
     learn: Callable[[bytes], None] = lambda head: None,
+    elsewhere: bool = False,
 ) -> tuple[web.StreamResponse, Timing]:
     """Send a request to a node and stream its answer back, with `headers` besides its own.
 
-    `learn` gets the first bytes of the answer before the client does. Raises NodeLost before the first byte.
+    `learn` gets the first bytes of the answer before the client does. Raises NodeLost before the first byte; so it does
+    where the node takes nothing for now (503) and the request may go `elsewhere`.
     """
     loop = asyncio.get_running_loop()
     sent = CIMultiDict((key, value) for key, value in request.headers.items() if key.lower() not in _OWN)
@@ -82,6 +84,8 @@ async def relay(
         upstream = await _unless_lost(member, asked)
         member.relays.add(upstream)
         async with upstream:
+            if elsewhere and upstream.status == 503:
+                raise NodeLost("it takes no requests for now")
             piece = await upstream.content.readany()
             timing.first_s, timing.streamed = loop.time(), upstream.content_type == "text/event-stream"
             learn(piece)

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 import edged
+from edged.fleet.homes_file import HomesFile
 from edged.fleet.ingress import Ingress, make_ingress
 from edged.fleet.members import Members
 from edged.http.access import Access, is_loopback
@@ -25,6 +26,7 @@ from edged.placement.policies import POLICIES
 from edged.runtime import logs
 from edged.runtime.process import allow_files
 from edged.settings.load import ConfigError, Settings, nearest
+from edged.store.data_dir import data_folder
 
 log = logging.getLogger("edged.fleet")
 _HANDLERS_END_S = 1.0
@@ -94,7 +96,8 @@ async def _serve(settings: Settings, token: str, tls: ssl.SSLContext, load: Call
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     tell_of_full_tables_once(loop)
     access = Access(settings.access, settings.api.token)
-    ingress = Ingress(settings, Members(settings.fleet), token, tls)
+    homes_file = HomesFile(data_folder(settings.store.data_dir, os.environ), settings.fleet.listen)
+    ingress = Ingress(settings, Members(settings.fleet, homes_file), token, tls)
     listener = tcp_socket(settings.fleet.listen, access.has_tokens, "fleet.listen")
     with contextlib.closing(listener):
         runner = web.AppRunner(

@@ -15,14 +15,20 @@ def rendezvous(key: str, names: Iterable[str]) -> list[str]:
 
 
 class Homes:
-    """The home of each user: the one that the settings name, else where an adapter of the name is, else by hash.
+    """The home of each user: the one that the settings name, else where an adapter of the name is or was, else by hash.
 
     The hash is over all nodes of the fleet, whether they are there or not: a node that is away keeps its users.
     """
 
-    def __init__(self, names: Iterable[str], named: Mapping[str, str]) -> None:
-        """`named` has the homes of users that the settings fix."""
+    def __init__(
+        self, names: Iterable[str], named: Mapping[str, str], remembered: Mapping[str, str] | None = None
+    ) -> None:
+        """`named` has the homes of users that the settings fix, `remembered` those that were known before a restart."""
         self._known: dict[str, dict[str, int]] = {}
+        self.remembered = dict(remembered or {})
+        """The home of each user that is or was taught, also where its node has not told of it yet."""
+        self.changed = False
+        """Whether `remembered` is another than it was when this was last set."""
         self.configure(names, named)
 
     def configure(self, names: Iterable[str], named: Mapping[str, str]) -> None:
@@ -37,22 +43,40 @@ class Homes:
             del self._known[name][node]
             if not self._known[name]:
                 del self._known[name]
+        for name in [name for name, home in self.remembered.items() if home == node and name not in adapters]:
+            self._remember(name, self._newest(name))
         for name, version in adapters.items():
             self.note(node, name, version)
 
     def note(self, node: str, adapter: str, version: int) -> None:
         """Take in a version of an adapter at a node."""
         self._known.setdefault(adapter, {})[node] = version
+        self._remember(adapter, self._newest(adapter))
+
+    def forget(self, user: str) -> None:
+        """Forget a user, who was forgotten where he was taught."""
+        self._known.pop(user, None)
+        self._remember(user, None)
+
+    def _remember(self, user: str, home: str | None) -> None:
+        if self.remembered.get(user) != home:
+            self.changed = True
+            self.remembered.pop(user, None)
+            if home is not None:
+                self.remembered[user] = home
+
+    def _newest(self, user: str) -> str | None:
+        """The node with a user's newest version, of those that have told of one."""
+        known = self._known.get(user)
+        return min(known, key=lambda node: (-known[node], node)) if known else None
 
     def of(self, user: str) -> str:
         """Return a user's home. Of several nodes that have the adapter it is the one with the newest version."""
         if user in self._named:
             return self._named[user]
-        known = self._known.get(user)
-        if known:
-            return min(known, key=lambda node: (-known[node], node))
-        return rendezvous(user, self._names)[0]
+        home = self._newest(user) or self.remembered.get(user)
+        return home if home in self._names else rendezvous(user, self._names)[0]
 
     def taught(self) -> dict[str, str]:
         """Return the home of each user that is known by an adapter or named."""
-        return {user: self.of(user) for user in sorted({*self._known, *self._named})}
+        return {user: self.of(user) for user in sorted({*self._known, *self._named, *self.remembered})}

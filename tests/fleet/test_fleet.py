@@ -223,6 +223,49 @@ def test_a_killed_ingress_knows_its_answers_again(fleet: Fleet) -> None:
     assert ask(f"{fleet.url}/v1/feedback", {"completion_id": answer["id"], "signal": "up"})[2]["X-Edged-Node"] == "b"
 
 
+def test_an_ingress_that_starts_while_a_home_is_away_gives_its_users_no_other(fleet: Fleet) -> None:
+    user = fleet.user_at("a")
+    # Taught at another node than that of the hash, as on a box that had users before there was a fleet.
+    assert ask(f"{fleet.node_url('c')}/v1/feedback", pair(user, 1))[0] == 200
+    wait_for(lambda: user in ask(f"{fleet.url}/v1/fleet")[1]["homes"])
+    fleet.ingress.kill()
+    fleet.nodes["c"].kill()
+    fleet.ingress.start()
+    wait_for(lambda: all_up(fleet, "ab"))
+    status, refused, _ = ask(f"{fleet.url}/v1/feedback", pair(user, 2))
+    assert (status, refused["error"]["code"]) == (503, "home_away")
+    assert fleet.chat(user)[2]["X-Edged-Home-Away"] == "c"
+    fleet.nodes["c"].start()
+    wait_for(lambda: all_up(fleet))
+    assert fleet.chat(user)[2]["X-Edged-Node"] == "c"
+    assert ask(f"{fleet.url}/v1/adapters/{user}", method="DELETE")[0] == 200
+    assert user not in (fleet.folder / "ingress" / f"fleet-127-0-0-1-{fleet.port}.json").read_text()
+
+
+def test_a_node_that_takes_no_requests_for_now_has_them_answered_elsewhere(fleet: Fleet) -> None:
+    """Before the ingress has heard of it, and so places requests there."""
+    for name in "ab":
+        assert ask(f"{fleet.node_url(name)}/v1/drain", {})[0] == 200
+    assert {fleet.chat()[2]["X-Edged-Node"] for _ in range(3)} == {"c"}
+    for name in "ab":
+        assert ask(f"{fleet.node_url(name)}/v1/undrain", {})[0] == 200
+    wait_for(lambda: all_up(fleet))
+
+
+def test_a_person_chats_by_command_through_the_ingress(fleet: Fleet) -> None:
+    said = edged("chat", "--url", fleet.url, "--user", fleet.user_at("b"), "--max-tokens", "4", input="Hello\n")
+    assert said.returncode == 0, said.stderr
+    assert "Traceback" not in said.stderr
+
+
+def test_feedback_and_what_is_held_is_asked_for_by_user(fleet: Fleet) -> None:
+    user = fleet.user_at("b")
+    assert ask(f"{fleet.url}/v1/feedback", pair(user, 1))[0] == 200
+    assert user in str(ask(f"{fleet.url}/v1/feedback?user={user}")[1])
+    status, refused, _ = ask(f"{fleet.url}/v1/feedback")
+    assert (status, refused["error"]["code"]) == (400, "user_wanted")
+
+
 def test_a_node_that_is_silent_gets_nothing_and_goes_on_afterwards(fleet: Fleet) -> None:
     fleet.nodes["c"].send(signal.SIGSTOP)
     try:

@@ -34,3 +34,18 @@ def test_a_reload_keeps_what_is_known_of_nodes_that_stay() -> None:
     homes.configure("acd", {"cat": "d"})
     assert (homes.of("ann"), homes.of("cat")) == ("a", "d")
     assert homes.taught() == {"ann": "a", "cat": "d"}
+
+
+def test_a_home_is_remembered_until_its_node_has_told_otherwise() -> None:
+    homes = Homes("abc", {}, {"ann": "b", "ben": "b", "cat": "gone"})
+    assert (homes.of("ann"), homes.of("cat")) == ("b", rendezvous("cat", "abc")[0])
+    homes.learn("a", {"eve": 1})
+    assert (homes.of("ann"), homes.changed) == ("b", True)
+    homes.changed = False
+    homes.learn("b", {"ben": 4})
+    assert homes.remembered == {"ben": "b", "cat": "gone", "eve": "a"}
+    homes.changed = False
+    homes.note("b", "ben", 5)
+    assert not homes.changed
+    homes.forget("ben")
+    assert homes.remembered == {"cat": "gone", "eve": "a"}
