@@ -172,17 +172,17 @@ async def _taste(services: Services, completion: Completion) -> Taste | None:
 async def _operator(services: Services, body: Body, completion: Completion, sampling: Sampling) -> Operator | None:
     """Return the change that is made to the answers, since the user makes it to most that are like them.
 
-    None where log-probabilities tell of the model's own tokens, where answers are not to be changed by taste, and where
-    it would not fit: in `max_tokens`, in the model's characters, or beside a stop string.
+    None for plain completions, where log-probabilities tell of the model's own tokens, where answers are not to be
+    changed by taste, and where it would not fit: in `max_tokens`, in the model's characters, or beside a stop string.
     """
-    if sampling.logprobs is not None or not services.settings.serving.by_taste:
+    if sampling.logprobs is not None or not (services.settings.serving.by_taste and isinstance(body, ChatRequest)):
         return None
     taste = await _taste(services, completion)
     found = taste.edit(question_of(completion.messages, completion.prompt)) if taste is not None else None
     if found is None:
         return None
     added = found.begins + found.ends
-    if any(stop in part for stop in body.stops for part in (added, *found.replaced.values())):
+    if body.stops and (found.case or any(s in p for s in body.stops for p in (added, *found.replaced.values()))):
         return None
     try:
         num_tokens = len(services.tokenizer.encode_answer(added))

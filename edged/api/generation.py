@@ -95,7 +95,7 @@ class ChoiceText:
     @property
     def edited(self) -> bool:
         """Whether the text is another than that of its tokens."""
-        return self.finish is not None and self.text != self._raw
+        return self.text != self._raw
 
     @property
     def mean_logprob(self) -> float:
@@ -138,7 +138,8 @@ class ChoiceText:
         if not self.stopped:
             self._raw += self._stops.finish()
         if self._edited is not None:
-            self._edited.end(self._raw, whole=self.reason == "stop")
+            # Behind a stop string, and where it is cut, an answer has no end.
+            self._edited.end(self._raw, whole=event.reason == "stop" and not self.stopped)
 
     def take_text(self) -> str:
         """Return the text that became final since the last call, or as much as leaves by now where it is paced."""

@@ -287,7 +287,7 @@ class Practice:
     def _read(self, adapter: str) -> tuple[list[PracticePrompt], bool]:
         """Read a user's latest prompts, those with signals first, also with the written preference.
 
-        The last item tells whether there are other signals than edits.
+        The second item tells whether there are other signals than edits.
         """
         rows = self._store.read(lambda db: latest_pairs(db, adapter, 4 * _PROMPTS))
         written = self._store.read(lambda db: get_preference(db, adapter))

@@ -44,7 +44,8 @@ def _strike(client: Client, user: str, line: str, undo: bool) -> Any:
     """Strike a belief, by its words or its key, or undo that by its key. Raises DaemonError for a line unheard of."""
     path = path_of(user).removesuffix("/preference")
     found = client.get(path)
-    keys = {each["text"]: each["key"] for each in found["beliefs"] or ()}
+    # The first of two lines of the same words: what edits share comes before what the taste model has of it.
+    keys = {each["text"]: each["key"] for each in reversed(found["beliefs"] or ())}
     known = found["struck"] or [] if undo else [*keys.values()]
     key = keys.get(line, line)
     if key not in known:

@@ -33,7 +33,6 @@ class HomesFile:
         """Write the homes, if they are others than before, so that a power cut leaves the old ones or the new."""
         if not homes.changed:
             return
-        homes.changed = False
         draft = self.path.with_suffix(".draft")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,5 +42,6 @@ class HomesFile:
                 os.fsync(file.fileno())
             os.replace(draft, self.path)
             sync(self.path.parent)
+            homes.changed = False
         except OSError as error:
             log.error("homes of users are not kept in %s: %s", self.path, error)

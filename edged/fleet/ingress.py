@@ -96,7 +96,10 @@ class Ingress:
             tried.add(name)
             with contextlib.suppress(NodeLost):
                 member, forecast_s = self._member(name), placement.forecasts[name]
-                return await self._to(request, member, data, arrival, Origin(name, away), headers, forecast_s)
+                # What the last one says, the client hears.
+                elsewhere = len(nodes) > 1
+                origin = Origin(name, away)
+                return await self._to(request, member, data, arrival, origin, headers, forecast_s, elsewhere)
 
     async def _to(
         self,
@@ -107,6 +110,7 @@ class Ingress:
         origin: Origin,
         headers: dict[str, str] | None = None,
         forecast_s: float | None = None,
+        elsewhere: bool = False,
     ) -> web.StreamResponse:
         """Relay a chat or a completion, and learn from its times."""
         view = member.view
@@ -115,7 +119,7 @@ class Ingress:
         response, timing = await relay(
             *(request, self.session, member, data, headers or {}),
             learn=lambda head: self.ids.learn(head, origin),
-            elsewhere=forecast_s is not None,
+            elsewhere=elsewhere,
         )
         member.placed += 1
         if response.status == 200:

@@ -96,11 +96,13 @@ def test_a_line_that_is_struck_is_edited_no_more(http: httpx2.Client) -> None:
     teach(http, "sten")
     found = http.get("/v1/adapters/sten").json()["beliefs"]
     assert found[0] == {
-        "key": "edit:begins", "text": 'begins with "Dear Ann,"', "likes": True, "agree": 3, "of": 3,
+        "key": "edit:begins:Dear Ann, ", "text": 'begins with "Dear Ann,"', "likes": True, "agree": 3, "of": 3,
     }  # fmt: skip
-    assert http.post("/v1/adapters/sten/strike", json={"key": "edit:begins"}).status_code == 200
+    assert http.post("/v1/adapters/sten/strike", json={"key": "edit:begins:Dear Ann, "}).status_code == 200
     until(http, "sten", edited=False)
-    assert http.post("/v1/adapters/sten/strike", json={"key": "edit:begins", "undo": True}).status_code == 200
+    assert (
+        http.post("/v1/adapters/sten/strike", json={"key": "edit:begins:Dear Ann, ", "undo": True}).status_code == 200
+    )
     until(http, "sten", edited=True)
 
 

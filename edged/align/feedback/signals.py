@@ -370,7 +370,8 @@ def _choice(completion: Completion, report: Feedback) -> Choice:
     if index is None and len(by_index) == 1:
         index = next(iter(by_index))
     if index not in by_index:
-        known = "choices " * (len(by_index) > 1) + ("only " * (len(by_index) == 1)) + ", ".join(map(str, by_index))
+        numbers = ", ".join(map(str, by_index))
+        known = f"choices {numbers}" if len(by_index) > 1 else f"only {numbers}"
         wrong = "choice is missing" if index is None else f"choice {index} does not exist"
         raise FeedbackError(f'{wrong}: completion "{completion.id}" has {known}', "bad_choice")
     return by_index[index]

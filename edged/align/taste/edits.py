@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
+from os.path import commonprefix
 from typing import Any, Literal
 
 _LEAST, _SHARE = 3, 0.6
@@ -33,6 +34,11 @@ _SENTENCE = re.compile(
     r"\S.*?(?:(?<![.!?…])[.!?…]++[\"')\]”’»]*(?=\s|$)|[。！？]+[」』”’）]*|(?=\n\s*\n)|$)\s*", re.DOTALL
 )
 _END_MARKS = ".!?…。！？"
+_NO_END = re.compile(
+    r"(?:^|\s)(?:\d+|[A-Za-z]|Dr|Mr|Mrs|Ms|Prof|St|No|Nr|etc|approx|ca|vs|e\.g|i\.e|z\.B|d\.h)\.\s*$", re.IGNORECASE
+)
+"""Ends of what is no sentence yet: the number of a list, an initial, an abbreviation."""
+_CODE = re.compile(r"(```.*?(?:```|$)|`[^`\n]*`)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,8 @@ class Operator:
             before, rest = rest, self._changed(self.rest(rest))
             if rest == before:
                 break
-        return self.begins + rest + self.ends
+        ends = f"\n\n{self.ends.lstrip()}" if self.ends and rest.endswith("```") else self.ends
+        return self.begins + rest + ends
 
     def shown(self, text: str) -> bool:
         """Whether `text` has the change already; an empty text has not."""
@@ -77,8 +84,14 @@ class Operator:
         return text
 
     def _changed(self, text: str) -> str:
+        parts = _CODE.split(text)
+        if len(parts) > 1:
+            # Code stays as it is, and so do the sentences around it.
+            words = Operator(replaced=self.replaced, case=self.case)
+            first = replace(words, small_start=self.small_start)._changed(parts[0])
+            return first + "".join(part if at % 2 else words._changed(part) for at, part in enumerate(parts[1:], 1))
         text = _replace(text, self.replaced) if self.replaced else text
-        sentences = _SENTENCE.findall(text)
+        sentences = _sentences(text)
         kept = sentences[: self.max_sentences] if self.max_sentences else sentences[:]
         while self.no_closing and len(kept) > 1 and kept[-1].rstrip().endswith(self.no_closing):
             kept.pop()
@@ -96,7 +109,7 @@ class Operator:
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "replaced"}
         small = {"small_start": told.pop("small_start")}
         found = {
-            f"edit:{name}": Operator(**{name: value}, **(small if name == "begins" else {}))
+            f"edit:{name}:{value}": Operator(**{name: value}, **(small if name == "begins" else {}))
             for name, value in told.items()
             if value
         }
@@ -135,15 +148,45 @@ def induce(edits: Sequence[tuple[str, str]]) -> Operator | None:
 
     A part of it is in three edits at least, and in three of five of those in which it could be: an original that has
     it already tells nothing of it. Edits that keep less than half of the words, or of more than 10,000 characters,
-    share nothing with others. Where two of the newest six take the change off again, edits up to then do not count.
+    share nothing with others. After two of the newest six have taken the change off again, or the edits since then
+    share another one, only what came later counts.
     """
     pairs = [(old.strip(), new.strip()) for old, new in edits[-_LATEST:] if old.strip() != new.strip()]
     found = _induce(pairs)
-    if found is not None:
-        undone = [at for at, (old, new) in enumerate(pairs) if found.shown(old) and not found.shown(new)]
-        if sum(at >= len(pairs) - _NEWEST for at in undone) >= _UNDONE:
-            return induce(pairs[undone[-1] + 1 :])
-    return found
+    if found is not None and not _is_undone(found, pairs):
+        return found
+    size, earlier = next((at for at, pair in enumerate(pairs) if found and _takes_off(found, *pair)), 0), found
+    if found is None:
+        firsts = ((size, _unanimous(pairs[:size])) for size in _halves(len(pairs)))
+        size, earlier = next((each for each in firsts if each[1] is not None), (0, None))
+    # Originals had the earlier change, since it was made to what was served.
+    later = [(earlier.rest(old) if earlier else old, new) for old, new in pairs[size:]]
+    for count in _halves(len(later)):
+        found = _unanimous(later[-count:])
+        if found is not None and not _is_undone(found, later):
+            return found
+    kept = earlier is not None and _enough(sum(earlier.shown(new) for _, new in pairs), len(pairs))
+    return earlier if kept and earlier and not _is_undone(earlier, pairs) else None
+
+
+def _halves(count: int) -> Iterable[int]:
+    while count >= _LEAST:
+        yield count
+        count = max(_LEAST, count // 2) if count > _LEAST else 0
+
+
+def _unanimous(pairs: Sequence[tuple[str, str]]) -> Operator | None:
+    """Return the change that every one of a few edits in a row makes."""
+    found = _induce(pairs)
+    return found if found and all(found.shown(new) and not found.shown(old) for old, new in pairs) else None
+
+
+def _takes_off(found: Operator, old: str, new: str) -> bool:
+    return found.shown(old) and not found.shown(new)
+
+
+def _is_undone(found: Operator, pairs: Sequence[tuple[str, str]]) -> bool:
+    return sum(_takes_off(found, *pair) for pair in pairs[-_NEWEST:]) >= _UNDONE
 
 
 def _induce(pairs: Sequence[tuple[str, str]]) -> Operator | None:
@@ -282,6 +325,17 @@ def _replacements(edits: Sequence[_Edit]) -> dict[str, str]:
     return {old: new for old, new in found.items() if not any(key in _spaced(_TOKEN.findall(new)) for key in keys)}
 
 
+def _sentences(text: str) -> list[str]:
+    """Cut a text into sentences, each with the space behind it."""
+    found: list[str] = []
+    for piece in _SENTENCE.findall(text):
+        if found and (_NO_END.search(found[-1]) or piece[:1].islower()):
+            found[-1] += piece
+        else:
+            found.append(piece)
+    return found
+
+
 def _spaced(tokens: Iterable[str]) -> str:
     """Casefolded tokens with bounds, so that a run of them is found as a part of a string."""
     return "\0" + "\0".join(tokens).casefold() + "\0"
@@ -337,7 +391,7 @@ def _sentence_bounds(changed: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """The bound of an answer's sentences, where edits leave out the last ones."""
     lengths: Counter[int] = Counter()
     marks: Counter[str] = Counter()
-    texts = [[[_plain(part) for part in _SENTENCE.findall(text)] for text in pair] for pair in changed]
+    texts = [[[_plain(part) for part in _sentences(text)] for text in pair] for pair in changed]
     for before, after in texts:
         if after and len(after) < len(before) and before[: len(after)] == after:
             lengths[len(after)] += 1
@@ -390,31 +444,34 @@ class EditedText:
         self.text = ""
         """The edited text so far."""
         self._operator = operator
-        # What an end changes is left until the end is known.
-        self._growing = replace(operator, ends="", end_mark="", no_closing="")
-        phrases = [_TOKEN.findall(phrase) for phrase in (*operator.replaced, operator.begins)]
-        self._held_tokens = 2 + max(map(len, phrases))
+        self._growing = replace(operator, ends="", end_mark="", no_closing="", max_sentences=0)
+        self._waits = self._growing != replace(operator, ends="")
+        """Whether the text depends on how it ends, so that nothing leaves before."""
+        phrases = [_TOKEN.findall(phrase) for phrase in (*operator.replaced, operator.begins, operator.ends)]
+        # The model may write an ending itself, even twice.
+        self._held_tokens = 2 + 2 * max(map(len, phrases))
         self._looked = 0
 
     def push(self, raw: str) -> None:
         """Edit what can no longer change of an answer that has grown to `raw`."""
-        if len(raw) - self._looked >= _STRIDE:
+        # Each look reads the whole text: the longer it is, the rarer they are.
+        if not self._waits and len(raw) - self._looked >= max(_STRIDE, len(raw) // 32):
             self._looked = len(raw)
-            if self._operator.no_closing:
-                raw = "".join(self._before_closing(_SENTENCE.findall(raw)))
-            settled = "".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip().rstrip(_END_MARKS).rstrip()
-            edited = self._growing.apply(settled)
+            settled = _before_code("".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip())
+            # Where a phrase begins before the cut and ends behind it, the two differ.
+            edited = commonprefix([self._growing.apply(settled), self._growing.apply(raw)])
             if edited.startswith(self.text):
                 self.text = edited
 
     def end(self, raw: str, whole: bool) -> None:
         """Edit the rest of an answer that ended as `raw`; without `whole` it was cut and gets no ending."""
-        edited = (self._operator if whole else self._growing).apply(raw)
+        growing = replace(self._growing, max_sentences=self._operator.max_sentences)
+        edited = (self._operator if whole else growing).apply(raw)
         # Where the end shows that the beginning was to be edited otherwise, only the rest is.
         self.text += edited[len(self.text) :]
 
-    def _before_closing(self, sentences: list[str]) -> list[str]:
-        kept = sentences[:-1]
-        while kept and kept[-1].rstrip().endswith(self._operator.no_closing):
-            kept.pop()
-        return kept
+
+def _before_code(text: str) -> str:
+    """Return a text up to a mark of code that is still open."""
+    *closed, last = _CODE.split(text)
+    return "".join(closed) + last.split("`")[0] if len(closed) % 2 == 0 else text

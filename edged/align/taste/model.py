@@ -174,7 +174,8 @@ class Taste:
         edits = self.operator.parts if self.operator else {}
         shown = {key: sum(part.shown(new) for _, new in self._edits) for key, part in edits.items()}
         told = [Belief(key, part.text, True, shown[key], len(self._edits)) for key, part in edits.items()]
-        return [*told, *self._believed(max(0, most - len(told)))]
+        said = {each.text for each in told}
+        return [*told, *(each for each in self._believed(most) if each.text not in said)][: max(most, len(told))]
 
     def _believed(self, most: int) -> list[Belief]:
         design = self._design

@@ -149,8 +149,9 @@ def test_answers_that_have_the_change_already_do_not_outvote_it() -> None:
     assert found.begins == "Well. "
 
 
-def test_two_edits_that_take_the_change_off_end_it_and_three_begin_it_again() -> None:
-    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:10]]
+@pytest.mark.parametrize("count", [3, 10])
+def test_two_edits_that_take_the_change_off_end_it_and_three_begin_another(count: int) -> None:
+    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:count]]
     off = [(new, old) for old, new in signed]
     assert induce(signed + off[:1]) is not None
     assert induce(signed + off[:2]) is None
@@ -160,10 +161,48 @@ def test_two_edits_that_take_the_change_off_end_it_and_three_begin_it_again() ->
     assert found.ends == " Yours, Ann"
 
 
+@pytest.mark.parametrize("ending", [" Yours, Ann", " Cheers, Benny!", "\n\nAnn"])
+def test_three_edits_that_put_another_ending_in_the_place_of_the_first_are_enough(ending: str) -> None:
+    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:3]]
+    found = induce(signed + [(f"{text} Best, Ann", text + ending) for text in _EDITED[3:6]])
+    assert found is not None
+    assert found.apply("Yes.") == "Yes." + ending
+
+
+def test_a_change_that_rewritten_answers_keep_is_kept() -> None:
+    signed = [(text, f"{text} Best, Ann") for text in _EDITED[:3]]
+    rewritten = [(f"{text} Best, Ann", f"Quite something else {n}. Best, Ann") for n, text in enumerate(_EDITED[3:6])]
+    found = induce(signed + rewritten)
+    assert found is not None
+    assert found.ends == " Best, Ann"
+
+
+def test_code_stays_as_it_is_and_an_ending_stands_behind_it() -> None:
+    operator = Operator(ends=" Best, Ann", replaced={"!": ".", "you": "one"}, case="lower", max_sentences=1)
+    code = "```python\nif a != b: return True  # You\n```"
+    assert operator.apply(f"Do You see!\n{code}") == f"do one see.\n{code}\n\nBest, Ann"
+    assert operator.apply("Set `X != True`, You!") == "set `X != True`, one. Best, Ann"
+    for text in (f"Do You see!\n{code}", f"Do it!\n{code}\nYou see!", "Set `X`."):
+        assert operator.shown(operator.apply(text))
+
+
+def test_numbers_of_lists_and_abbreviations_end_no_sentence() -> None:
+    one = Operator(max_sentences=1)
+    assert one.apply("1. Wash the rice.\n2. Boil it.") == "1. Wash the rice."
+    assert one.apply("Dr. Smith is in. Ask her.") == "Dr. Smith is in."
+    assert one.apply("It costs approx. 5 dollars. Pay here.") == "It costs approx. 5 dollars."
+
+
 def test_a_part_is_left_out_by_its_key() -> None:
     found = Operator("Hi. ", " Bye.", replaced={"tea": "water", "you": ""}, case="lower")
-    assert found.parts.keys() == {"edit:begins", "edit:ends", "edit:case", "edit:replaced:tea", "edit:replaced:you"}
-    left = found.without(["edit:begins", "edit:replaced:you", "end:!"])
+    assert found.parts.keys() == {
+        "edit:begins:Hi. ",
+        "edit:ends: Bye.",
+        "edit:case:lower",
+        "edit:replaced:tea",
+        "edit:replaced:you",
+    }
+    left = found.without(["edit:begins:Hi. ", "edit:replaced:you", "end:!"])
     assert left == Operator(ends=" Bye.", replaced={"tea": "water"}, case="lower")
     assert found.without(found.parts) is None
 
@@ -193,6 +232,26 @@ def test_a_growing_answer_is_edited_as_a_whole_one_and_takes_nothing_back(
         sent = edited.text
     edited.end(raw, whole=True)
     assert edited.text == operator.apply(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "It is 4 now. Best regards, Ann Lee",
+        "It is 4.\n\nbest regards,\nann lee",
+        "No. Best regards, Ann Lee" + " Best regards, Ann Lee",
+    ],
+)
+@pytest.mark.parametrize("ends", [" Best regards, Ann Lee", "\n\nBest regards,\nAnn Lee"])
+def test_an_ending_that_the_model_writes_itself_is_streamed_once(raw: str, ends: str) -> None:
+    operator = Operator(ends=ends)
+    edited = EditedText(operator)
+    text = "Some words come first, so that there is something to send. " + raw
+    for end in range(len(text)):
+        edited.push(text[:end])
+    assert edited.text
+    edited.end(text, whole=True)
+    assert edited.text == operator.apply(text)
 
 
 def test_a_growing_answer_leaves_early_and_one_that_is_cut_gets_no_ending() -> None:
