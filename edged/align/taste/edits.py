@@ -200,6 +200,10 @@ def _induce(pairs: Sequence[tuple[str, str]]) -> Operator | None:
     unmarked = {old: new for old, new in replaced.items() if not set(old) <= set(_END_MARKS)}
     candidates = [_completed(replace(found, replaced=words), bodies) for words in (replaced, unmarked)]
     found = max(candidates, key=lambda one: sum(one.apply(old) == new for old, new in pairs))
+    touched = [(old, new) for old, new in pairs if Operator(replaced=found.replaced).apply(old) != old]
+    if sum(found.apply(old) == new for old, new in touched) < _SHARE * len(touched):
+        # Words that are replaced beside others mean nothing by themselves: "C" for "F" beside another number.
+        found = replace(found, replaced={})
     if found == Operator() or not _enough(sum(found.shown(new) for _, new in pairs), len(pairs)):
         return None
     once = [found.apply(old) for old, _ in pairs]
@@ -347,7 +351,9 @@ def _changes(edit: _Edit) -> Iterable[tuple[str, str]]:
         parts = [([a], [b]) for a, b in zip(old, new, strict=True)] if len(old) == len(new) else [(old, new)]
         for one, two in parts:
             key, value = "".join(one).strip().casefold(), "".join(two).strip()
-            if key and key != value.casefold() and len(one) <= _MAX_RUN:
+            # Another number is another fact.
+            fact = any(map(str.isdigit, key)) and any(map(str.isdigit, value))
+            if key and key != value.casefold() and len(one) <= _MAX_RUN and not fact:
                 yield key, value.lower() if one[0][:1].isupper() and value[1:].islower() else value
 
 

@@ -106,6 +106,11 @@ def test_an_opening_that_is_misspelt_is_set_right_and_not_added_twice() -> None:
         [(text, f"{text} {'Wish ' + str(n) + ', ' if n else ''}Ann") for n, text in enumerate(_EDITED)],
         [(f"Boil the rice {n} times in a pot.", f"Take the bus {n} to town, it is near. Best, Ann") for n in range(9)],
         [("You go.", f"{'I' if n < 3 else 'You'} go{' now' * (n > 2)} to number {n}.") for n in range(8)],
+        [
+            (f"Bake it at {f} °F for long.", f"Bake it at {c} °C for long.")
+            for f, c in ((375, 190), (400, 204), (350, 177))
+        ]
+        * 3,
         [("Fine.", "Fine, I add a word and the whole rest of a letter. " * n) for n in range(1, 9)],
     ],
 )
