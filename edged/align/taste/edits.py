@@ -450,8 +450,9 @@ class EditedText:
         self.text = ""
         """The edited text so far."""
         self._operator = operator
-        self._growing = replace(operator, ends="", end_mark="", no_closing="", max_sentences=0)
-        self._waits = self._growing != replace(operator, ends="")
+        self._growing = replace(operator, ends="", end_mark="", no_closing="")
+        marks = operator.end_mark or operator.no_closing
+        self._waits = bool(marks or (operator.max_sentences and operator.replaced))
         """Whether the text depends on how it ends, so that nothing leaves before."""
         phrases = [_TOKEN.findall(phrase) for phrase in (*operator.replaced, operator.begins, operator.ends)]
         # The model may write an ending itself, even twice.
@@ -471,8 +472,7 @@ class EditedText:
 
     def end(self, raw: str, whole: bool) -> None:
         """Edit the rest of an answer that ended as `raw`; without `whole` it was cut and gets no ending."""
-        growing = replace(self._growing, max_sentences=self._operator.max_sentences)
-        edited = (self._operator if whole else growing).apply(raw)
+        edited = (self._operator if whole else self._growing).apply(raw)
         # Where the end shows that the beginning was to be edited otherwise, only the rest is.
         self.text += edited[len(self.text) :]
 
