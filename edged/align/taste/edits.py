@@ -96,7 +96,7 @@ class Operator:
         while self.no_closing and len(kept) > 1 and kept[-1].rstrip().endswith(self.no_closing):
             kept.pop()
         if len(kept) < len(sentences):
-            text = "".join(kept).rstrip()
+            text = text[: len(text) - len(text.lstrip())] + "".join(kept).rstrip()
         if self.end_mark and text.strip():
             text = text.rstrip().rstrip(_END_MARKS) + self.end_mark
         if self.small_start and not re.match(r"I\b", text):
@@ -333,7 +333,7 @@ def _sentences(text: str) -> list[str]:
     """Cut a text into sentences, each with the space behind it."""
     found: list[str] = []
     for piece in _SENTENCE.findall(text):
-        if found and (_NO_END.search(found[-1]) or piece[:1].islower()):
+        if found and _NO_END.search(found[-1]):
             found[-1] += piece
         else:
             found.append(piece)
