@@ -139,9 +139,7 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
             if record.state == "quarantined":
                 quarantine.insert_quarantined(db, record.pair_id, created_at, record.adapter, record.reason)
         case VersionPublished():
-            version = asdict(record)
-            del version["gain_nats"]  # only the practice that waits for it needs it
-            adapters.insert_version(db, created_at, version)
+            adapters.insert_version(db, created_at, asdict(record))
             if record.taken_back and record.restored is not None:
                 if record.reason.startswith("guard: held-out"):
                     # Training on these pairs again would cost as much accuracy again: they wait for a decision.

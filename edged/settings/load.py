@@ -98,7 +98,7 @@ class ServingSettings(Section):
     best_of: str = setting(
         "auto",
         "answers that a user's taste model chooses from: auto (4, once it is sure), off, or a number; drawn in room"
-        " that nothing else needs; off and 1 also leave answers as they are where a user edits all alike",
+        " that nothing else needs; off and 1 also make no edits",
         pattern=r"auto|off|[1-9]\d?",
     )
     prompt_lookup: bool = setting(

@@ -42,8 +42,12 @@ def insert_metric(db: Database, created_at: str, score: Mapping[str, Any]) -> No
 
 
 def insert_version(db: Database, created_at: str, version: Mapping[str, Any]) -> None:
-    """Add a version (keys: the columns); one of its number, left by a crash before it reached the disk, is replaced."""
+    """Add a version (keys: the columns); one of its number, left by a crash before it reached the disk, is replaced.
+
+    `gain_nats` is for the practice that waits for it alone.
+    """
     row = {"created_at": created_at, **version, "on_disk": 0}
+    row.pop("gain_nats", None)
     insert_row(db, "adapter_versions", row, "INSERT OR REPLACE")
 
 
