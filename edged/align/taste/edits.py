@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ _MAX_CHARACTERS = 10_000
 _MAX_DIFFERING = 256
 """Most tokens between an edit's common beginning and end that are compared one by one."""
 _KEPT = 0.5
-"""Least share of the shorter text's words that an edit keeps; what keeps less is another answer."""
+"""Least share of the shorter text's words that an edit keeps; what keeps less is an answer written anew."""
 _MAX_RUN = 40
 """Most tokens of a phrase that is replaced, of an opening and of an ending."""
 _MAX_SPELLING = 4
@@ -147,9 +148,9 @@ def induce(edits: Sequence[tuple[str, str]]) -> Operator | None:
     """Return the change that most of the latest `edits` (original, edited) share; None where they share none.
 
     A part of it is in three edits at least, and in three of five of those in which it could be: an original that has
-    it already tells nothing of it. Edits that keep less than half of the words, or of more than 10,000 characters,
-    share nothing with others. After two of the newest six have taken the change off again, or the edits since then
-    share another one, only what came later counts.
+    it already tells nothing of it. Edits of more than 10,000 characters share nothing with others, and those that keep
+    less than half of the words no more than a closing. After two of the newest six have taken the change off again, or
+    the edits since then share another one, only what came later counts.
     """
     pairs = [(old.strip(), new.strip()) for old, new in edits[-_LATEST:] if old.strip() != new.strip()]
     found = _induce(pairs)
@@ -192,7 +193,8 @@ def _is_undone(found: Operator, pairs: Sequence[tuple[str, str]]) -> bool:
 def _induce(pairs: Sequence[tuple[str, str]]) -> Operator | None:
     kept = [edit for edit in (_compare(*pair) for pair in pairs) if edit]
     if len(kept) < max(_LEAST, _SHARE * len(pairs)):
-        return None
+        found = Operator(ends=_closing(pairs))
+        return found if found.ends and _enough(sum(found.shown(new) for _, new in pairs), len(pairs)) else None
     found = Operator(_shared_end(kept, 1), _shared_end(kept, -1))
     bodies = [edit for edit in (_compare(found.rest(edit.old), found.rest(edit.new)) for edit in kept) if edit]
     replaced = _replacements(bodies)
@@ -299,6 +301,21 @@ def _shared_end(edits: Sequence[_Edit], step: Literal[1, -1]) -> str:
         could = sum(one[: len(key)] != key for one in olds)
         if _enough(shared, could) and forms[key].total() >= max(_LEAST, shared / 2):
             return forms[key].most_common(1)[0][0]
+    return ""
+
+
+def _closing(pairs: Sequence[tuple[str, str]]) -> str:
+    """The longest closing of two words at least, behind a sentence, that answers have that were written anew."""
+    closings: set[str] = set()
+    for one, other in pairwise(_TOKEN.findall(new)[-_MAX_RUN:] for _, new in pairs):
+        same = len(one) - len(commonprefix([[token.casefold() for token in each[::-1]] for each in (one, other)]))
+        starts = [at for at in range(max(1, same), len(one)) if one[at].isspace() and one[at - 1] in _END_MARKS]
+        if starts and sum(map(_is_word, one[starts[0] :])) > 1:
+            closings.add("".join(one[starts[0] :]))
+    for closing in sorted(closings, key=len, reverse=True):
+        could = [new.endswith(closing) for old, new in pairs if not old.endswith(closing)]
+        if _enough(sum(could), len(could)):
+            return closing
     return ""
 
 

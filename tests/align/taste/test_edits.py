@@ -104,7 +104,7 @@ def test_an_opening_that_is_misspelt_is_set_right_and_not_added_twice() -> None:
         [(text, f"Note {n}: {text}") for n, text in enumerate(_EDITED)],
         [("It is 5 km.", "It is 3 miles."), ("Take 2 kg of it.", "Take 4 pounds of it."), ("Go now.", "Go later.")],
         [(text, f"{text} {'Wish ' + str(n) + ', ' if n else ''}Ann") for n, text in enumerate(_EDITED)],
-        [(f"Boil the rice {n} times in a pot.", f"Take the bus {n} to town, it is near. Best, Ann") for n in range(9)],
+        [(f"Boil the rice {n} times in a pot.", f"Take the bus {n} to town, it is near.") for n in range(9)],
         [("You go.", f"{'I' if n < 3 else 'You'} go{' now' * (n > 2)} to number {n}.") for n in range(8)],
         [
             (f"Bake it at {f} °F for long.", f"Bake it at {c} °C for long.")
@@ -180,6 +180,16 @@ def test_a_change_that_rewritten_answers_keep_is_kept() -> None:
     found = induce(signed + rewritten)
     assert found is not None
     assert found.ends == " Best, Ann"
+
+
+@pytest.mark.parametrize("closing", [" Cheers, Kim", "\n\nYours,\nKim"])
+def test_a_closing_of_answers_that_were_written_anew_is_found(closing: str) -> None:
+    anew = ["Try soup with bread.", "It is mild at 20 °C!", "Yes, until 5 pm.", "Take a coat."]
+    pairs = [(old, new + closing) for old, new in zip(_EDITED, anew, strict=False)]
+    found = induce(pairs)
+    assert found == Operator(ends=closing)
+    assert induce([(old, new) for old, new in zip(_EDITED, anew, strict=False)]) is None
+    assert induce([(old, f"{new} It is fine.") for old, new in zip(_EDITED[:2], anew, strict=False)]) is None
 
 
 def test_code_stays_as_it_is_and_an_ending_stands_behind_it() -> None:
