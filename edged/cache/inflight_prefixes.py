@@ -4,10 +4,12 @@ MACE (section 4.3, appendix A) walks the tree of the active prompts depth first,
 computed once. Here the tree is one of whole pages, updated as prompts come and go: a prompt waits for the one that
 shares most of it, and goes on as soon as that one has computed what they share. A prompt waits only for one that comes
 earlier in the policy's order. So no two prompts can wait for each other, and none waits behind one that is due later.
+Orders change: nobody waits any longer for a prompt that was put last (`put_last`).
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -89,6 +91,18 @@ class InflightPrefixes:
         if waits:
             self._follow(prompt)
         return None if prompt.leader is None else prompt.leader.name
+
+    def waits(self) -> list[tuple[int, list[int]]]:
+        """Return each prompt that others wait for, with these."""
+        leaders = [prompt for prompt in self._prompts.values() if prompt.followers]
+        return [(leader.name, [follower.name for follower in leader.followers]) for leader in leaders]
+
+    def put_last(self, name: int) -> list[int]:
+        """Let nobody wait for a pending prompt, which the others have overtaken. Returns those that need not wait."""
+        prompt = self._prompts[name]
+        freed = self.leave(name)
+        self.enter(name, prompt.key, prompt.token_ids, (math.inf, name), waits=False)
+        return freed
 
     def computed(self, name: int, num_tokens: int) -> list[int]:
         """Note that a prompt's first `num_tokens` are computed and cached. Returns those that need not wait longer."""

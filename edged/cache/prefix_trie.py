@@ -7,7 +7,7 @@ computed the K/V, and the tenant where tenants must not share; nothing is shared
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, Protocol
@@ -48,6 +48,8 @@ class _TrieNode:
     page: int
     parent: _TrieNode | None
     handle: int | None = None
+    state: int = 0
+    """Slot of a copy of the layers' states after its tokens, where layers keep any and one was made; 0: none."""
     children: dict[tuple[int, ...], _TrieNode] = field(default_factory=dict)
 
 
@@ -74,15 +76,25 @@ class PrefixTrie:
     Eviction is least recently used, a node before its parent. A page that only the trie holds can always be evicted:
     where a running sequence holds a page further down, that one is merely not found any more. With a spill, evicted
     pages are kept there and copied back when they are matched; when it is full, the oldest are dropped.
+
+    Of a model whose layers keep states, nodes may have copies of these: a prompt goes on from such a node alone.
     """
 
-    def __init__(self, pool: PagePool, offload: PageOffload | None = None) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        offload: PageOffload | None = None,
+        release_states: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """`release_states` is given the slots of copies that are dropped."""
         self.stats = TrieStats()
         self._pool = pool
         self._offload = offload
+        self._release_states = release_states
         self._roots: dict[Key, _TrieNode] = {}
         self._recency: OrderedDict[_TrieNode, None] = OrderedDict()  # least recently used first
         self._offloaded: OrderedDict[_TrieNode, None] = OrderedDict()  # likewise
+        self._with_state: OrderedDict[_TrieNode, None] = OrderedDict()  # likewise
 
     def __len__(self) -> int:
         """Number of pages that the trie keeps in the pool."""
@@ -99,16 +111,55 @@ class PrefixTrie:
         Covers at most `len(token_ids) - 1` tokens, so that the last one is always computed and gives logits. Offloaded
         pages are copied back, as long as that leaves `reserve` pages free or evictable. `counted` adds it to `stats`.
         """
-        path = self._path(key, token_ids, len(token_ids) - 1)
-        resident = [node.page for node in path if node.handle is None]
-        self._pool.retain(resident)
-        self._touch(path)
-        pages = resident if len(resident) == len(path) else self._restored(path, reserve)
-        self._pool.release(set(resident).difference(pages))
+        pages = self._taken(self._path(key, token_ids, len(token_ids) - 1), reserve)
         if counted:
-            self.stats.prompt_tokens += len(token_ids)
-            self.stats.hit_tokens += len(pages) * self._pool.page_size
+            self._count(token_ids, pages)
         return pages
+
+    def match_state(
+        self, key: Key, token_ids: Sequence[int], reserve: int = 0, counted: bool = True
+    ) -> tuple[list[int], int, int]:
+        """Return (pages, state, met): as `match`, up to the deepest copy of the layers' states, and its slot.
+
+        Without a copy there are no pages, and the slot is 0. `met` of `token_ids` are cached, in whole pages.
+        """
+        path = self._path(key, token_ids, len(token_ids) - 1)
+        met = len(path) * self._pool.page_size
+        taken = self._taken(_up_to_a_state(path), reserve)
+        path = _up_to_a_state(path[: len(taken)])
+        pages = taken[: len(path)]
+        self._pool.release(taken[len(path) :])
+        if path:
+            self._with_state.move_to_end(path[-1])
+        if counted:
+            self._count(token_ids, pages)
+        return pages, path[-1].state if path else 0, met
+
+    def has_room_for_state(self, key: Key, token_ids: Sequence[int]) -> bool:
+        """Whether `token_ids`, whole pages, are cached without a copy of the states after them."""
+        path = self._path(key, token_ids, len(token_ids))
+        return bool(path) and len(path) * self._pool.page_size == len(token_ids) and not path[-1].state
+
+    def keep_state(self, key: Key, token_ids: Sequence[int], state: int) -> None:
+        """Keep the slot of a copy of the states after `token_ids`, which has room for it."""
+        node = self._path(key, token_ids, len(token_ids))[-1]
+        node.state = state
+        self._with_state[node] = None
+
+    def take_state(self, key: Key, token_ids: Sequence[int]) -> int:
+        """Take back the copy after `token_ids`: it returns its slot, 0 where there is none any more."""
+        path = self._path(key, token_ids, len(token_ids))
+        whole = bool(path) and len(path) * self._pool.page_size == len(token_ids)
+        return self._without_state(path[-1]) if whole else 0
+
+    def drop_oldest_state(self) -> None:
+        """Drop the copy that no prompt went on from for the longest time."""
+        self._drop_state(next(iter(self._with_state)))
+
+    @property
+    def states(self) -> int:
+        """Number of copies of states."""
+        return len(self._with_state)
 
     def covered(self, key: Key, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids` are cached in the pool, in whole pages; this does not count as a use."""
@@ -208,6 +259,28 @@ class PrefixTrie:
             path.append(node)
         return path
 
+    def _taken(self, path: list[_TrieNode], reserve: int) -> list[int]:
+        """Return the pages of `path`, retained, up to the first offloaded one that cannot be copied back."""
+        resident = [node.page for node in path if node.handle is None]
+        self._pool.retain(resident)
+        self._touch(path)
+        pages = resident if len(resident) == len(path) else self._restored(path, reserve)
+        self._pool.release(set(resident).difference(pages))
+        return pages
+
+    def _count(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+        self.stats.prompt_tokens += len(token_ids)
+        self.stats.hit_tokens += len(pages) * self._pool.page_size
+
+    def _without_state(self, node: _TrieNode) -> int:
+        state, node.state = node.state, 0
+        self._with_state.pop(node, None)
+        return state
+
+    def _drop_state(self, node: _TrieNode) -> None:
+        if (state := self._without_state(node)) and self._release_states is not None:
+            self._release_states([state])
+
     def _touch(self, path: list[_TrieNode]) -> None:
         """Mark nodes as used, the deepest first, so that eviction meets a leaf before its parent."""
         for node in reversed(path):
@@ -280,6 +353,7 @@ class PrefixTrie:
         """Remove a childless node, and its root if that is empty then; True when its page became free."""
         assert node.parent is not None
         del node.parent.children[node.run]
+        self._drop_state(node)
         if node.parent.parent is None and not node.parent.children:
             del self._roots[node.key]
         if node.handle is not None:
@@ -288,6 +362,12 @@ class PrefixTrie:
         page, node.page = node.page, -1
         del self._recency[node]
         return self._pool.abandon(page)
+
+
+def _up_to_a_state(path: list[_TrieNode]) -> list[_TrieNode]:
+    """Return the beginning of `path` that ends with the deepest copy of states."""
+    deepest = max((depth for depth, node in enumerate(path, 1) if node.state), default=0)
+    return path[:deepest]
 
 
 def _from_the_leaves(node: _TrieNode) -> Iterator[_TrieNode]:

@@ -15,23 +15,27 @@ from edged.align.adapters.form import LoraSpec, RowNorms
 from edged.cache.page_pool import PagePool
 from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_paths
 from edged.engine.kv.offload import pick_offload
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import PagedKv
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora_selftest import selftest_lora
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import (
+    FEWEST_PAGES,
     STATE_BYTES,
     adapter_weights,
     adapters_that_fit,
+    beside_states,
     free_bytes,
     linear_sizes,
+    max_open_steps,
     refuse_longer_context,
     work_of,
 )
 from edged.engine.model.norms import fuse_norms
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import ModelRunner
+from edged.engine.native import triton_device
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.pruner import Pruner
 from edged.scheduler.cost.model import CostModel, roofline
@@ -55,6 +59,8 @@ _REACHED_OPERATIONS, _REACHED_BYTES = 0.5, 0.8
 _TENSOR_OPERATIONS = {7: 1024, 8: 2048, 9: 4096, 10: 8192, 12: 1024}
 """Operations of a multiprocessor's tensor cores in a cycle, at 16 bits (dense), by major compute capability."""
 _CONSUMER_OPERATIONS = {(8, 6): 1024, (8, 9): 1024}
+KEEPS_STATES = "layers keep a state from token to token"
+"""Why drafts and pruning are left out: both need the state after tokens that came before."""
 _PLAIN_OPERATIONS = 256
 """Operations of a multiprocessor's 128 plain cores in a cycle, at 32 bits."""
 
@@ -75,37 +81,67 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     selftest_lora(model, settings.align, settings.align.max_active_adapters)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
+    why_not_lora = pick_lora_kernel(model.lora, settings.model)
     native = settings.model.cpu_kernels
     if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.fp16_weights)):
         log.info("weights are not packed: %s", reason)
-    if native and (reason := shorten_layers(model)):
-        log.info("layers are computed as the model has them: %s", reason)
+    if why_not_layers := _shorten(model, settings):
+        log.info("layers are computed as the model has them: %s", why_not_layers)
     page_size, policy = settings.cache.page_size, ROWS[settings.scheduler.policy]
-    pool = PagePool(page_count(model, settings), page_size)
-    kv = model.new_kv(pool.pages, page_size)
+    num_pages, copies = page_count(model, settings)
+    pool = PagePool(num_pages, page_size)
+    steps = max_open_steps(settings.align.max_loaded_adapters)
+    sequences, cache = settings.serving.max_sequences, settings.cache
+    kv = model.new_kv(pool.pages, page_size, sequences, steps, copies)
     # Page tables are padded with page 0: no sequence may own it.
     pool.allocate(1)
-    shares = settings.cache.prefix_sharing and policy.shares_prefixes
-    pages = KvPages(pool, shares, pick_offload(kv, settings.cache, folder) if shares else None)
+    if kv.states is not None:
+        log.info("%s: drafts are not used, and K/V is not pruned", KEEPS_STATES)
+    shares = cache.prefix_sharing and policy.shares_prefixes
+    offload = pick_offload(kv, cache, folder) if shares else None
+    pages = KvPages(pool, shares, offload, kv.states, copies, cache.copy_states_every)
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, (pool.pages - 1) * page_size)
-    why_not_lora = pick_lora_kernel(model.lora, settings.model)
-    backends = pick_paths(kv, settings.model, model.shape.heads // model.shape.kv_heads)
+    attention = [(layer, each) for layer, each in enumerate(model.shape.layer_heads) if each is not None]
+    kinds = [(kv.store_of_layer(layer)[0], each.heads // each.kv_heads) for layer, each in attention]
+    backends = pick_paths(list(dict.fromkeys(kinds)), settings.model, model.has_sinks)
     graphs, why_not_graphs = _graphs(model, kv, backends, settings, -(-longest // page_size))
-    reasons = {**backends.why_not, "lora": why_not_lora, "graphs": why_not_graphs}
+    reasons = {**backends.why_not, "lora": why_not_lora, "layers": why_not_layers, "graphs": why_not_graphs}
+    if kv.states is not None:
+        reasons |= dict.fromkeys(("pruning", "drafts"), KEEPS_STATES)
     window, pruner = model.shape.window, None
-    if settings.cache.pruning != "off" and policy.prunes:
+    if settings.cache.pruning != "off" and policy.prunes and kv.states is None:
         if window is not None and window < max_context:
             message = "K/V is not pruned: layers attend to the latest %d tokens, contexts have up to %d"
             log.info(message, window, max_context)
+        elif len(kv.stores) > 1:
+            log.info("K/V is not pruned: layers have heads of unlike shapes")
         else:
-            pruner = Pruner(settings.cache, kv, pages)
+            pruner = Pruner(settings.cache, kv.stores[0], pages)
     why_not = {part: reason for part, reason in reasons.items() if reason}
     return ModelRunner(model, kv, pages, backends, max_context, threads, graphs, pruner, why_not)
 
 
+def _shorten(model: ServedModel, settings: Settings) -> str:
+    """Let few rows pass layers in fewer steps than the model's own, where that is set; return why not all do, or ""."""
+    if model.device.type != "cuda":
+        return shorten_layers(model) if settings.model.cpu_kernels else ""
+    if not settings.model.fused_layers:
+        return ""
+    if settings.model.decode_attention not in ("auto", "triton"):
+        return f'model.decode_attention = "{settings.model.decode_attention}"'
+    if reason := triton_device.why_not(model.device, model.dtype):
+        return reason
+    from edged.engine.model.gpu_layers import fuse_layers  # brings Triton, which is slow to import
+
+    reason = fuse_layers(model, settings.cache.page_size)
+    # The memory of weights that were merged is free for K/V.
+    torch.cuda.empty_cache()
+    return reason
+
+
 def _graphs(
-    model: ServedModel, kv: KvStore, paths: Backends, settings: Settings, width: int
+    model: ServedModel, kv: PagedKv, paths: Backends, settings: Settings, width: int
 ) -> tuple[DecodeGraphs | None, str]:
     """Capture decode iterations for sequences of up to `width` pages; or return None and the reason."""
     if model.device.type != "cuda":
@@ -133,6 +169,7 @@ def lora_spec(
     align: AlignSettings,
     row_norms: RowNorms | None = None,
     dtype: torch.dtype = torch.float32,
+    wrapper: str = "",
 ) -> LoraSpec:
     """Return the LoRA configuration of a base model's adapters; `shapes` are (in, out) of its target linears."""
     all_linear = align.target_modules == "all-linear"
@@ -146,6 +183,7 @@ def lora_spec(
         base_source=base_source,
         row_norms=row_norms,
         dtype=dtype,
+        wrapper=wrapper,
     )
 
 
@@ -234,25 +272,28 @@ def bounded(settings: Settings, model: ServedModel) -> Settings:
     return settings.model_copy(update={"align": align.model_copy(update=update)})
 
 
-def page_count(model: ServedModel, settings: Settings) -> int:
-    """Return the pages of the pool: from `cache.memory_mb` or free memory, never more than max_sequences can use.
+def page_count(model: ServedModel, settings: Settings) -> tuple[int, int]:
+    """Return the pages of the pool, from `cache.memory_mb` or free memory, and the copies of states that fit beside.
+
+    Pages are never more than max_sequences can use.
 
     Raises ModelRefused, with the arithmetic, when not even a short sequence fits, or the context that was asked for.
     """
     size = settings.cache.page_size
-    page_bytes = model.page_bytes(size)
+    page_bytes, loaded = model.page_bytes(size), settings.align.max_loaded_adapters
     wanted = settings.model.max_context_tokens or model.shape.max_positions
     useful = settings.serving.max_sequences * -(-wanted // size) + 1
     if settings.cache.memory_mb:
         budget = settings.cache.memory_mb << 20
     else:
         free, share = free_bytes(model.device)
-        loaded, cuda = settings.align.max_loaded_adapters, model.device.type == "cuda"
+        cuda = model.device.type == "cuda"
         work = work_of(model.shape, settings, model.dtype, loaded, int(free * share), model.quantized, cuda)
         budget = int((free - sum(work.values())) * share)
+    budget, copies = beside_states(model.shape, settings, model.dtype, loaded, page_bytes, budget)
     pages = min(useful, budget // page_bytes)
-    if pages < 4:
+    if pages < FEWEST_PAGES:
         room = f"{max(pages, 0)} pages of {page_bytes} bytes ({size} tokens each) in {max(budget, 0) >> 20} MiB"
         raise ModelRefused(f"the K/V cache has room for {room}: raise cache.memory_mb or free memory")
     refuse_longer_context(settings, model.shape.max_positions, page_bytes, pages, budget)
-    return pages
+    return pages, copies

@@ -3,9 +3,9 @@
 A small model's iteration is hundreds of kernels that each take less time than their launch; a graph is one launch.
 
 A batch of n sequences runs in the next larger captured size. The rows beyond n are padding: they write to page 0,
-which no sequence owns, attend to nothing else, and lie in no LoRA tile. The forward is one graph with adapters and one
-without, and so is each of the two plain ways of drawing; rows with penalties or truncated distributions are drawn
-without one.
+which no sequence owns, attend to nothing else, lie in no LoRA tile, and leave their states in a slot of their own. The
+forward is one graph with adapters and one without, and so is each of the two plain ways of drawing; rows with penalties
+or truncated distributions are drawn without one.
 """
 
 import logging
@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from edged.engine.attention.packed_batch import PackedBatch, Segment, packed_rows, page_tables
-from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.attention.paged import attention_over, attention_pass
 from edged.engine.attention.selection import Backends
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.state import ZEROS
+from edged.engine.kv.store import PagedKv
 from edged.engine.lora import triton as triton_lora
 from edged.engine.lora.runs import LoraTiles
+from edged.engine.model.mixers import parts_of_decodes
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import SampledRows, choose, choose_greedy, is_plain, plain_parameters, sample
@@ -112,10 +114,14 @@ def is_too_much(held: int, added: int, most: int) -> bool:
 class _Fixed:
     """The tensors that captures read and write, for the largest size; smaller sizes use the first rows."""
 
-    def __init__(self, rows: int, width: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, rows: int, width: int, vocab: int, device: torch.device, padding: int) -> None:
+        """`padding` is the slot that takes the states of rows that are padding, where layers keep any."""
         self.ints = torch.zeros(4, rows, dtype=torch.int64, device=device)
         """Token id, position (and context), page and offset in it, by row."""
         self.tables = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self._padding = padding
+        self.states = torch.tensor([[ZEROS], [padding]], device=device).repeat(1, rows)
+        """Slots of the layers' states before and after, by row."""
         self.tiles = torch.zeros(rows, 3, dtype=torch.int64, device=device)
         self.parameters = torch.zeros(3, rows, dtype=torch.float64, device=device)
         """`plain_parameters` of the rows."""
@@ -131,17 +137,21 @@ class _Fixed:
         ints, tiles = np.zeros((4, rows), np.int64), np.zeros((rows, 3), np.int64)
         padded = np.zeros((rows, tables.shape[1]), np.int64)
         ints[:, : len(segments)], padded[: len(segments)] = values, tables
+        states = np.full((2, rows), [[ZEROS], [self._padding]], np.int64)
+        states[:, : len(segments)] = np.transpose([segment.states for segment in segments])
         if runs:
             used = triton_lora.tiles_of(runs, triton_lora.FEW_ROWS)
             tiles[: len(used)] = used
         # Doubles are viewed as integers, so that one transfer takes all.
         drawn = [] if parameters is None else [parameters.reshape(-1).view(np.int64)]
-        moved = upload([ints.reshape(-1), tiles.reshape(-1), padded.reshape(-1), *drawn], self.ints.device)
+        parts = [ints.reshape(-1), tiles.reshape(-1), padded.reshape(-1), states.reshape(-1), *drawn]
+        moved = upload(parts, self.ints.device)
         self.ints[:, :rows].copy_(moved[0].view(4, rows))
         self.tiles[:rows].copy_(moved[1].view(rows, 3))
         self.tables[:rows, : padded.shape[1]].copy_(moved[2].view(padded.shape))
+        self.states[:, :rows].copy_(moved[3].view(2, rows))
         if drawn:
-            self.parameters[:, : len(segments)].copy_(moved[3].view(torch.float64).view(3, -1))
+            self.parameters[:, : len(segments)].copy_(moved[4].view(torch.float64).view(3, -1))
         return bool(runs)
 
 
@@ -149,12 +159,13 @@ class DecodeGraphs:
     """Captured decode iterations of one model, by batch size; one thread at a time may use it."""
 
     def __init__(
-        self, model: ServedModel, kv: KvStore, paths: Backends, recorder: CudaGraphRecorder, max_rows: int, width: int
+        self, model: ServedModel, kv: PagedKv, paths: Backends, recorder: CudaGraphRecorder, max_rows: int, width: int
     ) -> None:
         """Captures batches of up to `max_rows` sequences of at most `width` pages, the largest size first: the smaller
         ones then find its memory. A size that does not fit is left out."""
         self._model, self._kv, self._paths, self._recorder = model, kv, paths, recorder
         self._replays: dict[int, dict[str, Replay]] = {}
+        padding = ZEROS if kv.states is None else kv.states.padding
         self.replayed = 0
         sizes = [rows for rows in _SIZES if rows < max_rows]
         sizes.append(next((rows for rows in _SIZES if rows >= max_rows), max_rows))
@@ -163,7 +174,7 @@ class DecodeGraphs:
         for rows in reversed(sizes):
             try:
                 # The tensors have the largest size that finds memory: smaller batches use the first rows.
-                fixed = self._fixed = fixed or _Fixed(rows, width, model.shape.vocab_size, model.device)
+                fixed = self._fixed = fixed or _Fixed(rows, width, model.shape.vocab_size, model.device, padding)
                 self._replays[rows] = self._capture(rows)
             except Exception as error:
                 reason = logs.first_line(error)
@@ -199,14 +210,17 @@ class DecodeGraphs:
         batch = PackedBatch(
             input_ids=ids[None],
             position_ids=positions[None],
-            write_rows=self._kv.row_index(pages, offsets),
+            pages=pages,
+            offsets=offsets,
             logit_rows=fixed.order[:rows],
             decode_rows=fixed.order[:rows],
             decode_tables=fixed.tables[:rows],
             decode_context=positions,
         )
         tiles = LoraTiles(fixed.tiles[:rows], triton_lora.FEW_ROWS) if adapted else None
-        with attention_pass(PagedAttention(batch, self._kv, self._paths.decode)), self._model.lora.packed([], tiles):
+        attention = attention_over(batch, self._kv, self._paths.decode)
+        attention.parts = parts_of_decodes(*fixed.states[:, :rows])
+        with attention_pass(attention), self._model.lora.packed([], tiles):
             logits = self._model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         fixed.logits[:rows].copy_(logits)
 

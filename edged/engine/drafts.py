@@ -36,7 +36,7 @@ def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float
     for sequence in sequences:
         sequence.draft = None
         most = min(MOST, room, sequence.request.sampling.max_tokens - sequence.generated - 1)
-        if most > 0 and _may_draft(sequence, now) and (one := sequence.lookup.find(sequence.token_ids, most)):
+        if most > 0 and _may_draft(sequence, now) and (one := _find(sequence, most)):
             heapq.heappush(found, (-sequence.lookup.share(one.kind), sequence.task.task_id, sequence, one))
     tokens = float(max(1, load.decodes))
     while found and room:
@@ -54,6 +54,14 @@ def draft(sequences: Iterable[Sequence], plan: Plan, cost: CostModel, now: float
         load, before_s, tokens, room = more, after_s, tokens + chance, room - 1
         if len(own) < len(one.tokens):
             heapq.heappush(found, (negative * sequence.lookup.share(one.kind), number, sequence, one))
+
+
+def _find(sequence: Sequence, most: int) -> Draft | None:
+    """Return a draft of at most `most` tokens, of those that the sequence's grammar allows."""
+    one = sequence.lookup.find(sequence.token_ids, most)
+    if one is not None and sequence.matcher is not None:
+        del one.tokens[sequence.matcher.allowed(one.tokens) :]
+    return one if one is not None and one.tokens else None
 
 
 def _may_draft(sequence: Sequence, now: float) -> bool:

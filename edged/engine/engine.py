@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 import edged
-from edged.align.adapters.adapter import AdapterFiles
+from edged.align.adapters.adapter import AdapterFiles, Snapshot
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.form import AdapterForm
 from edged.align.adapters.loader import AdapterLoader
@@ -81,7 +81,7 @@ class Engine:
         drop_cached(Path(model_dir).glob("*.safetensors"))
         norms = None if model.quantized else model.lora.row_norms
         source = source_of(settings.model, Path(model_dir))
-        spec = lora_spec(shapes, name, source, base, settings.align, norms, model.lora.dtype)
+        spec = lora_spec(shapes, name, source, base, settings.align, norms, model.lora.dtype, model.wrapper)
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""
@@ -177,7 +177,7 @@ class Engine:
                 f"context of {self.max_context_tokens} tokens"
             )
         # An answer that has begun goes on.
-        begun = request.delivery == "next_block" and not request.candidate
+        begun = bool(request.resumed_ids) or (request.delivery == "next_block" and not request.candidate)
         if not begun and self.sequences.waiting + self._requests_waiting >= self.settings.serving.max_queue:
             with self._counting:
                 self.stats.outcomes["refused"] += 1
@@ -269,6 +269,24 @@ class Engine:
         """
         build = partial(self.trainer.adapter_cache.build, adapter, weights, form=form)
         return self.commands.ask_at_length(lambda: self.finetuning.replace_version(adapter, build, reason))
+
+    def follow(self, adapter: str) -> Future[int]:
+        """Leave an adapter to its writer, another node; the future has its version when no step is under way."""
+        return self.commands.ask_at_length(lambda: self.finetuning.follow(adapter))
+
+    def follows(self, adapter: str) -> bool:
+        """Whether another node of a fleet writes an adapter."""
+        return adapter in self.trainer.pair_queues.followed
+
+    def take_over(self, adapter: str, after: int) -> Future[int]:
+        """Write an adapter from now on, by versions greater than `after`; the future is `rollback`'s."""
+        return self.commands.ask_at_length(lambda: self.finetuning.take_over(adapter, after))
+
+    def adopt(self, found: Snapshot) -> Future[int]:
+        """Serve a version that another node made, under its number; the future also raises VersionsDiffer."""
+        about = (found.adapter, found.weights, found.optimizer or None, found.form)
+        build = partial(self.trainer.adapter_cache.build, *about)
+        return self.commands.ask_at_length(lambda: self.finetuning.adopt(found.adapter, build, found.version))
 
     def publish_untrained(self, adapter: str) -> Future[None]:
         """Apply an untrained adapter as if it were trained, so that the cost of its answers does not change later."""
@@ -370,6 +388,7 @@ class Engine:
             "memory": {
                 "weights_bytes": model.shape.weight_bytes,
                 "kv_bytes": (pages.pool.pages - 1) * model.page_bytes(pages.page_size),
+                "state_bytes": 0 if pages.states is None else pages.states.size_bytes,
                 "adapters_bytes": model.lora.size_bytes + adapter_cache.count * state_bytes,
             },
             **self.runner.report(list(self.sequences.by_task.values())),
@@ -387,7 +406,10 @@ class Engine:
             model=self.subject.model,
             fingerprint=self.trainer.adapter_cache.spec.fingerprint,
             dtype=str(self.model.dtype).removeprefix("torch."),
+            node=self.settings.api.node,
             pairs_queued=self.finetuning.pairs_queued,
+            pairs_by_adapter=self.trainer.pair_queues.most_pairs(),
+            trains=self.finetuning.opens_steps,
         )
 
     def queue(self) -> dict[str, int]:

@@ -19,6 +19,7 @@ from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPub
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FinetuneStep
 from edged.align.trainer import Trainer
+from edged.align.versions import VersionsDiffer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import free_bytes, kept_that_fits, max_open_steps, unused_bytes
@@ -75,19 +76,21 @@ class StepTable:
         """Steps and tests under way, by task id."""
         self.resumes_s = math.inf
         """When steps are opened again after memory ran out; inf when nothing waits."""
+        self._ending: list[tuple[str, Future[int]]] = []
+        """Adapters that another node is to write once their step here has ended, and who waits for that."""
 
     # -- pairs -------------------------------------------------------------------------------------------------------
 
     def submit(self, pairs: list[TokenPair]) -> None:
-        """Hand pairs to the trainer."""
+        """Hand pairs to the trainer, but those that another node learns since they were read."""
         if not self.trains:
             return
         self._trainer.pair_queues.tick(time.monotonic())
-        self._trainer.submit(pairs)
+        self._trainer.submit([pair for pair in pairs if pair.adapter not in self._trainer.pair_queues.followed])
 
     def practise(self, adapter: str, pairs: list[TokenPair]) -> None:
         """Hand practice to the trainer."""
-        if self.trains:
+        if self.trains and adapter not in self._trainer.pair_queues.followed:
             self._trainer.practise(adapter, pairs)
 
     def open_to_practice(self, adapter: str) -> bool:
@@ -95,10 +98,15 @@ class StepTable:
 
         Its own pairs are done by then, and those of others are, too, or it is practice's turn.
         """
-        held = self._held or self._scheduler.degraded or not self._settings.current.align.enabled
         queue = self._trainer.pair_queues.queues.get(adapter)
-        own = queue is not None and bool(queue.queue)
-        return self.trains and not (held or own) and (not self.pairs_queued or self._practice_next)
+        own = (queue is not None and bool(queue.queue)) or adapter in self._trainer.pair_queues.followed
+        return self.opens_steps and not own and (not self.pairs_queued or self._practice_next)
+
+    @property
+    def opens_steps(self) -> bool:
+        """Whether neither policy, settings, governors nor a fault forbid steps; any thread may ask."""
+        closed = self._held or self._scheduler.degraded
+        return self.trains and not closed and self._settings.current.align.enabled
 
     def restore_outlier_history(self, pasts: dict[str, OutlierHistory]) -> None:
         """Restore adapters' outlier histories; see `PairQueues.restore_outlier_history`."""
@@ -289,6 +297,66 @@ class StepTable:
         self._loader.read(adapter, read, take)
         return answer
 
+    # -- a fleet's one writer ----------------------------------------------------------------------------------------
+
+    def follow(self, adapter: str) -> Future[int]:
+        """Open no more steps of an adapter, which another node writes.
+
+        The future has its version, 0 for none, once the step under way has ended and that version is on disk.
+        """
+        self._trainer.pair_queues.follow(adapter)
+        ended: Future[int] = Future()
+        self._ending.append((adapter, ended))
+        self._end_followed()
+        return ended
+
+    def _end_followed(self) -> None:
+        """Drop the pairs of adapters that are followed from now on, where no step of theirs is under way any more."""
+        withdrawn, waiting = self._trainer.adapter_cache.withdrawn, self._ending
+        self._ending = [item for item in waiting if self.under_way(item[0]) or item[0] in withdrawn]
+        for adapter, ended in waiting:
+            if (adapter, ended) not in self._ending:
+                version = self._trainer.adapter_cache.version(adapter)
+                self._trainer.pair_queues.forget(adapter)
+                saved = self._writer.saved(adapter, version)
+                saved.add_done_callback(partial(pass_on, answer=ended))
+
+    def adopt(self, adapter: str, build: Callable[[], AdapterState], version: int) -> Future[int]:
+        """Serve an adapter's version that another node made; the future has its number once it is on disk here.
+
+        Raises VersionsDiffer where this node has a newer one.
+        """
+
+        def publish(state: AdapterState) -> Future[int]:
+            adapter_cache = self._trainer.adapter_cache
+            newest = max(adapter_cache.get(adapter).newest_number, state.newest_number)
+            if newest >= version:
+                raise VersionsDiffer(newest)
+            return self._writer.saved(adapter, self._trainer.versions.adopt(state, version - 1, "adopted"))
+
+        return self._once_read(adapter, build, publish)
+
+    def take_over(self, adapter: str, after: int) -> Future[int]:
+        """Write an adapter from now on; its version becomes greater than `after`, where that is not 0.
+
+        The future has the version once it is on disk. Pairs are to be submitted when it has.
+        """
+
+        def publish(state: AdapterState) -> Future[int]:
+            if adapter in self._trainer.pair_queues.followed:
+                self._trainer.pair_queues.forget(adapter)
+                self._trainer.pair_queues.followed.discard(adapter)
+            adapter_cache = self._trainer.adapter_cache
+            adapter_cache.adopt(state)
+            if after and after >= adapter_cache.version(adapter):
+                self.abandon(adapter)
+                found = adapter_cache.get(adapter).copied().snapshot()
+                state = adapter_cache.build(adapter, found.weights, found.optimizer or None, found.form)
+                self._trainer.versions.adopt(state, after, "took over")
+            return self._writer.saved(adapter, adapter_cache.version(adapter))
+
+        return self._once_read(adapter, partial(self._trainer.adapter_cache.load, adapter), publish)
+
     def release(self, busy: Collection[str]) -> bool:
         """Remove adapters that answer no request (not `busy`) from memory, saving them first. True if any was removed.
 
@@ -337,6 +405,7 @@ class StepTable:
                     totals.rollbacks += record.reason.startswith("rollback")
                     totals.guard_rollbacks += record.reason.startswith("guard")
             self._journal(records)
+        self._end_followed()
         self._writer.save_due(now)
         if self._trainer.adapter_cache.crowded:
             # The adapter whose step waits for a slot must stay in memory until then.
@@ -432,7 +501,8 @@ class StepTable:
         task.trains = tuple(step.adapters)
         practice = is_practice(self._trainer.pair_queues.queues[adapter].taken)
         task.bulk = adapter in self._trainer.jobs or (practice and not in_turn)
-        open_step = self.open_steps[task.task_id] = OpenStep(step, task, slots, now, practice)
+        about = step, task, slots, now, practice, self._pages.begin_step()
+        open_step = self.open_steps[task.task_id] = OpenStep(*about)
         self._sync(open_step)
         self._scheduler.add(task, now)
         return True
@@ -478,7 +548,8 @@ class StepTable:
                 self._scheduler.update(open_step.task)
         while suspects:
             adapter, version = suspects.popleft()
-            if self._trainer.versions.suspect(adapter, version):
+            followed = adapter in self._trainer.pair_queues.followed
+            if not followed and self._trainer.versions.suspect(adapter, version):
                 log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
                 self.abandon(adapter)
                 reason = f"guard: version {version} answered with numbers that are not finite"
@@ -512,6 +583,7 @@ class StepTable:
         open_step = self.open_steps.pop(task_id)
         self._scheduler.remove(task_id)
         self._release(open_step.slots)
+        self._pages.end_step(open_step.states)
         return open_step.step
 
     def abandon(self, adapter: str) -> None:

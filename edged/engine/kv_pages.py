@@ -6,6 +6,7 @@ from typing import Any
 from edged.cache.page_pool import PagePool
 from edged.cache.prefix_trie import PrefixTrie
 from edged.engine.kv.offload import KvOffload
+from edged.engine.kv.state import ZEROS, SlotPair, StateStore
 from edged.engine.sequence import Sequence
 
 
@@ -15,11 +16,30 @@ class KvPages:
     The engine thread alone changes them; others call `report` and read `available`.
     """
 
-    def __init__(self, pool: PagePool, shares_prefixes: bool, offload: KvOffload | None = None) -> None:
-        """The trie stays empty unless `shares_prefixes`; without an `offload` evicted prefixes are lost."""
+    def __init__(
+        self,
+        pool: PagePool,
+        shares_prefixes: bool,
+        offload: KvOffload | None = None,
+        states: StateStore | None = None,
+        copies: int = 0,
+        copied_every: int = 0,
+    ) -> None:
+        """The trie stays empty unless `shares_prefixes`; without an `offload` evicted prefixes are lost.
+
+        `states` are those that layers keep beside K/V, if any: a sequence that has pages has a slot, too. At most
+        `copies` of them are kept in the trie, of an answer one after each `copied_every` tokens, and the latest alone.
+        """
+        self.states, self._copies, self._copied_every = states, copies, copied_every
         self.pool, self.shares_prefixes, self.offload = pool, shares_prefixes, offload
-        self.trie = PrefixTrie(pool, offload)
+        self.trie = PrefixTrie(pool, offload, states.release if states is not None else None)
         self.page_size = pool.page_size
+
+    @property
+    def waits_for_prefixes(self) -> bool:
+        """Whether a prompt may wait for another that begins like it: with states it could not go on from where they
+        part."""
+        return self.shares_prefixes and self.states is None
 
     @property
     def available(self) -> int:
@@ -36,6 +56,8 @@ class KvPages:
         """Give a sequence pages for up to `num_tokens` more; returns how many of them it has now. Raises OutOfPages."""
         num_tokens = min(num_tokens, len(sequence.token_ids) - sequence.computed)
         needed = -(-(sequence.rows + num_tokens) // self.page_size) - len(sequence.pages)
+        if self.states is not None and not sequence.state:
+            sequence.state = self.states.acquire()
         if needed > 0:
             sequence.add_pages(self.allocate(needed))
         return num_tokens
@@ -56,14 +78,23 @@ class KvPages:
         Offloaded pages are copied into free ones, of which `reserve` are left to the others of this iteration. When a
         sequence is not admitted for the `first` time, the prefix found is its own and counts as no hit.
         """
-        if not self.shares_prefixes:
+        if not self.shares_prefixes or sequence.request.sampling.prompt_logprobs:
             return
-        pages = self.trie.match(sequence.trie_key, sequence.token_ids, reserve, counted=first)
+        if self.states is None:
+            pages = self.trie.match(sequence.trie_key, sequence.token_ids, reserve, counted=first)
+        else:
+            pages, state, met = self.trie.match_state(sequence.trie_key, sequence.token_ids, reserve, counted=first)
+            # Where another prompt left this one, and at the last border: the next prompt leaves there, or this is it.
+            last = (len(sequence.token_ids) - 1) // self.page_size * self.page_size
+            sequence.borders = (met, last) if met < last else (last,)
+            if pages:
+                sequence.state = self.states.acquire()
+                self.states.copy(state, sequence.state)
         if pages:
             sequence.add_pages(pages)
-            sequence.computed = len(pages) * self.page_size
+            sequence.computed = sequence.copied = len(pages) * self.page_size
             if first:
-                sequence.cached_tokens = sequence.computed
+                sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
 
     def share(self, sequence: Sequence) -> None:
         """Let later sequences of the same adapter version use the full pages that this one computed."""
@@ -71,10 +102,50 @@ class KvPages:
             full = sequence.computed // self.page_size
             self.trie.insert(sequence.trie_key, sequence.token_ids[: full * self.page_size], sequence.pages[:full])
 
+    def up_to_border(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many of the next `num_tokens` are computed before the states are to be copied."""
+        return min([num_tokens, *(at - sequence.computed for at in sequence.borders if at > sequence.computed)])
+
+    def copy_states(self, sequence: Sequence) -> None:
+        """Keep a copy of a sequence's states for later prompts that begin with the same tokens, if one is due here."""
+        at = sequence.computed
+        if self.states is None or not self.shares_prefixes or at % self.page_size or not sequence.shareable:
+            return
+        wanted = at in sequence.borders
+        if not wanted and not (sequence.decoding and at >= sequence.copied + self._copied_every):
+            return
+        key, token_ids, slot = sequence.trie_key, sequence.token_ids[:at], 0
+        self.share(sequence)
+        sequence.copied = at
+        if not self._copies or not self.trie.has_room_for_state(key, token_ids):
+            return
+        if not wanted and sequence.interim:
+            slot = self.trie.take_state(key, token_ids[: sequence.interim])
+        if not slot:
+            if self.trie.states == self._copies:
+                self.trie.drop_oldest_state()
+            slot = self.states.acquire()
+        self.states.copy(sequence.state, slot)
+        self.trie.keep_state(key, token_ids, slot)
+        sequence.interim = sequence.interim if wanted else at
+
+    def begin_step(self) -> SlotPair:
+        """Take the slots of a fine-tune step, for the states of the pair whose forward is under way."""
+        return (ZEROS, ZEROS) if self.states is None else (self.states.acquire(), self.states.acquire())
+
+    def end_step(self, slots: SlotPair) -> None:
+        """Give the slots of `begin_step` back."""
+        if self.states is not None:
+            self.states.release(slots)
+
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's pages and reset it to nothing computed."""
         self.pool.release(sequence.pages)
         sequence.pages, sequence.computed = [], 0
+        if self.states is not None and sequence.state:
+            self.states.release([sequence.state])
+            sequence.state = ZEROS
+        sequence.copied = sequence.interim = 0
         sequence.compacted = sequence.watch = sequence.draft = None
 
     def report(self, page_bytes: int) -> dict[str, Any]:

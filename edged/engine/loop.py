@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from edged.align.feedback.pair import IterationSample, Record
 from edged.engine.command_queue import CommandQueue
@@ -118,7 +119,7 @@ class EngineLoop:
         """A sentence for each problem that degrades the service."""
         return [problem for problem in (self._scheduler.degraded, self.recovery.memory_problem) if problem]
 
-    def load(self, **known: str | int) -> NodeLoad:
+    def load(self, **known: Any) -> NodeLoad:
         """Return the load, as a fleet places requests by it; `known` are the fields that the loop does not tell.
 
         Any thread may ask: what the engine's thread changes is copied.

@@ -19,7 +19,8 @@ from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.attention.paged import attention_over, attention_pass
+from edged.engine.kv.state import ZEROS
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.inspection import like_own, own_logits
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
@@ -108,7 +109,7 @@ def _adapted(model: ServedModel, state: AdapterState | None, ids: np.ndarray, at
 def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
     """Answer for all adapters and the base at once, in chunks and decodes; return what is wrong, or ""."""
     every = [*states, None]
-    kv = model.new_kv(len(every) * _PAGES + 1, _PAGE)
+    kv = model.new_kv(len(every) * _PAGES + 1, _PAGE, len(every))
     texts = [_tokens(model, 9, seed) for seed in range(len(every))]
     got: list[list[torch.Tensor]] = [[] for _ in every]
     for slot, adapter in enumerate(states):
@@ -120,10 +121,11 @@ def _mixed_batches(model: ServedModel, states: list[AdapterState]) -> str:
                 first = sum(map(len, got[index]))
                 pages = np.arange(_PAGES) + index * _PAGES + 1
                 slot = NO_SLOT if state is None else index
-                segments.append(Segment(ids[first:stop], first, pages, slot, position=first))
+                kept = (index + 1 if first else ZEROS, index + 1)
+                segments.append(Segment(ids[first:stop], first, pages, slot, position=first, states=kept))
             batch = pack(segments, kv, model.device)
             rows = torch.arange(batch.input_ids.shape[1], device=model.device)
-            with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+            with attention_pass(attention_over(batch, kv)), model.lora.packed(batch.runs):
                 logits = model.forward(batch.input_ids, batch.position_ids, rows).float()
             for own, segment in zip(got, segments, strict=True):
                 own.append(logits[segment.rows])
@@ -189,7 +191,7 @@ def _gradients(
     model: ServedModel, align: AlignSettings, adapter_step: AdapterStep, recompute: Recompute
 ) -> torch.Tensor:
     """Run a step's forward and units up to the optimizer's; return the gradients of all A and B in one row."""
-    kv, free = model.new_kv(_PAGES, _PAGE), iter(range(1, _PAGES))
+    kv, free = model.new_kv(_PAGES, _PAGE, steps=1), iter(range(1, _PAGES))
     tap = LayerTap(model)
     step = DpoStep([adapter_step], PagedDecoder(model, kv), align, lambda _pages: None, _PAGE * _PAGES, recompute)
     model.lora.load(0, adapter_step.state.weights, adapter_step.state.form.scalings)
@@ -200,11 +202,12 @@ def _gradients(
                 continue
             size = min(step.micro_batch.tokens_left, _WINDOW)
             pieces = step.micro_batch.next_pieces(size)
-            segments = segments_of(pieces, {adapter_step.adapter: 0}, _PAGE, lambda count: list(islice(free, count)))
+            slots, states = {adapter_step.adapter: 0}, (1, 2)
+            segments = segments_of(pieces, slots, _PAGE, lambda count: list(islice(free, count)), states)
             with torch.inference_mode():
                 batch = pack(segments, kv, model.device)
                 tap.arm([capture_plan_of(step.micro_batch, pieces, segments, model.device)])
-                with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+                with attention_pass(attention_over(batch, kv)), model.lora.packed(batch.runs):
                     model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
                 tap.disarm()
             step.micro_batch.advance(size)

@@ -17,9 +17,10 @@ from edged.align.dpo.micro_batch import MicroBatch, PairForward
 from edged.align.pair_queues import FinetuneStep
 from edged.cache.page_pool import OutOfPages
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import PagedAttention, attention_pass
+from edged.engine.attention.paged import attention_over, attention_pass
 from edged.engine.attention.selection import Backends
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.state import ZEROS, SlotPair, slots_of
+from edged.engine.kv.store import PagedKv
 from edged.engine.kv_pages import KvPages
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.layer_access import CapturePlan, LayerTap, PagedDecoder
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from edged.engine.pruner import Pruner
 
 log = logging.getLogger("edged.engine")
+_SCORED_TOKENS = 64
+"""The most tokens of a prompt whose log-probabilities are computed in one iteration."""
 
 
 @dataclass(slots=True)
@@ -50,6 +53,8 @@ class OpenStep:
     opened_s: float
     practice: bool = False
     """Whether it learns of practice, and of no pairs that people gave."""
+    states: SlotPair = (ZEROS, ZEROS)
+    """Slots of the layers' states for the pair whose forward is under way, where layers keep any."""
 
 
 Pieces = list[tuple[PairForward, Piece]]
@@ -69,6 +74,9 @@ class RunnerOutput:
     """Task ids of sequences with numbers that were not finite: their K/V are unusable."""
     sampled: list[Sequence] = field(default_factory=list)
     drawn: Drawn | None = None
+    scored: list[tuple[Sequence, int]] = field(default_factory=list)
+    """Sequences with tokens of their prompts that were scored, and the number of those, in the order of `scores`."""
+    scores: Drawn | None = None
     finetuned: dict[int, int] = field(default_factory=dict)
     """Number of tokens by which open steps' forwards advanced, by task id."""
     units_run: dict[int, int] = field(default_factory=dict)
@@ -94,7 +102,7 @@ class ModelRunner:
     def __init__(
         self,
         model: ServedModel,
-        kv: KvStore,
+        kv: PagedKv,
         pages: KvPages,
         backends: Backends,
         max_context_tokens: int,
@@ -104,7 +112,7 @@ class ModelRunner:
         why_not: Mapping[str, str],
     ) -> None:
         """`graphs` replay iterations that consist of decodes; `why_not` has the reasons for which "decode", "prefill",
-        "lora" or "graphs" are computed the slower way."""
+        "lora", "layers" or "graphs" are computed the slower way."""
         self.model, self.kv, self.pages, self.graphs, self.pruner = model, kv, pages, graphs, pruner
         self.max_context_tokens, self.end_ids, self.threads = max_context_tokens, model.end_ids(), threads
         self._backends, self._why_not = backends, why_not
@@ -112,7 +120,10 @@ class ModelRunner:
         self._lora = model.lora
         self._tap = LayerTap(model)
         self._unit_ended_s = 0.0
-        self.overlaps, self.drafts = model.device.type == "cuda", True
+        self._scores: SampledRows | None = None
+        """Log-probabilities of prompts that the device computes."""
+        # A state that took in a token of a draft that was not right could not go back.
+        self.overlaps, self.drafts = model.device.type == "cuda", kv.states is None
 
     @property
     def last_sign_s(self) -> float:
@@ -125,6 +136,7 @@ class ModelRunner:
         return {
             **self.pages.report(self.model.page_bytes(self.pages.page_size)),
             "pruning": {"mode": "off"} if self.pruner is None else self.pruner.report(sequences),
+            "states": None if self.kv.states is None else {**self.kv.states.report(), "copies": self.pages.trie.states},
             "paths": {
                 "decode": self._backends.decode,
                 "prefill": "triton" if self._backends.tile_tokens else "gathered",
@@ -182,7 +194,8 @@ class ModelRunner:
                 else:
                     open_step = open_steps[grant.task.task_id]
                     pieces = open_step.step.packing.next_pieces(grant.num_tokens)
-                    parts = segments_of(pieces, open_step.slots, self.kv.page_size, self.pages.allocate)
+                    about = self.kv.page_size, self.pages.allocate, open_step.states
+                    parts = segments_of(pieces, open_step.slots, *about)
                     takes.append((open_step, pieces, parts))
                     segments += parts
             except OutOfPages:
@@ -201,11 +214,17 @@ class ModelRunner:
 
     def _sequence_segment(self, sequence: Sequence, num_tokens: int, work: RunnerOutput) -> Segment:
         first, rows = sequence.computed, sequence.rows
-        num_tokens = self.pages.grow(sequence, num_tokens)
+        if sequence.unscored(first, num_tokens):
+            # Logits of a whole chunk would take hundreds of MiB.
+            num_tokens = min(num_tokens, _SCORED_TOKENS)
+        num_tokens = self.pages.grow(sequence, self.pages.up_to_border(sequence, num_tokens))
         work.prefilled.append((sequence, num_tokens))
         done = first + num_tokens == len(sequence.token_ids)
         if done:
             work.sampled.append(sequence)
+        unscored = sequence.unscored(first, num_tokens)
+        if unscored:
+            work.scored.append((sequence, len(unscored)))
         segment = Segment(
             token_ids=sequence.token_ids[first : first + num_tokens],
             context=rows,
@@ -213,8 +232,10 @@ class ModelRunner:
             slot=sequence.slot,
             position=first,
             samples=done,
+            scores=range(unscored.start - first, unscored.stop - first),
             compacted=sequence.compacted,
             watch=self.pruner.observer(sequence) if self.pruner is not None and sequence.decoding else None,
+            states=(sequence.state if first else ZEROS, sequence.state),
         )
         work.segments.append(segment)
         return segment
@@ -245,6 +266,8 @@ class ModelRunner:
             else:
                 rows = self._launch(segments, takes, work)
             while_waiting()
+            if self._scores is not None:
+                work.scores, self._scores = self._scores.read(), None
             if rows is not None:
                 work.drawn = rows.read()
             elif self._tap.broken is None:
@@ -277,6 +300,7 @@ class ModelRunner:
 
     def _launch(self, segments: list[Segment], takes: PackedPieces, work: RunnerOutput) -> SampledRows | None:
         """Launch a packed forward kernel by kernel, and sample the next tokens of `work.sampled`."""
+        self._scores = None
         lora = self._lora.runs.kernel == "triton"
         batch = pack(segments, self.kv, self.model.device, self._backends.tile_tokens, lora)
         kept: list[CapturePlan] = [
@@ -285,12 +309,33 @@ class ModelRunner:
         ]
         self._tap.arm(kept, checks=any(len(segment.token_ids) > 1 for segment in work.segments))
         try:
-            attention = attention_pass(PagedAttention(batch, self.kv, self._backends.decode))
+            attention = attention_pass(attention_over(batch, self.kv, self._backends.decode))
             with attention, self._lora.packed(batch.runs, batch.lora_tiles):
                 logits = self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         finally:
             self._tap.disarm()
+        logits = self._without_scored(logits, segments, work) if work.scored else logits
         return sample(logits, self._sampling_rows(work), self._tap.broken) if work.sampled else None
+
+    def _without_scored(self, logits: torch.Tensor, segments: list[Segment], work: RunnerOutput) -> torch.Tensor:
+        """Queue the log-probabilities of the prompts' tokens; return the logits of the rows that are sampled."""
+        sampled, scored, done = list[int](), list[int](), 0
+        for segment in segments:
+            scored += range(done, done + len(segment.scores))
+            done += len(segment.logit_rows)
+            sampled += [done - 1] if segment.samples else []
+        following = [
+            token
+            for sequence, count in work.scored
+            for token in sequence.token_ids[len(sequence.scored) + 1 : len(sequence.scored) + 1 + count]
+        ]
+        parts = [np.array(part, np.int64) for part in (sampled, scored, following)]
+        kept, rows, token_ids = upload(parts, logits.device)
+        asked = [SamplingRow(sequence.request.sampling, 0, 0) for sequence, count in work.scored for _ in range(count)]
+        self._scores = SampledRows(
+            token_ids, torch.zeros_like(token_ids, dtype=torch.bool), asked, logits[rows].float()
+        )
+        return logits[kept]
 
     def _sampling_rows(self, work: RunnerOutput) -> list[SamplingRow]:
         rows: list[SamplingRow] = []
@@ -339,11 +384,15 @@ class ModelRunner:
 
 
 def segments_of(
-    pieces: Pieces, slots: Mapping[str, int], page_size: int, allocate: Callable[[int], list[int] | np.ndarray]
+    pieces: Pieces,
+    slots: Mapping[str, int],
+    page_size: int,
+    allocate: Callable[[int], list[int] | np.ndarray],
+    states: SlotPair = (ZEROS, ZEROS),
 ) -> list[Segment]:
     """Make the segments of taken pieces, in the same order, each with the LoRA slot of its pair's adapter.
 
-    The streams' pages are extended to hold them.
+    The streams' pages are extended to hold them. `states` are the slots of the step's layers' states.
     """
     segments = []
     for pair_forward, piece in pieces:
@@ -358,6 +407,7 @@ def segments_of(
                 slot=NO_SLOT if pair_forward.reference else slots[pair_forward.pair.adapter],
                 position=piece.position,
                 hidden=piece.hidden,
+                states=slots_of(piece, pair_forward.layout.prompt, states),
             )
         )
     return segments

@@ -27,7 +27,7 @@ class PrefixWait:
         """Schedule a sequence now, or when the one that it shares most tokens with has computed these."""
         task, prompt = sequence.task, sequence.request.prompt_ids
         leader = None
-        if self._pages.shares_prefixes:
+        if self._pages.waits_for_prefixes:
             leader = self._inflight.enter(task.task_id, self._key(sequence), prompt, self._scheduler.order(task))
         if leader is None:
             self._table.schedule(sequence)
@@ -39,7 +39,7 @@ class PrefixWait:
 
     def lead(self, sequence: Sequence) -> None:
         """Let others wait for a scheduled sequence, which computes all its tokens under the version known now."""
-        if self._pages.shares_prefixes and not sequence.forgotten:
+        if self._pages.waits_for_prefixes and not sequence.forgotten:
             task, token_ids = sequence.task, tuple(sequence.token_ids)
             order = self._scheduler.order(task)
             self._inflight.enter(task.task_id, self._key(sequence), token_ids, order, waits=False)
@@ -50,6 +50,14 @@ class PrefixWait:
         if self._inflight.followed(task_id):
             self._pages.share(sequence)
             self._go_on(self._inflight.computed(task_id, sequence.computed))
+
+    def reorder(self, now: float) -> None:
+        """End the waits for prompts that would now go after one of those that wait for them, as late ones do."""
+        by_task = self._table.by_task
+        for leader, followers in self._inflight.waits():
+            task = by_task[leader].task
+            if self._scheduler.rank([task, *(by_task[each].task for each in followers)], now)[0] is not task:
+                self._go_on(self._inflight.put_last(leader))
 
     def leave(self, sequence: Sequence) -> None:
         """End the wait for a sequence: its prompt is computed and shared, or it ended or lost its pages."""

@@ -59,6 +59,8 @@ class Recovery:
     ) -> None:
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
         self._runner, self._clock = runner, clock
+        self._keeps_states = runner.pages.states is not None
+        """Whether layers keep states: some of them have taken in the tokens of an iteration that failed half-way."""
         self._failures = 0
         self._suspects: dict[int, int] = {}
         """Tasks of failed iterations, by id, with their contexts then: each runs alone until it is beyond that."""
@@ -142,7 +144,7 @@ class Recovery:
         else:
             self._suspects |= {grant.task.task_id: grant.task.context for grant in plan.grants}
             hit = [one.request.request_id for task_id in ids if (one := self._sequences.by_task.get(task_id))]
-            for task_id in ids if self.computed else ():
+            for task_id in ids if self.computed or self._keeps_states else ():
                 # Its results were taken in by half. Tokens that were sent stay, and their K/V are computed again.
                 sequence = self._sequences.by_task.get(task_id)
                 if sequence is not None and sequence.admitted:
@@ -192,7 +194,9 @@ class Recovery:
         for task in tasks:
             # A sequence with more K/V than the scheduler knows of is computed again.
             sequence = self._sequences.by_task.get(task.task_id)
-            if sequence is not None and sequence.admitted and sequence.computed != task.context:
+            if sequence is None or not sequence.admitted:
+                continue
+            if self._keeps_states or sequence.computed != task.context:
                 self._sequences.preempt(task.task_id, now)
         tuning = {task.task_id for task in tasks} & self._finetuning.open_steps.keys()
         if tuning:

@@ -1,5 +1,6 @@
 """Requests to the engine, the events that answer them, and the errors that refuse them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,8 @@ class Request:
     """Whether its answer is one of several to choose from: it is dropped where its room is wanted."""
     delivery: Literal["tokens", "block", "next_block"] = "tokens"
     """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block."""
+    resumed_ids: tuple[int, ...] = ()
+    """Tokens of the answer that were sampled elsewhere: it goes on after them."""
 
     @property
     def counts(self) -> bool:
@@ -81,6 +84,9 @@ class TokenEvent:
     """The adapter's version under which the token was sampled."""
     logprob: float | None = None
     top: list[tuple[int, float]] | None = None
+    prompt: Sequence[tuple[float, list[tuple[int, float]]]] | None = None
+    """With the first token, where it was asked for: log-probability and likeliest tokens of the prompt's second token
+    and those that follow."""
 
 
 @dataclass(slots=True)

@@ -12,10 +12,12 @@ from edged.cache.prefix_trie import Key
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.draft_lookup import Draft, DraftLookup
 from edged.engine.kv.pruned_layout import PrunedLayout
+from edged.engine.kv.state import ZEROS
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling.params import SamplingRow, TokenCounts
 from edged.scheduler.task import Task
+from edged.text.grammar import GrammarMatcher
 
 NOT_SHARED = -1
 """The K/V version of rows that no other sequence may use."""
@@ -79,9 +81,21 @@ class Sequence:
     counts: TokenCounts | None = None
     """Counts of its tokens, where penalties need them."""
     lookup: DraftLookup = field(default_factory=DraftLookup)
+    matcher: GrammarMatcher | None = None
+    """The state of its grammar, which follows `token_ids`."""
+    scored: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    """Log-probabilities of the prompt's tokens from the second on, where they are asked for."""
     draft: Draft | None = None
     """Tokens that the next iteration tries beside the latest one."""
     slot: int = NO_SLOT
+    state: int = ZEROS
+    """Slot of its layers' states, where layers keep any and it has begun."""
+    borders: tuple[int, ...] = ()
+    """Numbers of its tokens at which a chunk ends, so that the states there can be copied."""
+    copied: int = 0
+    """After how many of its tokens its states were copied last."""
+    interim: int = 0
+    """After how many of its tokens the copy is that the next one takes the place of; 0: there is none."""
     version: int = 0
     kv_version: int = 0
     """The version under which the first K/V row was computed; differs from `version` after a hot update."""
@@ -115,6 +129,11 @@ class Sequence:
     def generated(self) -> int:
         """Number of tokens sampled so far."""
         return len(self.token_ids) - self.prompt_tokens
+
+    def unscored(self, first: int, num_tokens: int) -> range:
+        """Return the positions, of so many from `first` on, whose next token is one of the prompt's to be scored."""
+        wanted = self.request.sampling.prompt_logprobs
+        return range(max(first, len(self.scored)), min(first + num_tokens, self.prompt_tokens - 1) if wanted else 0)
 
     @property
     def trie_key(self) -> Key:
@@ -162,6 +181,8 @@ class Sequence:
             step=step,
             counts=self._counted() if s.penalizes else None,
             forbidden=tuple(end_ids.union(s.stop_token_ids)) if early else (),
+            matcher=self.matcher,
+            draft=self.draft.tokens[:ahead] if self.draft is not None else (),
         )
 
     def _counted(self) -> TokenCounts:

@@ -6,6 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from edged.scheduler.reader import GOOD_QOE, Reader
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Kind, Plan, ServiceClass, Task, TaskOutcome
 from edged.settings.load import ServingSettings
+from edged.text.grammar import GrammarMatcher
 
 if TYPE_CHECKING:
     from edged.engine.interfaces import Runner
@@ -88,7 +90,9 @@ class SequenceTable:
         Its place in the queue counts from `now`, its latency from `asked_s`: a request that waited for its user's turn
         does not overtake requests that were taken in before.
         """
-        task_id, num_tokens = self.stats.new_task(request.request_id, request.adapter or ""), len(request.prompt_ids)
+        task_id = self.stats.new_task(request.request_id, request.adapter or "")
+        token_ids = [*request.prompt_ids, *request.resumed_ids]
+        num_tokens, most = len(token_ids), len(request.prompt_ids) + request.sampling.max_tokens
         task = Task(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
         task.run, task.run_cost = request.run, request.run_cost
         task.tenant, task.candidate = request.fairness_key or request.user or request.adapter or "", request.candidate
@@ -102,9 +106,11 @@ class SequenceTable:
             task=task,
             seed=self._random.getrandbits(63) if seed is None else seed,
             submitted_s=now if asked_s is None else asked_s,
-            token_ids=list(request.prompt_ids),
-            table=np.zeros(-(-(num_tokens + request.sampling.max_tokens) // self._pages.page_size), np.int64),
+            token_ids=token_ids,
+            table=np.zeros(-(-most // self._pages.page_size), np.int64),
         )
+        if (grammar := request.sampling.grammar) is not None:
+            sequence.matcher = GrammarMatcher(grammar, sequence.token_ids, len(request.prompt_ids))
         # Set before it is scheduled, because deadlines decide which sequence waits for the other.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.num_tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
@@ -135,6 +141,8 @@ class SequenceTable:
         if adapter is not None and self.adapter_cache.version(adapter) and not self.adapter_cache.resident(adapter):
             self.move(sequence, SequenceStatus.WAITING_ADAPTER)
             self._fetch(adapter)
+        elif sequence.request.sampling.prompt_logprobs:
+            self.schedule(sequence)
         else:
             self._prefix_wait.enter(sequence)
 
@@ -182,10 +190,12 @@ class SequenceTable:
             draft(granted, plan, self._scheduler.cost, now, 0 if limited else self._max_sequences)
 
     def prepare(self, now: float) -> None:
-        """Offer LoRA slots to sequences that found none, and prune K/V, between two iterations."""
+        """Between two iterations: end waits that have become vain, offer LoRA slots, and prune K/V."""
         if self._candidates:
             self._drop_candidates()
         self._planned_s = now
+        if self._by_status[SequenceStatus.WAITING_PREFIX]:
+            self._prefix_wait.reorder(now)
         if self._by_status[SequenceStatus.WAITING_SLOT]:
             self._offer_slots(now)
         if self._pruner is None or not self._by_status[SequenceStatus.DECODE]:
@@ -265,6 +275,10 @@ class SequenceTable:
     def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
         """Append sampled tokens and finish sequences that ended. Returns the outcomes of all serving grants."""
         drawn = work.drawn
+        if work.scores is not None:
+            scores = zip(work.scores.logprobs, work.scores.tops, strict=True)
+            for sequence, count in work.scored:
+                sequence.scored += [(logprob or 0.0, top or []) for logprob, top in islice(scores, count)]
         rows: dict[int, list[int]] = {}
         for place, sequence in enumerate(work.sampled):
             rows.setdefault(sequence.task.task_id, []).append(place)
@@ -273,12 +287,16 @@ class SequenceTable:
             self._count_pages(sequence)
             own = rows.get(sequence.task.task_id, [])
             row = own[0] if own else None
+            error = sequence.matcher.error if sequence.matcher is not None else ""
             if sequence.task.task_id in work.broken or (
                 row is not None and drawn and drawn.token_ids[row] == NOT_A_TOKEN
             ):
+                error = self._not_finite(sequence)
+            if error:
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, None))
-                self._end(sequence, "error", now, self._not_finite(sequence), retire=False)
+                self._end(sequence, "error", now, error, retire=False)
                 continue
+            self._pages.copy_states(sequence)
             if row is None or drawn is None:
                 outcomes.append(TaskOutcome(sequence.task, computed, 0, Kind.PREFILL))
                 self.stats.totals.prompt_tokens += computed
@@ -348,6 +366,8 @@ class SequenceTable:
         stats.totals.candidate_tokens += request.candidate
         stats.totals.output_tokens += not request.candidate
         event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
+        if first and sequence.request.sampling.prompt_logprobs:
+            event.prompt = sequence.scored
         self._events.append(event)
 
     def _end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", retire: bool = True) -> None:

@@ -6,13 +6,11 @@ Must not import torch.
 from importlib.resources import files
 from pathlib import Path
 
-from edged.models.whole_files import READ, demand_whole
-from edged.runtime import logs
+from edged.models.gguf import is_gguf, why_not_served
+from edged.models.hub import ModelMissing as ModelMissing
+from edged.models.hub import download
+from edged.models.whole_files import demand_whole
 from edged.settings.load import ModelSettings
-
-
-class ModelMissing(RuntimeError):
-    """The model that the settings name cannot be found; the message says where it was looked for."""
 
 
 def demo_model_dir() -> Path:
@@ -39,6 +37,8 @@ def local_model(settings: ModelSettings) -> Path | None:
     path = Path(settings.path).expanduser()
     if path.is_dir():
         return path
+    if is_gguf(path):
+        raise ModelMissing(f'model "{settings.path}" {why_not_served(path)}')
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
         way_out = 'give one that save_pretrained wrote, a hub name, or "demo"'
         raise ModelMissing(f'model "{settings.path}" is not a directory: {way_out}')
@@ -61,11 +61,4 @@ def find_model(settings: ModelSettings) -> tuple[Path, str]:
         except (OSError, ValueError) as error:
             raise ModelMissing(f'model "{folder}": {error}') from None
         return folder, name_of(settings)
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = [*READ, *(["*.py"] if settings.trust_remote_code else [])]
-        return Path(snapshot_download(settings.path, allow_patterns=patterns)), name_of(settings)
-    except Exception as error:  # network, names and permissions, each with its own exception
-        why = f"could not be downloaded ({logs.first_line(error)})"
-        raise ModelMissing(f'model "{settings.path}" is not a directory here and {why}') from error
+    return download(settings), name_of(settings)

@@ -284,7 +284,8 @@ class Prober:
         running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
         step, began = self._open(shape), time.monotonic()
         task = Task(next(self._parts.stats.task_ids), Kind.FINETUNE, 0.0)
-        open_step = OpenStep(step, task, dict.fromkeys(step.adapters, NO_SLOT), began)
+        states = self._pages.begin_step()
+        open_step = OpenStep(step, task, dict.fromkeys(step.adapters, NO_SLOT), began, states=states)
         try:
             while not step.finished:
                 work, chunk = self._advance(open_step, running)
@@ -296,6 +297,7 @@ class Prober:
                 for unit, seconds in work.units:
                     self._units.setdefault((unit.kind, unit.num_tokens), []).append(seconds)
         finally:
+            self._pages.end_step(states)
             for sequence in running:
                 self._pages.free(sequence)
         self._parts.trainer.close(step, time.monotonic() - began)

@@ -34,8 +34,9 @@ CUTTABLE_UNITS = frozenset({"score", "head", "layer"})
 class Unit:
     """The smallest preemptible piece of a fine-tune step after its forward.
 
-    `kind` is "graph", "head", "score" (a head without a gradient), "layer", "grad", "step" (the optimizer) or "test"
-    (a held-out pair's heads); `num_tokens` is the window it covers, but of "step" the adapters that take one.
+    `kind` is "graph", "head", "score" (a head without a gradient), "layer", "pairs" (a layer over whole pairs, where
+    layers keep states), "grad", "step" (the optimizer) or "test" (a held-out pair's heads); `num_tokens` is the window
+    it covers, but of "step" the adapters that take one.
     """
 
     kind: str

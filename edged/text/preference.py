@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
+from edged.text.tokenizer import Arguments, Messages, Tokenizer, TokenizerError
 
 MAX_TOKENS = 256
 """Most tokens of a written preference, which every prompt of its user has more until it is learned."""
@@ -19,15 +19,17 @@ def with_preference(messages: Messages, text: str) -> Messages:
     return [{**first, "content": "\n\n".join(filter(None, (first["content"], text)))}, *others]
 
 
-def prompts(tokenizer: Tokenizer, messages: Messages, text: str, max_tokens: int) -> tuple[list[int], list[int]]:
+def prompts(
+    tokenizer: Tokenizer, messages: Messages, text: str, max_tokens: int, arguments: Arguments | None = None
+) -> tuple[list[int], list[int]]:
     """Return the tokens of a conversation's prompt without a preference and with it.
 
     Both are the same where the preference is "", the chat template takes no system message there, or the prompt would
     have `max_tokens` or more. Raises like `render_chat`.
     """
-    plain = tokenizer.render_chat(messages)
+    plain = tokenizer.render_chat(messages, arguments)
     with suppress(TokenizerError):
-        longer = tokenizer.render_chat(with_preference(messages, text)) if text else plain
+        longer = tokenizer.render_chat(with_preference(messages, text), arguments) if text else plain
         return plain, longer if len(longer) < max_tokens else plain
     return plain, plain
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
 from transformers import AddedToken, AutoConfig, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from edged.runtime import logs
+from edged.text.answer_parser import AnswerForm, ParsedAnswer, known_templates
+from edged.text.call_form import SAMPLES, CallForm, find_call_form, plain_call_form
 from edged.text.remote_code import Untrusted, check_code, read_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -27,9 +32,16 @@ _STAND_IN = f"{_BORDER}answer{_BORDER}"
 _PRIVATE = range(0x100000, 0x10FFFE)
 """Characters that no text has by right: each stands for a special token's name in a text."""
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation: the `role` and `content` of each message."""
+"""A conversation: the `role` and `content` of each message, and what else chat templates read in it."""
+Arguments = Mapping[str, Any]
+"""Arguments of a chat template by name: `tools`, and those that a model's author made up."""
+_TEXTS = ("content", "reasoning_content")
+"""Fields of a message that are text: names of special tokens in them are no special tokens."""
+_PREFIX_TOKENS = 64
+"""Number of a prompt's last tokens that tell what the chat template wrote of the answer."""
 _WRITE_ONE = "write one there with tokenizer.save_pretrained"
 _WINDOW_TOKENS = 16
+_KINDS = ("image", "video", "audio")
 _MAX_NAMED = 5
 """Tokens without a row that a message names."""
 _CONTEXT_TOKENS = 8
@@ -47,24 +59,36 @@ class NoChatTemplate(TokenizerError):
 class Tokenizer:
     """The tokenizer and chat template that `save_pretrained` wrote beside a model, held against the model's size.
 
-    All ids that reach the model come from here or pass `check`. Safe to use from several threads: nothing in the
+    All ids that reach the model come from here or pass `check_text`. Safe to use from several threads: nothing in the
     tokenizer changes after `load`.
     """
 
     def __init__(
-        self, tokenizer: Any, name: str, generation_eos: Sequence[int] = (), vocab_size: int | None = None
+        self,
+        tokenizer: Any,
+        name: str,
+        generation_eos: Sequence[int] = (),
+        vocab_size: int | None = None,
+        arguments: Arguments | None = None,
+        placeholders: Iterable[int] = (),
     ) -> None:
         """`vocab_size` is the model's number of tokens, by default the tokenizer's; it may be larger (padded).
 
-        Raises TokenizerError.
+        `arguments` are the chat template's where a request has no other. `placeholders` are tokens in whose place the
+        model's towers put an image, a video or a sound. Raises TokenizerError.
         """
-        self._tokenizer, self._name = tokenizer, name
+        self._tokenizer, self._name, self._arguments = tokenizer, name, dict(arguments or {})
+        self.form: AnswerForm | None = None
+        """The form of the model's answers, where a response template is known that fits the chat template."""
         ids = {int(token_id): token for token, token_id in tokenizer.get_vocab().items()}
         self._size = max(ids, default=-1) + 1
         self.vocab_size: int = self._size if vocab_size is None else vocab_size
         """Number of rows of the model's embedding, and of scores of its head."""
         self.rowless = {token_id: ids[token_id] for token_id in sorted(ids) if token_id >= self.vocab_size}
         """Tokens that have no row in the embedding, by id: texts that contain one are refused."""
+        self._placeholders = frozenset(placeholders)
+        self.refuses = bool(self.rowless or self._placeholders)
+        """Whether there are tokens that no text may have: those without a row, and those of images."""
         own = tokenizer.eos_token_id
         ends = [*([] if own is None else [int(own)]), *generation_eos]
         known = [token for token in ends if 0 <= token < self.vocab_size]
@@ -81,7 +105,7 @@ class Tokenizer:
         added = tokenizer.added_tokens_decoder.items()
         self._special_tokens = {token_id: AddedToken(str(name), special=True) for token_id, name in named.items()}
         self._special_tokens |= {token_id: token for token_id, token in added if token.special or token_id in named}
-        self._special_name = re.compile(_any_of(map(str, self._special_tokens.values())) or "(?!)")
+        self._special_name = re.compile(any_of(map(str, self._special_tokens.values())) or "(?!)")
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if _joins_bytes(tokenizer) else None
         self.token_bytes = cache(self._bytes_of)
         """The bytes that one token stands for, with its leading space; a special token's name."""
@@ -92,9 +116,16 @@ class Tokenizer:
         self._plain = self._plain_copy()
 
     @classmethod
-    def load(cls, directory: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+    def load(
+        cls,
+        directory: str | Path,
+        trust_remote_code: bool = False,
+        arguments: Arguments | None = None,
+        response_template: str = "",
+    ) -> Tokenizer:
         """Load from a model's directory; its own Python code runs only where that is trusted.
 
+        `arguments` as above; `response_template` is a JSON file that stands for what the model's own files say.
         Raises TokenizerError that names it and what is missing.
         """
         try:
@@ -107,8 +138,22 @@ class Tokenizer:
             raise TokenizerError(f'model "{directory}" has {why}: {_WRITE_ONE}') from error
         if len(tokenizer) == 0 or not tokenizer.encode("a", add_special_tokens=False):
             raise TokenizerError(f'model "{directory}" has no tokenizer: {_WRITE_ONE}')
-        vocab_size = _vocab_size(directory, trust_remote_code)
-        return cls(tokenizer, str(directory), _generation_eos(Path(directory)), vocab_size)
+        if not tokenizer.chat_template:
+            # Wrappers with towers keep it in a file of their processor.
+            tokenizer.chat_template = read_json(Path(directory) / "chat_template.json").get("chat_template")
+        vocab_size, placeholders = _model_tokens(directory, trust_remote_code)
+        eos = _generation_eos(Path(directory))
+        loaded = cls(tokenizer, str(directory), eos, vocab_size, arguments, placeholders)
+        loaded._find_form(read_json(Path(directory) / "config.json").get("model_type"), response_template)
+        return loaded
+
+    def for_grammars(self) -> LLTokenizer:
+        """Return what llguidance needs of the tokens, with those that pad the vocabulary. Raises TokenizerError."""
+        ends = [self.eos_id, *sorted(self.eos_ids - {self.eos_id})]
+        try:
+            return from_tokenizer(self._tokenizer, max(self._size, self.vocab_size), ends)
+        except Exception as error:  # the library reads the tokenizer's whole definition, and knows not all kinds
+            raise TokenizerError(f"the tokens of this model's tokenizer cannot be matched: {error}") from error
 
     def check(self, ids: Iterable[int]) -> None:
         """Raise TokenizerError, which names the largest of the `ids`, unless all are tokens of the model."""
@@ -116,9 +161,19 @@ class Tokenizer:
             named = f' ("{self.rowless[largest]}")' if largest in self.rowless else ""
             raise TokenizerError(f"token id {largest}{named} is not one of this model's {self.vocab_size} tokens")
 
+    def check_text(self, ids: Collection[int]) -> None:
+        """Raise TokenizerError unless all of the `ids` are tokens of the model, and none stands for an image."""
+        self.check(ids)
+        if found := self._placeholders.intersection(ids):
+            named = self._tokenizer.convert_ids_to_tokens(min(found))
+            stands = "stands for an image, a video or a sound"
+            raise TokenizerError(f'token id {min(found)} ("{named}") {stands}: this model reads text only')
+
     def problems(self) -> list[str]:
         """Return what in the tokenizer's files does not fit the model, for people to mend: the start is not refused."""
         found, trial = [], [{"role": "user", "content": "a"}]
+        if self.writes_tools and (self.form is None or not self.form.has_calls):
+            found.append("its chat template writes tools, but calls stay text: set model.response_template")
         if self.rowless:
             named = ", ".join(f'{token_id} "{token}"' for token_id, token in [*self.rowless.items()][:_MAX_NAMED])
             more = f" and {len(self.rowless) - _MAX_NAMED} more" if len(self.rowless) > _MAX_NAMED else ""
@@ -140,13 +195,130 @@ class Tokenizer:
                 found.append(f"{what}: {error}")
         return found
 
-    def render_chat(self, messages: Messages) -> list[int]:
+    def render_chat(self, messages: Messages, arguments: Arguments | None = None) -> list[int]:
         """Return the tokens of a conversation up to where the assistant's answer starts.
 
         Raises NoChatTemplate, or TokenizerError with the template's own complaint (roles in a wrong order, ...).
         """
-        hidden = self._hide(message["content"] for message in messages)
-        return self._encode(self._chat_text(messages, True, hidden), hidden)
+        hidden = self._hide(text for message in messages for text in _texts(message))
+        return self._encode(self._chat_text(messages, True, hidden, arguments), hidden)
+
+    def takes(self, name: str) -> bool:
+        """Whether the chat template names an argument, so that it may change prompts."""
+        template = self._tokenizer.chat_template
+        templates = template.values() if isinstance(template, dict) else [template or ""]
+        return any(re.search(rf"\b{re.escape(name)}\b", each) for each in templates)
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the chat template writes tools, calls and what came of these: marked ones are looked for."""
+        tool, words, call, value, answer = (f"marked{_BORDER}{number}" for number in range(5))
+        try:
+            text = self._chat_text(_called(call, value, answer), True, {}, {"tools": [_tool(tool, words)]})
+        except TokenizerError:
+            return False
+        return all(mark in text for mark in (tool, words, call, value, answer))
+
+    def fits(self, form: AnswerForm) -> bool:
+        """Whether a form is that of the chat template: a call that it writes is read as that call."""
+        asked, arguments = _called("marked_name", "marked", ""), {"tools": [_tool("marked_name", "")]}
+        try:
+            if form.begun(self._chat_text(asked[:1], True, {})) is None:
+                return False
+            if not (form.has_calls and self.writes_tools):
+                return True
+            written = form.begun(self._chat_text(asked[:2], False, {}, arguments)) or ""
+        except TokenizerError:
+            return False
+        function = {"name": "marked_name", "arguments": '{"key": "marked"}'}
+        return _calls_in(form, written, arguments["tools"]) == [function]
+
+    def _find_form(self, model_type: str | None, response_template: str) -> None:
+        """Find the form of answers, in the file `response_template` where it names one. Raises TokenizerError."""
+        if response_template:
+            try:
+                form = AnswerForm(json.loads(Path(response_template).read_text("utf-8")))
+            except (OSError, ValueError, TypeError, AttributeError, re.error) as error:
+                told = f'model.response_template = "{response_template}" cannot be used'
+                raise TokenizerError(f"{told}: {error}; give a JSON file as transformers' docs describe it") from None
+            if not self.fits(form):
+                told = "does not read what the model's chat template writes"
+                raise TokenizerError(f'model.response_template = "{response_template}" {told}: correct one of them')
+            self.form = form
+            return
+        if self.writes_tools or "think" in str(self._tokenizer.chat_template):
+            for template in known_templates(self._tokenizer, model_type):
+                with suppress(ValueError, TypeError, AttributeError, re.error):
+                    if self.fits(form := AnswerForm(template)):
+                        self.form = form
+                        return
+
+    @cached_property
+    def _shown(self) -> frozenset[int]:
+        """Special tokens that are marks in answers."""
+        forms = [form for form in (self.form, self.call_form.form) if form is not None]
+        shown = ((token, str(name)) for token, name in self._special_tokens.items())
+        return frozenset(token for token, name in shown if any(form.names(name) for form in forms))
+
+    def parsed(
+        self, prompt_ids: Sequence[int], tools: Sequence[Any] | None, must_call: bool = False
+    ) -> ParsedAnswer | None:
+        """Return what reads the answer to a chat; calls are read where there are `tools`. None: it is all content.
+
+        An answer that `must_call` has the form of `call_form`.
+        """
+        form = self.call_form.form if must_call else self.form
+        if form is None:
+            return None
+        hidden = self._special_name if self._shown else re.compile("(?!)")
+        return ParsedAnswer(
+            form, self._prompt_end(prompt_ids), tools, hidden, self.call_form.closing if must_call else ""
+        )
+
+    def _prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Return the text of a prompt's last tokens, with special tokens by name."""
+        return self._decode(prompt_ids[-_PREFIX_TOKENS:], frozenset(self._special_tokens))
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form of calls that a grammar can have the model write."""
+        if self.form is not None and self.form.has_calls and self.writes_tools:
+            ends = re.compile(f"({'|'.join(re.escape(self.token_text(token)) for token in self.eos_ids)})")
+            tools = [_tool(name, "") for name, _ in SAMPLES]
+            turn = {"role": "assistant", "content": ""}
+            calls = [_called(name, value, "")[1]["tool_calls"][0] for name, value in SAMPLES]
+            for count in (2, 1):
+                turns: Messages = [{"role": "user", "content": "a"}, {**turn, "tool_calls": calls[:count]}]
+                with suppress(TokenizerError):
+                    written = self.form.begun(self._chat_text(turns, False, {}, {"tools": tools})) or ""
+                    found = find_call_form(self.form, written, ends)
+                    if found is not None and len(_calls_in(self.form, written, tools)) == count:
+                        return found
+        return plain_call_form(self.form)
+
+    def reasoning_before(self, prompt_ids: Sequence[int]) -> tuple[str, str, bool] | None:
+        """Return the marks of the reasoning that comes before the content of the answer to a chat, and whether the
+        prompt has begun it; None where none comes."""
+        marks = self.form.marks_of_reasoning if self.form is not None else None
+        parsed = self.parsed(prompt_ids, None)
+        if marks is None or parsed is None or marks[1] not in str(self._tokenizer.chat_template):
+            return None
+        if self._prompt_end(prompt_ids).rstrip().endswith(marks[1]):
+            return None
+        return *marks, parsed.thinking or not marks[0]
+
+    def decode_marked(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens as `decode` does, with the special tokens that mark parts of answers by name."""
+        return self._decode(ids, self._shown) if self._shown else self.decode(ids)
+
+    def mark_of(self, token_id: int) -> str:
+        """Return the name of a special token that marks parts of answers; "" for any other."""
+        return self.token_text(token_id) if token_id in self._shown else ""
+
+    def special_in(self, text: str) -> str:
+        """Return the first special token that a text names; "" for none."""
+        found = self._special_name.search(text)
+        return found[0] if found else ""
 
     @cached_property
     def has_system_turn(self) -> bool:
@@ -158,6 +330,18 @@ class Tokenizer:
         """Text that the chat template writes around contents, but for plain words: "[INST]", "Human:"."""
         parts = (part.strip() for piece in self._written_turns[1] for part in self._special_name.split(piece))
         return [part for part in dict.fromkeys(parts) if not re.fullmatch(r"\w*", part)]
+
+    @cached_property
+    def _writes_parts(self) -> bool:
+        """Whether the chat template writes texts in lists of parts alone, as those of wrappers with towers may."""
+        for content in (_STAND_IN, [{"type": "text", "text": _STAND_IN}]):
+            # A template is a program: it raises what it likes.
+            with suppress(Exception):
+                if _STAND_IN in self._tokenizer.apply_chat_template(
+                    [{"role": "user", "content": content}], tokenize=False
+                ):
+                    return content != _STAND_IN
+        return False
 
     def special_among(self, ids: Iterable[int]) -> list[int]:
         """Return those of some tokens that are special."""
@@ -178,18 +362,23 @@ class Tokenizer:
         """Return the tokens of a plain prompt, with the special tokens that the model expects around one (BOS)."""
         return self._checked(self._tokenizer.encode(text))
 
-    def encode_exchange(self, before: str | Messages, text: str) -> list[int]:
+    def encode_exchange(
+        self, before: str | Messages, text: str, arguments: Arguments | None = None, beside: Arguments | None = None
+    ) -> list[int]:
         """Return the tokens of a prompt, plain or a conversation, with an answer to it, without the EOS behind that.
+
+        `beside` has the answer's other fields: `reasoning_content` and `tool_calls`.
 
         Both are tokenized as one text, as TRL does: tokens may join the two, and a template may write the prompt
         differently. They end before the first special token behind the answer. Raises like `render_chat`.
         """
-        hidden = self._hide([*([before] if isinstance(before, str) else (turn["content"] for turn in before)), text])
+        turns = [*([{"content": before}] if isinstance(before, str) else before), {**(beside or {}), "content": text}]
+        hidden = self._hide(text for turn in turns for text in _texts(turn))
         if isinstance(before, str):
             ending = self._tokenizer.eos_token or ""
             whole = f"{before}{self._hidden(text, hidden)}{ending}"
         else:
-            whole, ending = self._exchange_text(before, text, hidden)
+            whole, ending = self._exchange_text(before, text, hidden, arguments, beside)
         ends = sum(token in self._special_tokens for token in self._encode(ending, {}))
         ids = self._encode(whole if ends else whole.removesuffix(ending), hidden, isinstance(before, str))
         if ends:
@@ -203,25 +392,51 @@ class Tokenizer:
         hidden = self._hide([text])
         return self._encode(self._hidden(text, hidden), hidden)
 
-    def _exchange_text(self, messages: Messages, text: str, hidden: Mapping[str, str]) -> tuple[str, str]:
+    def _exchange_text(
+        self,
+        messages: Messages,
+        text: str,
+        hidden: Mapping[str, str],
+        arguments: Arguments | None,
+        beside: Arguments | None,
+    ) -> tuple[str, str]:
         """Return a conversation and its answer as the chat template writes them, and what it writes behind."""
-        prompt = self._chat_text(messages, True, hidden)
-        marked = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False, hidden)
+        prompt = self._chat_text(messages, True, hidden, arguments)
+        marked = self._chat_text([*messages, {"role": "assistant", "content": _STAND_IN}], False, hidden, arguments)
         start, _, ending = marked.rpartition(_STAND_IN)
         space = start.removeprefix(prompt) if start.startswith(prompt) else ""
         if space and space == text[: len(text) - len(text.lstrip())]:
             text = text.lstrip()  # an answer that was shown with the template's space
-        whole = self._chat_text([*messages, {"role": "assistant", "content": text}], False, hidden)
+        answer = {**(beside or {}), "role": "assistant", "content": text}
+        whole = self._chat_text([*messages, answer], False, hidden, arguments)
         return whole, ending if start and whole.endswith(ending) else ""
 
-    def _chat_text(self, messages: Messages, add_generation_prompt: bool, hidden: Mapping[str, str]) -> str:
+    def _chat_text(
+        self,
+        messages: Messages,
+        add_generation_prompt: bool,
+        hidden: Mapping[str, str],
+        arguments: Arguments | None = None,
+    ) -> str:
         if not self._tokenizer.chat_template:
             way_out = "use /v1/completions, or put a chat_template.jinja into its directory"
             raise NoChatTemplate(f'model "{self._name}" has no chat template: {way_out}')
+        plain = [
+            {**message, **{name: self._hidden(message[name], hidden) for name in _TEXTS if name in message}}
+            for message in messages
+        ]
+        if self._writes_parts:
+            plain = [
+                {**each, "content": [{"type": "text", "text": each["content"]}]} if each.get("content") else each
+                for each in plain
+            ]
+        about = {**self._arguments, **(arguments or {}), "add_generation_prompt": add_generation_prompt}
         try:
-            plain = [{**message, "content": self._hidden(message["content"], hidden)} for message in messages]
-            template = self._tokenizer.apply_chat_template
-            return str(template(plain, tokenize=False, add_generation_prompt=add_generation_prompt))
+            try:
+                return str(self._tokenizer.apply_chat_template(plain, tokenize=False, **about))
+            except TypeError:
+                # Some templates join the arguments of calls to text.
+                return str(self._tokenizer.apply_chat_template(_as_text(plain), tokenize=False, **about))
         except Exception as error:  # a template is a program: it raises what it likes
             raise TokenizerError(f"the model's chat template refuses these messages: {error}") from error
 
@@ -250,8 +465,8 @@ class Tokenizer:
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         made = list(ids)
-        if self.rowless:
-            self.check(made)
+        if self.refuses:
+            self.check_text(made)
         return made
 
     def _plain_copy(self) -> tuple[Any, dict[str, str], dict[int, int]]:
@@ -271,6 +486,10 @@ class Tokenizer:
         names = [str(mark) for mark in marks]
         ids = dict(zip(plain.convert_tokens_to_ids(names), self._special_tokens, strict=True))
         return plain, dict(zip(map(str, self._special_tokens.values()), names, strict=True)), ids
+
+    def _decode(self, ids: Sequence[int], shown: frozenset[int]) -> str:
+        kept = [token for token in ids if token < self._size and (token in shown or token not in self._special_tokens)]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; special tokens have none, nor have those that pad the model's vocabulary."""
@@ -313,13 +532,57 @@ class Tokenizer:
         return fresh or list(ids[:end])
 
 
-def _any_of(names: Iterable[str]) -> str:
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    return [message[name] for name in _TEXTS if name in message]
+
+
+def _as_text(messages: Messages) -> list[dict[str, Any]]:
+    """Return messages with the arguments of calls as JSON text."""
+
+    def call(each: dict[str, Any]) -> dict[str, Any]:
+        function = each["function"]
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        return {**each, "function": {**function, "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [call(each) for each in message["tool_calls"]]}
+        if "tool_calls" in message
+        else {**message}
+        for message in messages
+    ]
+
+
+def _calls_in(form: AnswerForm, written: str, tools: Sequence[Any]) -> list[Any]:
+    """Return the functions that an answer in a form calls."""
+    read = ParsedAnswer(form, "", tools, re.compile("(?!)"))
+    read.push(written)
+    read.finish()
+    return [call["function"] for call in read.calls]
+
+
+def _tool(name: str, description: str) -> dict[str, Any]:
+    """A tool to look for in what a chat template writes."""
+    parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _called(name: str, value: str, answer: str) -> list[dict[str, Any]]:
+    """A conversation with a call and its result to look for in what a chat template writes."""
+    call = {"id": f"call_{24 * '0'}", "type": "function", "function": {"name": name, "arguments": {"key": value}}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": answer, "name": name, "tool_call_id": call["id"]},
+    ]
+
+
+def any_of(names: Iterable[str]) -> str:
     """Return a pattern of the longest of some names, which reads each character of a text a few times at most."""
     tails: dict[str, list[str]] = {}
     for name in names:
         tails.setdefault(name[:1], []).append(name)
     starts = {commonprefix(same): same for first, same in tails.items() if first}
-    branches = [re.escape(start) + _any_of(name[len(start) :] for name in same) for start, same in starts.items()]
+    branches = [re.escape(start) + any_of(name[len(start) :] for name in same) for start, same in starts.items()]
     return f"(?:{'|'.join(branches)}){'?' if '' in tails else ''}" if branches else ""
 
 
@@ -330,8 +593,9 @@ class Detokenizer:
     unfinished at `finish`, come out as U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, marked: bool = False) -> None:
+        """`marked` shows the special tokens that mark parts of answers by name."""
+        self._decode = tokenizer.decode_marked if marked else tokenizer.decode
         self._window: list[int] = []
         self._shown = ""
         """Part of the window's text that was given out."""
@@ -342,7 +606,7 @@ class Detokenizer:
         """Return the text that has become certain with this token, often empty."""
         self._window.append(token_id)
         self._fresh += 1
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         if not text.startswith(self._shown):
             # Byte-fallback decoders turn a whole run of bytes into U+FFFD while its last character is unfinished.
             return "" if self._fresh <= _CONTEXT_TOKENS else self._restart()
@@ -358,7 +622,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the rest, with U+FFFD for an unfinished character."""
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         rest = text[len(self._shown) :] if text.startswith(self._shown) else self._restart()
         self._window, self._shown = [], ""
         return rest
@@ -368,16 +632,16 @@ class Detokenizer:
 
         A cut inside a character could spoil how the bytes after it read: one of four neighbouring cuts is between two.
         """
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         for size in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _HELD_CHARS + 1):
-            context = self._tokenizer.decode(self._window[-size:])
+            context = self._decode(self._window[-size:])
             if text.endswith(context) and len(context) >= held:
                 self._window, self._shown = self._window[-size:], context[: len(context) - held]
                 return
 
     def _restart(self) -> str:
         """Give up on joining: decode the tokens since the last piece by themselves."""
-        piece = self._tokenizer.decode(self._window[-self._fresh :])
+        piece = self._decode(self._window[-self._fresh :])
         self._window, self._shown, self._fresh = self._window[-self._fresh :], piece, 0
         return piece
 
@@ -443,13 +707,15 @@ def _generation_eos(directory: Path) -> list[int]:
     return []
 
 
-def _vocab_size(directory: str | Path, trust_remote_code: bool) -> int | None:
-    """Return the model's number of tokens by its config.json; None if that cannot be read, which refuses the model."""
+def _model_tokens(directory: str | Path, trust_remote_code: bool) -> tuple[int | None, set[int]]:
+    """Return the model's number of tokens by its config.json, and those in whose place its towers put something; None
+    if that cannot be read, which refuses the model."""
     try:
         config = AutoConfig.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-        return int(config.get_text_config().vocab_size)
+        ids = {getattr(config, f"{kind}_token_{end}", None) for kind in _KINDS for end in ("id", "index")}
+        return int(config.get_text_config().vocab_size), {token for token in ids if type(token) is int}
     except Exception:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
-        return None
+        return None, set()
 
 
 def _joins_bytes(tokenizer: Any) -> bool:

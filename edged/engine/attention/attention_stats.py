@@ -50,7 +50,10 @@ class AttentionStats:
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         hidden = torch.arange(rows, device=keys.device) >= lengths[:, None]
-        attention = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
+        scores.masked_fill_(hidden[:, None], float("-inf"))
+        if call.sinks is not None:
+            scores = torch.cat((scores, call.sinks.float().view(kv_heads, -1, 1)), dim=-1)
+        attention = scores.softmax(-1)[..., :rows]
         used = (attention * lengths[:, None, None] > 1.0).any(1)
         self.norms[call.layer] += out.reshape(kv_heads, -1, out.shape[-1]).float().norm(dim=-1).mean(-1)
         self.shares[call.layer, :, :rows].mul_(_FADING).add_(attention.mean(1))

@@ -15,6 +15,8 @@ class AttentionCall(NamedTuple):
     """Sliding window: how many latest keys a query sees, its own included; None: all."""
     softcap: float | None = None
     """Bounds the scores as in Gemma 2: cap * tanh(score / cap)."""
+    sinks: torch.Tensor | None = None
+    """A further score of each head, [heads], without a value behind it, as in gpt-oss; the cap does not bound it."""
 
 
 class AttentionBackend(Protocol):

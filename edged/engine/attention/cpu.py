@@ -60,6 +60,8 @@ class NativeDecode:
         pages, layer = self._pages, call.layer
         pages.keys, pages.values = (address + layer * self._layer_bytes for address in self._addresses)
         pages.scaling, pages.softcap, pages.window = call.scaling, call.softcap or 0.0, call.window or 0
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        pages.sinks = None if sinks is None else sinks.data_ptr()
         if self._pruned is not None:
             # No window is shorter than the contexts of pruned sequences.
             pages.window = 0

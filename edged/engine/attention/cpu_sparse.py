@@ -61,8 +61,15 @@ class RaggedDecode:
         scores = torch.sparse.sampled_addmm(self._pattern, flat, keys.t(), beta=0.0, alpha=call.scaling).values()
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
+        sinks = None if call.sinks is None else call.sinks.to(scores.dtype).repeat(len(query))
+        row = 0
         for start, stop, length in self._runs:
-            torch.softmax(scores[start:stop].view(-1, length), dim=-1, out=self._weights[start:stop].view(-1, length))
+            own, weights = (part[start:stop].view(-1, length) for part in (scores, self._weights))
+            torch.softmax(own, dim=-1, out=weights)
+            if sinks is not None:
+                # e^score / (sum of e^scores + e^sink) is the softmax' share times this.
+                weights *= (own.logsumexp(-1) - sinks[row : row + len(own)]).sigmoid()[:, None]
+                row += len(own)
         out = F.embedding_bag(self._columns, values, self._offsets[:-1], mode="sum", per_sample_weights=self._weights)
         return out.view(query.shape)
 

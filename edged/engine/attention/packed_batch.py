@@ -9,7 +9,8 @@ import torch
 from edged.align.dpo.decoder import Masks
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.kv.pruned_layout import HeadTables, PrunedLayout
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.state import ZEROS, SlotPair
+from edged.engine.kv.store import PagedKv
 from edged.engine.lora.runs import LoraTiles, Run
 from edged.engine.lora.segments import NO_SLOT
 from edged.tensors.device_copy import upload
@@ -34,9 +35,13 @@ class Segment:
     hidden: tuple[int, int] | None = None
     samples: bool = False
     """Whether the last token's logits are needed."""
+    scores: range = range(0)
+    """Tokens before it whose logits are needed, too."""
     compacted: PrunedLayout | None = None
     watch: AttentionStats | None = None
     """Statistics that this decode updates, if any."""
+    states: SlotPair = (ZEROS, ZEROS)
+    """Slots of the layers' states before and after these tokens, where layers keep any."""
     start: int = field(default=0, init=False)
     """Row of the first token in the packed batch."""
 
@@ -44,6 +49,12 @@ class Segment:
     def rows(self) -> slice:
         """Rows of the segment's tokens in the packed batch."""
         return slice(self.start, self.start + len(self.token_ids))
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """Rows whose logits are needed; the sampled one is the last."""
+        rows = [self.start + token for token in self.scores]
+        return [*rows, self.start + len(self.token_ids) - 1] if self.samples else rows
 
     @property
     def is_decode(self) -> bool:
@@ -58,10 +69,10 @@ class Segment:
 
 @dataclass(slots=True)
 class Prefill:
-    """A segment of several tokens that attends alone, with the `blocks` of its pages where it has a context."""
+    """A segment of several tokens that attends alone, with its `pages` on the device where it has a context."""
 
     segment: Segment
-    blocks: torch.Tensor | None
+    pages: torch.Tensor | None
     masks: Masks = field(default_factory=dict)
 
 
@@ -82,13 +93,15 @@ class PrefillTiles:
 class PackedBatch:
     """The input of one iteration's forward.
 
-    `input_ids`, `position_ids`: [1, tokens]. `logit_rows`: [sampled], rows whose logits are needed, in the order of
-    the segments that sample. `runs`: (start, stop, slot) of consecutive tokens under one adapter.
+    `input_ids`, `position_ids`: [1, tokens]. `pages`, `offsets`: [tokens], where their K/V go. `logit_rows`: [rows],
+    those whose logits are needed, in the order of the segments. `runs`: (start, stop, slot) of consecutive tokens under
+    one adapter.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    write_rows: torch.Tensor
+    pages: torch.Tensor
+    offsets: torch.Tensor
     logit_rows: torch.Tensor
     decode_rows: torch.Tensor
     decode_tables: torch.Tensor
@@ -103,6 +116,8 @@ class PackedBatch:
     """`runs` in the form that the Triton LoRA kernels read, if `pack` was asked for it."""
     decode_heads: HeadTables | None = None
     """Locations of the decodes' K/V rows by head, if any decode was pruned or updates statistics."""
+    segments: list[Segment] = field(default_factory=list)
+    """All segments as they were given: those of one preference pair in their order."""
 
     @property
     def pruned(self) -> HeadTables | None:
@@ -111,7 +126,7 @@ class PackedBatch:
 
 
 def pack(
-    segments: list[Segment], kv: KvStore, device: torch.device, tile_tokens: int = 0, lora: bool = False
+    segments: list[Segment], kv: PagedKv, device: torch.device, tile_tokens: int = 0, lora: bool = False
 ) -> PackedBatch:
     """Pack `segments` (reordered by adapter slot, single tokens first) and move all tables to `device` at once.
 
@@ -126,7 +141,7 @@ def pack(
     pages = [s.pages[: -(-(s.context + len(s.token_ids)) // kv.page_size)] for s in chunks if tiled or s.context]
     parts = [
         *rows,
-        np.array([s.start + len(s.token_ids) - 1 for s in segments if s.samples], np.int64),
+        np.array([row for s in segments for row in s.logit_rows], np.int64),
         np.array([s.start for s in decodes], np.int64),
         np.array([s.context for s in decodes], np.int64),
         host_tables.reshape(-1),
@@ -141,22 +156,25 @@ def pack(
     ids, positions, at_page, at_row, logit_rows, decode_rows, context, flat, *rest = upload(parts, device)
     tables, heads = flat.view(host_tables.shape), None
     if any(s.compacted is not None or s.watch is not None for s in decodes):
-        heads = HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, kv)
-    blocks = iter([] if tiled else [kv.block_index(used[None]) for used in rest[: len(pages)]])
+        (store,) = kv.stores
+        heads = HeadTables.of([s.compacted for s in decodes], [s.context for s in decodes], tables, context, store)
+    in_context = iter([] if tiled else rest[: len(pages)])
     return PackedBatch(
         input_ids=ids[None],
         position_ids=positions[None],
-        write_rows=kv.row_index(at_page, at_row),
+        pages=at_page,
+        offsets=at_row,
         logit_rows=logit_rows,
         runs=runs,
         decodes=decodes,
         decode_rows=decode_rows,
         decode_context=context,
         decode_tables=tables,
-        prefills=[] if tiled else [Prefill(s, next(blocks) if s.context else None) for s in chunks],
+        prefills=[] if tiled else [Prefill(s, next(in_context) if s.context else None) for s in chunks],
         tiles=PrefillTiles(rest[0].view(-1, _TILE_COLUMNS), rest[1], tile_tokens) if tiled else None,
         lora_tiles=LoraTiles(rest[-1].view(-1, 3), lora_rows) if lora_rows else None,
         decode_heads=heads,
+        segments=segments,
     )
 
 

@@ -1,5 +1,7 @@
 """Attention over the paged cache, registered with transformers so that unmodified models use it."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +18,11 @@ from edged.engine.attention.base import AttentionBackend, AttentionCall
 from edged.engine.attention.cpu import NativeDecode
 from edged.engine.attention.cpu_sparse import RowsByHead, ragged_decode
 from edged.engine.attention.packed_batch import PackedBatch, Prefill
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import KvStore, PagedKv
 
 IMPLEMENTATION = "edged_paged"
 DecodePath = Literal["padded", "ragged", "native", "triton"]
-_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "head_mask", "cu_seq_lens_q")
+_UNSUPPORTED = ("sinks", "position_bias", "head_mask", "cu_seq_lens_q")
 
 
 _current = threading.local()
@@ -43,6 +45,15 @@ def current_pass() -> AttentionBackend:
     return current
 
 
+def pass_under_way() -> AttentionBackend | None:
+    """Return the backend that answers this thread's attention calls; None while the model's own attention does."""
+    return getattr(_current, "value", None)
+
+
+class CannotPage(ValueError):
+    """A model asks its attention for what K/V in pages do not answer."""
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -52,21 +63,27 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend for `attn_implementation="edged_paged"`; shapes are transformers' own, with batch size 1.
 
-    Raises ValueError where a model asks its attention for something that the paged cache does not do.
+    Raises CannotPage where a model asks its attention for something that the paged cache does not do.
     """
     for name in _UNSUPPORTED:
         if kwargs.get(name) is not None:
-            raise ValueError(f'the model passes "{name}" to its attention, which the paged cache cannot honour')
+            raise CannotPage(f'the model passes "{name}" to its attention, which the paged cache cannot honour')
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise ValueError("the model's attention is not plainly causal (it passes a mask)")
+        raise CannotPage("the model's attention is not plainly causal (it passes a mask)")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(module.layer_idx, scale, sliding_window, softcap)  # type: ignore[arg-type]
+    call = AttentionCall(module.layer_idx, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
+    size = value.shape[-1]
+    if size < key.shape[-1]:
+        # Keys and values share a store, and kernels: shorter values have zeros behind them, and so have the answers.
+        value = F.pad(value, (0, key.shape[-1] - size))
     # Not [0], whose gradient is a copy.
-    return current_pass().attend(call, query.squeeze(0), key.squeeze(0), value.squeeze(0)).unsqueeze(0), None
+    out = current_pass().attend(call, query.squeeze(0), key.squeeze(0), value.squeeze(0)).unsqueeze(0)
+    return out[..., :size] if size < out.shape[-1] else out, None
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention)
@@ -84,14 +101,37 @@ def attend(
     # On CUDA torch has no fused kernel for both a mask and grouped queries.
     if groups > 1 and (call.softcap is not None or (mask is not None and query.is_cuda)):
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    # Heads of a group may be the query rows of their KV head.
+    sinks = None if call.sinks is None else call.sinks.to(query.dtype).view(1, query.shape[1], -1, 1)
     if call.softcap is None:
-        grouped = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=call.scaling, enable_gqa=grouped)
+        grouped, size = query.shape[1] != key.shape[1], value.shape[-1]
+        if sinks is not None:
+            query, key, value, mask = _with_sink_key(sinks / call.scaling, query, key, value, mask)
+        out = F.scaled_dot_product_attention(query, key, value, mask, scale=call.scaling, enable_gqa=grouped)
+        return out if sinks is None else out[..., :size]
     scores = query @ key.transpose(-1, -2) * call.scaling
     scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]].to(query.dtype) @ value
+
+
+def _with_sink_key(
+    sinks: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return queries, keys, values and a mask with one more key, whose product with each query is its head's `sinks`.
+
+    Heads have eight numbers more, as torch's fused kernels want: the first is the sink at queries, 1 at the further key
+    and 0 at all others, so that no mask is as large as all heads' scores.
+    """
+    # A sink of -inf, which no softmax sees, would be NaN times 0.
+    sinks = sinks.clamp(min=torch.finfo(sinks.dtype).min / 2).expand(*query.shape[:-1], 1)
+    last = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.shape[3], 7))
+    query = torch.cat((query, F.pad(sinks, (0, 7))), dim=-1)
+    key = torch.cat((F.pad(key, (0, 8)), last), dim=2)
+    return query, key, F.pad(value, (0, 8, 0, 1)), None if mask is None else F.pad(mask, (0, 1))
 
 
 def attend_to_last(
@@ -100,7 +140,7 @@ def attend_to_last(
     """Attend causally, where the last query's own key is the last key; `masks` keeps those that were made."""
     queries, keys = query.shape[2], key.shape[2]
     window = call.window if call.window is not None and keys > call.window else None
-    if queries == keys and window is None and call.softcap is None:
+    if queries == keys and window is None and call.softcap is None and call.sinks is None:
         grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=call.scaling, enable_gqa=grouped)
     kind = queries, keys, window
@@ -127,8 +167,33 @@ def _without(hidden: tuple[int, int] | None, *parts: torch.Tensor) -> tuple[torc
     return tuple(torch.cat((part[..., : hidden[0], :], part[..., hidden[1] :, :]), dim=-2) for part in parts)
 
 
+def attention_over(batch: PackedBatch, kv: PagedKv, decode_path: DecodePath = "padded") -> PagedBackend:
+    """Return the backend of a packed forward over K/V of any model."""
+    if isinstance(kv, KvStore) and kv.places is None:
+        return PagedAttention(batch, kv, decode_path)
+    return AttentionByLayer(batch, kv, decode_path)
+
+
+class AttentionByLayer:
+    """The backend where a layer's place in its store is not its number: shapes differ, or some layers do not attend.
+
+    Each attends in its own store, over the same packed batch.
+    """
+
+    def __init__(self, batch: PackedBatch, kv: PagedKv, decode_path: DecodePath) -> None:
+        self.batch, self.kv = batch, kv
+        self.parts: Any = None
+        self._attention = {id(store): PagedAttention(batch, store, decode_path) for store in kv.stores}
+
+    def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        store, layer = self.kv.store_of_layer(call.layer)
+        return self._attention[id(store)].attend(call._replace(layer=layer), query, key, value)
+
+
 class PagedAttention:
-    """The backend of a packed forward over pages: it writes the new K/V, then each segment attends to its own context.
+    """The backend of a packed forward over the pages of one store: it writes the new K/V, then each segment attends to
+    its own context.
 
     Decodes are computed together: "native", "ragged" and "triton" read each context's pages in place, "padded" gathers
     them, padded to the longest. Longer segments are computed together, over pages in place, if the batch was packed in
@@ -138,6 +203,9 @@ class PagedAttention:
     def __init__(self, batch: PackedBatch, kv: KvStore, decode_path: DecodePath = "padded") -> None:
         self.batch, self.kv = batch, kv
         self._decode_path = decode_path
+        self.parts: Any = None
+        """The batch as `edged.engine.model.mixers` cuts it, once a layer with a state has asked."""
+        self._write_rows = kv.row_index(batch.pages, batch.offsets)
         # The first layer that needs one of these makes it, and all layers use it.
         self._native = cache(partial(NativeDecode, kv, batch.decode_tables, batch.decode_context, batch.pruned))
         self._ragged = cache(partial(ragged_decode, batch.decodes, kv))
@@ -145,6 +213,9 @@ class PagedAttention:
         longest = batch.decode_tables.shape[1] * kv.page_size
         self._decode_mask = cache(partial(causal_mask, longest, batch.decode_context))
         self._decode_blocks = cache(partial(kv.block_index, batch.decode_tables))
+        self._prefills = [
+            (each, None if each.pages is None else kv.block_index(each.pages[None])) for each in batch.prefills
+        ]
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
@@ -152,28 +223,34 @@ class PagedAttention:
         alone = batch.tiles is None and not batch.prefills
         if alone and self._decode_path == "native":
             # These kernels store the new keys and values themselves.
-            return self._decode_and_see(call, query.transpose(0, 1), (key, value))
-        self.kv.write(call.layer, batch.write_rows, key.transpose(0, 1), value.transpose(0, 1))
+            return self.decode(call, query.transpose(0, 1), (key, value))
+        self.kv.write(call.layer, self._write_rows, key.transpose(0, 1), value.transpose(0, 1))
         heads, num_tokens, _ = query.shape
         if alone:
             # A batch of decodes alone is in the order of the batch's rows.
-            return self._decode_and_see(call, query.transpose(0, 1))
+            return self.decode(call, query.transpose(0, 1))
         out = query.new_empty(num_tokens, heads, value.shape[-1])
         if len(batch.decode_rows):
             rows = query.index_select(1, batch.decode_rows).transpose(0, 1)
-            out.index_copy_(0, batch.decode_rows, self._decode_and_see(call, rows))
+            out.index_copy_(0, batch.decode_rows, self.decode(call, rows))
         if batch.tiles is not None:
             from edged.engine.attention import triton
 
             triton.paged_prefill(call, query, batch.tiles, self.kv, out)
-        for chunk in batch.prefills:
-            out[chunk.segment.rows] = self._prefill(call, chunk, query, key, value)[0].transpose(0, 1)
+        for chunk, blocks in self._prefills:
+            out[chunk.segment.rows] = self._prefill(call, chunk, blocks, query, key, value)[0].transpose(0, 1)
         return out
 
-    def _decode_and_see(
+    @property
+    def decodes_in_place(self) -> bool:
+        """Whether a layer may store keys and values itself and then `decode`: the batch has decodes alone, and Triton's
+        kernels read their pages."""
+        return self._decode_path == "triton" and self.batch.tiles is None and not self.batch.prefills
+
+    def decode(
         self, call: AttentionCall, rows: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Attend with the decodes and update their statistics: `rows` [n, heads, d] -> [n, heads, d].
+        """Attend with the decodes, whose K/V are stored, and update their statistics: `rows` [n, heads, d] -> the same.
 
         "native" stores the `new` keys and values.
         """
@@ -220,15 +297,25 @@ class PagedAttention:
         return attend(call, grouped, keys, values, mask).reshape(n, -1, kv.head_dim)
 
     def _prefill(
-        self, call: AttentionCall, chunk: Prefill, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        call: AttentionCall,
+        chunk: Prefill,
+        blocks: torch.Tensor | None,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> torch.Tensor:
         segment, new = chunk.segment, chunk.segment.rows
         keys, values = key[None, :, new], value[None, :, new]
-        if chunk.blocks is not None:
+        if blocks is not None:
             stop = segment.context + len(segment.token_ids)
-            read = self.kv.read(call.layer, chunk.blocks, 1)
+            read = self.kv.read(call.layer, blocks, 1)
             keys, values = _without(segment.hidden, *(part[:, :, :stop] for part in read))
         return attend_to_last(call, query[None, :, new], keys, values, chunk.masks)
+
+
+PagedBackend = PagedAttention | AttentionByLayer
+"""The backend of a packed forward."""
 
 
 class BranchAttention:
@@ -237,20 +324,19 @@ class BranchAttention:
     `keys` and `values` [kv_heads, tokens, head_dim] are the window's own, kept so that gradients can enter them.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
-
     def __init__(self, branches: Sequence[Branches]) -> None:
-        self._branches = branches
+        self.branches = branches
+        # A layer without attention has none.
+        self.keys = self.values = torch.empty(0)
 
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         self.keys, self.values = key, value
         # All is cut by splits: each slice would have a gradient as large as the whole.
-        rows = iter(query.split([piece.stop - piece.start for own in self._branches for piece in own.pieces], dim=1))
-        sizes = [branch.last - branch.first for branch in self._branches]
+        rows = iter(query.split([piece.stop - piece.start for own in self.branches for piece in own.pieces], dim=1))
+        sizes = [branch.last - branch.first for branch in self.branches]
         outputs = []
-        for branch, *own in zip(self._branches, key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True):
+        for branch, *own in zip(self.branches, key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True):
             runs, earlier = _runs(branch), branch.earlier or (None, None)
             keys, values = (_cut(part, before, branch.start, runs) for part, before in zip(own, earlier, strict=True))
             for piece in branch.pieces:

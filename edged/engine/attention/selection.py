@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import starmap
 
 import numpy as np
 import torch
@@ -36,17 +37,18 @@ class Backends:
     """Reasons, by "decode" or "prefill", for not using the configured or the fastest implementation."""
 
 
-def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
+def pick_paths(shapes: Sequence[tuple[KvStore, int]], settings: ModelSettings, sinks: bool = False) -> Backends:
     """Pick `decode_attention` and `prefill_attention` as set, or for "auto" the fastest; torch's if that cannot work.
 
-    `group` is the number of query heads of a KV head.
+    `shapes` are the stores of all layers, each with the number of query heads of a KV head; `sinks` tells whether any
+    layer has sinks.
     """
-    cuda = kv.keys.device.type == "cuda"
+    cuda = shapes[0][0].keys.device.type == "cuda"
     fastest: tuple[DecodePath, ...] = ("triton",) if cuda else ("native", "ragged")
     wanted = fastest if settings.decode_attention == "auto" else (settings.decode_attention,)
     why_not: dict[str, str] = {}
     for decode in (*wanted, "padded"):
-        if not (reason := _why_not_decode(kv, decode, group)):
+        if not (reason := _first_reason(shapes, partial(_why_not_decode, path=decode, sinks=sinks))):
             break
         why_not.setdefault("decode", reason)
     if why_not:
@@ -56,27 +58,32 @@ def pick_paths(kv: KvStore, settings: ModelSettings, group: int) -> Backends:
     if settings.prefill_attention == "triton" or (settings.prefill_attention == "auto" and cuda):
         from edged.engine.attention import triton  # slow to import, and not everywhere
 
-        reason = triton.why_not(kv)
-        tile_tokens = 0 if reason else triton.tile_tokens(kv, group)
-        if reason := reason or selftest(kv, group, Backends("padded", tile_tokens)):
+        reason = _first_reason(shapes, lambda kv, _group: triton.why_not(kv))
+        tile_tokens = 0 if reason else max(starmap(triton.tile_tokens, shapes))
+        trial = partial(selftest, paths=Backends("padded", tile_tokens), sinks=sinks)
+        if reason := reason or _first_reason(shapes, trial):
             log.info("prefill attention gathers pages (triton is not used: %s)", reason)
             tile_tokens, why_not["prefill"] = 0, reason
     return Backends(decode, tile_tokens, why_not)
 
 
-def _why_not_decode(kv: KvStore, path: DecodePath, group: int) -> str:
+def _first_reason(shapes: Sequence[tuple[KvStore, int]], why_not: Callable[[KvStore, int], str]) -> str:
+    return next(filter(None, starmap(why_not, shapes)), "")
+
+
+def _why_not_decode(kv: KvStore, group: int, path: DecodePath, sinks: bool) -> str:
     if path == "triton":
         from edged.engine.attention import triton
 
-        return triton.why_not(kv) or selftest(kv, group, Backends(path))
+        return triton.why_not(kv) or selftest(kv, group, Backends(path), sinks)
     if path == "native":
-        return cpu.why_not(kv) or selftest(kv, group, Backends(path))
+        return cpu.why_not(kv) or selftest(kv, group, Backends(path), sinks)
     return cpu_sparse.why_not(kv) if path == "ragged" else ""
 
 
-def selftest(kv: KvStore, group: int, paths: Backends) -> str:
+def selftest(kv: KvStore, group: int, paths: Backends, sinks: bool = False) -> str:
     """Compile the kernels of `paths` and compare them with torch's; return what went wrong, or ""."""
-    size, device, dtype = kv.page_size, kv.keys.device, kv.keys.dtype
+    size, device, dtype, scale = kv.page_size, kv.keys.device, kv.keys.dtype, kv.head_dim**-0.5
     # A single token, one of the kind that leaves rows out, one of a pruned sequence, with pages of their own to write.
     segments = [
         Segment([0], size, np.array([1, 2])),
@@ -100,7 +107,8 @@ def selftest(kv: KvStore, group: int, paths: Backends) -> str:
             attention = PagedAttention(pack(batch, small, device, paths.tile_tokens), small, paths.decode)
             num_tokens = sum(len(segment.token_ids) for segment in batch)
             query, key, value = (part[:, :num_tokens] for part in new)
-            calls = (AttentionCall(0, kv.head_dim**-0.5), AttentionCall(0, kv.head_dim**-0.5, size, 9.0))
+            own = query[:, 0, 0].contiguous() if sinks else None
+            calls = (AttentionCall(0, scale, sinks=own), AttentionCall(0, scale, size, 9.0, own))
             passed += [attention.attend(call, query, key, value) for call in calls]
         return torch.cat([part.flatten() for part in (*passed, small.keys, small.values)])
 

@@ -32,9 +32,9 @@ _LINES, _KEYS = 64, 64
 """Most queries (tokens times the heads of a group) of a tile's program, and most keys of one of its steps."""
 _QUERY_ELEMENTS = {2: 16 << 10, 4: 4 << 10}
 """About how many elements a tile's queries hold, by bytes of an element; the keys of a step hold half. Compiled for
-sm_87 with heads of 64, 128 and 256, everything then fits into registers, and into the 99 KiB of shared memory that the
+sm_87 with heads of 64 to 512, everything then fits into registers, and into the 99 KiB of shared memory that the
 smallest GPUs since sm_80 have."""
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
 _NO_WINDOW = 1 << 30
 
 if importlib.util.find_spec("triton") is not None:
@@ -126,42 +126,53 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(extremes + slot + rows, highest, mask=rows < GROUP)
         tl.store(sums + slot + rows, total, mask=rows < GROUP)
 
-    @triton.jit(do_not_specialize=["splits"])
+    @triton.jit(do_not_specialize=["sinks", "splits"])
     def _join_parts(
         parts,
         extremes,
         sums,
+        sinks,
         result,
         splits,
+        KV_HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         HEAD: tl.constexpr,
         HEAD_PAD: tl.constexpr,
         SPLITS_PAD: tl.constexpr,
+        SINKS: tl.constexpr,
     ) -> None:
         pair, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
         part = tl.arange(0, SPLITS_PAD)
         lanes = tl.arange(0, HEAD_PAD)
         slot = (pair * splits + part) * GROUP + row
         highest = tl.load(extremes + slot, mask=part < splits, other=float("-inf"))
-        fading = tl.exp(highest - tl.max(highest, 0))
+        largest, sink = tl.max(highest, 0), float("-inf")
+        if SINKS:
+            sink = tl.load(sinks + pair % KV_HEADS * GROUP + row).to(tl.float32)
+            largest = tl.maximum(largest, sink)
+        fading = tl.exp(highest - largest)
         total = tl.sum(tl.load(sums + slot, mask=part < splits, other=0.0) * fading, 0)
+        if SINKS:
+            total += tl.exp(sink - largest)
         there = (part[:, None] < splits) & (lanes[None, :] < HEAD)
         pieces = tl.load(parts + slot[:, None] * HEAD + lanes[None, :], mask=there, other=0.0)
         out = tl.sum(pieces * fading[:, None], 0) / total
         tl.store(result + (pair * GROUP + row) * HEAD + lanes, out, mask=lanes < HEAD)
 
-    @triton.jit(do_not_specialize=["tiles", "pages", "window"])
+    @triton.jit(do_not_specialize=["tiles", "pages", "sinks", "window"])
     def _attend_tile(
         query,
         keys,
         values,
         tiles,
         pages,
+        sinks,
         result,
         scaling,
         softcap,
         window,
         COLUMNS: tl.constexpr,
+        TOKENS: tl.constexpr,
         GROUP: tl.constexpr,
         HEAD: tl.constexpr,
         HEAD_PAD: tl.constexpr,
@@ -169,15 +180,17 @@ if importlib.util.find_spec("triton") is not None:
         LINES: tl.constexpr,
         BLOCK: tl.constexpr,
         CAPPED: tl.constexpr,
+        SINKS: tl.constexpr,
     ) -> None:
         tile, head, kv_heads = tiles + tl.program_id(0) * COLUMNS, tl.program_id(1), tl.num_programs(1)
-        num_tokens = tl.load(tile + 1)
-        if num_tokens == 0:
+        skipped = tl.program_id(2) * TOKENS
+        num_tokens = tl.minimum(tl.load(tile + 1) - skipped, TOKENS)
+        if num_tokens <= 0:
             return
-        first_token = tl.load(tile)
+        first_token = tl.load(tile) + skipped
         hidden_first, hidden = tl.load(tile + 3), tl.load(tile + 4)
         table = pages + tl.load(tile + 5)
-        before = tl.load(tile + 2) - hidden
+        before = tl.load(tile + 2) - hidden + skipped
 
         line = tl.arange(0, LINES)
         lanes = tl.arange(0, HEAD_PAD)
@@ -190,6 +203,9 @@ if importlib.util.find_spec("triton") is not None:
         own = before + token
         highest = tl.full((LINES,), float("-inf"), tl.float32)
         total = tl.zeros((LINES,), tl.float32)
+        if SINKS:
+            highest = tl.load(sinks + head * GROUP + line % GROUP).to(tl.float32)
+            total = tl.where(highest == float("-inf"), 0.0, 1.0)
         out = tl.zeros((LINES, HEAD_PAD), tl.float32)
         stop = before + num_tokens
         for begin in range(tl.maximum(before - window + 1, 0), stop, BLOCK):
@@ -266,14 +282,27 @@ def paged_decode(
         BY_HEAD=pruned is not None,
     )
     _join_parts[(n * kv.kv_heads, group)](
-        parts, extremes, sums, out, splits, GROUP=group, HEAD=size, HEAD_PAD=head_pad, SPLITS_PAD=_MAX_SPLITS
+        parts,
+        extremes,
+        sums,
+        sums if call.sinks is None else call.sinks,
+        out,
+        splits,
+        KV_HEADS=kv.kv_heads,
+        GROUP=group,
+        HEAD=size,
+        HEAD_PAD=head_pad,
+        SPLITS_PAD=_MAX_SPLITS,
+        SINKS=call.sinks is not None,
     )
     return out
 
 
 def tile_tokens(kv: KvStore, group: int) -> int:
     """Return the tokens of a tile if `group` query heads share a KV head."""
-    return max(1, max(32, min(_LINES, _QUERY_ELEMENTS[kv.keys.dtype.itemsize] // _lanes(kv))) // group)
+    itemsize, lanes = kv.keys.dtype.itemsize, _lanes(kv)
+    least = 32 if lanes * itemsize <= 1024 else 16
+    return max(1, max(least, min(_LINES, _QUERY_ELEMENTS[itemsize] // lanes)) // group)
 
 
 def _lanes(kv: KvStore) -> int:
@@ -290,18 +319,22 @@ def paged_prefill(
     """
     heads, _, size = query.shape
     group = heads // kv.kv_heads
-    lines, lanes, itemsize = max(16, triton.next_power_of_2(tiles.num_tokens * group)), _lanes(kv), query.dtype.itemsize
-    _attend_tile[(len(tiles.table), kv.kv_heads)](
+    # The tiles may be those of smaller heads in other layers.
+    num_tokens = min(tiles.num_tokens, tile_tokens(kv, group))
+    lines, lanes, itemsize = max(16, triton.next_power_of_2(num_tokens * group)), _lanes(kv), query.dtype.itemsize
+    _attend_tile[(len(tiles.table), kv.kv_heads, triton.cdiv(tiles.num_tokens, num_tokens))](
         query.transpose(0, 1).contiguous(),
         kv.keys[call.layer],
         kv.values[call.layer],
         tiles.table,
         tiles.pages,
+        query if call.sinks is None else call.sinks,
         out,
         call.scaling,
         1.0 if call.softcap is None else float(call.softcap),
         call.window or _NO_WINDOW,
         COLUMNS=tiles.table.shape[1],
+        TOKENS=num_tokens,
         GROUP=group,
         HEAD=size,
         HEAD_PAD=lanes,
@@ -309,6 +342,7 @@ def paged_prefill(
         LINES=lines,
         BLOCK=max(16, min(_KEYS, _QUERY_ELEMENTS[itemsize] // 2 // lanes)),
         CAPPED=call.softcap is not None,
+        SINKS=call.sinks is not None,
         num_warps=8 if lines * lanes * itemsize >= 16 << 10 else 4,
         num_stages=2,
     )

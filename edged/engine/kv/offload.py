@@ -6,6 +6,7 @@ after `join`; the engine thread waits for none of them.
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import tempfile
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import PagedKv
 from edged.settings.load import CacheSettings
 from edged.tensors.device_copy import has_own_memory
 from edged.tensors.oom import out_of_memory
@@ -32,7 +33,7 @@ _DISK_WAIT_S = 0.02
 """Longest time that one iteration waits for the disk, before the read that exceeds it."""
 
 Slab = tuple[torch.Tensor, ...]
-"""Keys and values of one page, each [layers, kv_heads, page_size, head_dim]."""
+"""Keys and values of one page by store, each [layers, kv_heads, page_size, head_dim]."""
 
 
 class _Copies:
@@ -41,8 +42,9 @@ class _Copies:
 
     kind = ""
 
-    def __init__(self, kv: KvStore, capacity: int) -> None:
-        self.capacity, self._kv, self._device = capacity, kv, kv.keys.device
+    def __init__(self, kv: PagedKv, capacity: int) -> None:
+        keys = kv.stores[0].keys
+        self.capacity, self._kv, self._device, self._dtype = capacity, kv, keys.device, keys.dtype
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._behind = False
         self._free = list(range(capacity - 1, -1, -1))
@@ -85,14 +87,19 @@ class _Copies:
         self.settle()
 
     def _slab(self, page: int) -> Slab:
-        heads = self._kv.kv_heads
-        return tuple(store.narrow(1, page * heads, heads) for store in (self._kv.keys, self._kv.values))
+        both = ((kv.kv_heads, part) for kv in self._kv.stores for part in (kv.keys, kv.values))
+        return tuple(part.narrow(1, page * heads, heads) for heads, part in both)
 
     def _buffers(self, count: int) -> torch.Tensor:
-        """Allocate host memory for `count` pages: [count, 2, layers, kv_heads, page_size, head_dim]."""
-        kv = self._kv
-        shape = (count, 2, kv.layers, kv.kv_heads, kv.page_size, kv.head_dim)
-        return torch.empty(shape, dtype=kv.keys.dtype, pin_memory=self._stream is not None)
+        """Allocate host memory for `count` pages, each a row."""
+        shape = (count, self._kv.page_bytes // self._dtype.itemsize)
+        return torch.empty(shape, dtype=self._dtype, pin_memory=self._stream is not None)
+
+    def _parts(self, buffer: torch.Tensor) -> Slab:
+        """Return the slab that a row of `_buffers` holds."""
+        shapes = [(kv.layers, kv.kv_heads, kv.page_size, kv.head_dim) for kv in self._kv.stores for _ in range(2)]
+        parts = buffer.split([math.prod(shape) for shape in shapes])
+        return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
 class HostOffload(_Copies):
@@ -103,7 +110,7 @@ class HostOffload(_Copies):
 
     kind = "host"
 
-    def __init__(self, kv: KvStore, capacity: int) -> None:
+    def __init__(self, kv: PagedKv, capacity: int) -> None:
         super().__init__(kv, capacity)
         self._copies = self._buffers(capacity)
 
@@ -111,14 +118,14 @@ class HostOffload(_Copies):
         """Copy a page and return its place; None if all are taken, or the copy finds no memory."""
         with contextlib.suppress(MemoryError):
             if not self.full:
-                self._copy(self._copies[self._free[-1]].unbind(), self._slab(page))
+                self._copy(self._parts(self._copies[self._free[-1]]), self._slab(page))
                 return self._free.pop()
         return None
 
     def load(self, handle: int, page: int) -> bool:
         """Copy back into a page; return False if the copy finds no memory."""
         with contextlib.suppress(MemoryError):
-            self._copy(self._slab(page), self._copies[handle].unbind())
+            self._copy(self._slab(page), self._parts(self._copies[handle]))
             return True
         return False
 
@@ -132,7 +139,7 @@ class DiskOffload(_Copies):
 
     kind = "disk"
 
-    def __init__(self, kv: KvStore, capacity: int, folder: Path, wait_s: float = _DISK_WAIT_S) -> None:
+    def __init__(self, kv: PagedKv, capacity: int, folder: Path, wait_s: float = _DISK_WAIT_S) -> None:
         super().__init__(kv, capacity)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=folder, prefix="offload-", buffering=0)  # noqa: SIM115
@@ -164,7 +171,7 @@ class DiskOffload(_Copies):
         finally:
             self._left_s -= time.perf_counter() - started
         try:
-            copied = self._copy(buffer.unbind(), self._slab(page))
+            copied = self._copy(self._parts(buffer), self._slab(page))
         except MemoryError:
             self._idle.put(buffer)
             return None
@@ -201,7 +208,7 @@ class DiskOffload(_Copies):
             copied.synchronize()
         if os.preadv(self._file.fileno(), [_bytes(buffer)], handle * self._bytes) < self._bytes:
             return False
-        self._reading[0] = (buffer, self._copy(self._slab(page), buffer.unbind()))
+        self._reading[0] = (buffer, self._copy(self._slab(page), self._parts(buffer)))
         self._reading.rotate(-1)
         return True
 
@@ -224,12 +231,12 @@ class DiskOffload(_Copies):
 KvOffload = HostOffload | DiskOffload
 
 
-def pick_offload(kv: KvStore, settings: CacheSettings, folder: Path) -> KvOffload | None:
+def pick_offload(kv: PagedKv, settings: CacheSettings, folder: Path) -> KvOffload | None:
     """Return the offload of evicted pages by `cache.offload`, or None if they are dropped.
 
     "auto": a discrete GPU offloads to host memory. Other devices share the box's memory, and would win nothing.
     """
-    device = kv.keys.device
+    device = kv.stores[0].keys.device
     kind = settings.offload
     if kind == "auto":
         kind = "host" if has_own_memory(device) else "off"

@@ -1,4 +1,5 @@
-"""K/V storage: one tensor for keys and one for values, addressed by page, layer and KV head.
+"""K/V storage: one tensor for keys and one for values, addressed by page, layer and KV head; of a model whose layers
+have heads of unlike shapes, such tensors for each shape.
 
 The owner of a page is known to `edged.cache.page_pool`; attention is in `edged.engine.attention.paged`.
 
@@ -7,13 +8,55 @@ for all layers and heads of `page_size` tokens. Layers are outermost: an index o
 every layer, and a block is still addressable on its own.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from edged.engine.kv.backing import back
+from edged.engine.kv.state import StateStore
 from edged.tensors.device_copy import upload
+
+
+class LayerHeads(NamedTuple):
+    """The sizes of one layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    """Numbers of a key; shorter values are padded to as many."""
+    source: int
+    """The layer whose keys and values it reads: itself, or an earlier one."""
+
+
+def kv_per_token(layers: Sequence[LayerHeads | None], dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers; None: a layer that does not attend."""
+    return 2 * dtype.itemsize * sum(each.kv_heads * each.head_dim for each in _own(layers).values())
+
+
+def store_of(
+    layers: Sequence[LayerHeads | None],
+    pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    states: StateStore | None = None,
+) -> PagedKv:
+    """Allocate K/V storage for layers of these sizes, None for one that does not attend; `states` are kept beside."""
+    own = _own(layers)
+    shapes = {each[1:3] for each in own.values()}
+    if len(shapes) > 1 or any(each is not None and each.source != index for index, each in enumerate(layers)):
+        return KvStores(layers, pages, page_size, dtype, device, states)
+    places = None if len(own) == len(layers) else {index: place for place, index in enumerate(own)}
+    return KvStore(pages, page_size, len(own), *shapes.pop(), dtype, device, places, states)
+
+
+def _own(layers: Sequence[LayerHeads | None]) -> dict[int, LayerHeads]:
+    """Return the layers that have keys and values of their own, by number."""
+    return {index: each for index, each in enumerate(layers) if each is not None and each.source == index}
 
 
 class KvStore:
@@ -28,7 +71,15 @@ class KvStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        places: Mapping[int, int] | None = None,
+        states: StateStore | None = None,
     ) -> None:
+        """Allocate the store of `layers` that attend.
+
+        Where a model has other layers, too, `places` has the number here of each of them; `states` are those that
+        layers keep beside K/V.
+        """
+        self.places, self.states = places, states
         self.page_size, self.layers, self.kv_heads, self.head_dim = page_size, layers, kv_heads, head_dim
         shape = (layers, pages * kv_heads, page_size, head_dim)
         # Rows that are not written yet are read with weight 0, which a NaN would survive: they are zeros.
@@ -37,6 +88,15 @@ class KvStore:
         self._pages = pages
         self._page_layer_bytes = kv_heads * page_size * head_dim * dtype.itemsize
         self._heads = torch.arange(kv_heads, device=device)
+
+    @property
+    def stores(self) -> tuple[KvStore, ...]:
+        """The stores of all shapes: this one alone."""
+        return (self,)
+
+    def store_of_layer(self, layer: int) -> tuple[KvStore, int]:
+        """Return the store that holds a layer, and the layer's number in it."""
+        return self, layer if self.places is None else self.places[layer]
 
     @property
     def page_bytes(self) -> int:
@@ -108,3 +168,64 @@ class KvStore:
         for store in (self.keys, self.values):
             for layer in store:
                 layer.index_copy_(0, new, layer.index_select(0, old))
+
+
+class KvStores:
+    """Keys and values of layers of unlike shapes: a store for each shape, all over the same pages.
+
+    Layers that read the keys and values of an earlier layer have none of their own.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerHeads | None],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: StateStore | None = None,
+    ) -> None:
+        self.page_size, self.states = page_size, states
+        held: dict[tuple[int, int], list[int]] = {}
+        for index, each in _own(layers).items():
+            held.setdefault(each[1:3], []).append(index)
+        made = {shape: KvStore(pages, page_size, len(of), *shape, dtype, device) for shape, of in held.items()}
+        self.stores = tuple(made.values())
+        self._places = {
+            index: (made[each[1:3]], held[each[1:3]].index(each.source))
+            for index, each in enumerate(layers)
+            if each is not None
+        }
+
+    def store_of_layer(self, layer: int) -> tuple[KvStore, int]:
+        """Return the store that holds a layer, and the layer's number in it."""
+        return self._places[layer]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page: keys and values of its tokens in all layers."""
+        return sum(store.page_bytes for store in self.stores)
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the memory of free pages can be returned to the system."""
+        return self.stores[0].gives_back
+
+    def give_back(self, first: int) -> None:
+        """See `KvStore.give_back`."""
+        for store in self.stores:
+            store.give_back(first)
+
+    def reclaim(self, end: int) -> None:
+        """See `KvStore.reclaim`. Raises MemoryError."""
+        for store in self.stores:
+            store.reclaim(end)
+
+    def move_pages(self, moved: Mapping[int, int]) -> None:
+        """See `KvStore.move_pages`."""
+        for store in self.stores:
+            store.move_pages(moved)
+
+
+PagedKv = KvStore | KvStores
+"""K/V storage of a model."""

@@ -342,12 +342,7 @@ class LoraSlots:
     def packed(self, runs: list[Run], tiles: LoraTiles | None = None) -> Iterator[None]:
         """Apply each run's slot to its rows of the packed batch. Given `tiles`, Triton's kernels read only those:
         captured ones outlive the forward."""
-        self.runs.set(runs, self.device, tiles)
-        if own := [run for run in runs if run[2] in self.factor_slots]:
-            rows = np.concatenate([np.arange(start, stop) for start, stop, _ in own])
-            slots = np.repeat([slot for _, _, slot in own], [stop - start for start, stop, _ in own])
-            at, of = upload([rows, slots], self.device)
-            self.runs.factor_rows = at, of, None if self.spares_bias is None else self.spares_bias.index_select(0, of)
+        self._set(self.runs, runs, tiles)
         try:
             yield
         except BaseException:
@@ -358,6 +353,21 @@ class LoraSlots:
         finally:
             self.runs.set([], self.device)
             self.runs.factor_rows = None
+
+    def _set(self, segments: LoraSegments, runs: list[Run], tiles: LoraTiles | None = None) -> None:
+        segments.set(runs, self.device, tiles)
+        if own := [run for run in runs if run[2] in self.factor_slots]:
+            rows = np.concatenate([np.arange(start, stop) for start, stop, _ in own])
+            slots = np.repeat([slot for _, _, slot in own], [stop - start for start, stop, _ in own])
+            at, of = upload([rows, slots], self.device)
+            segments.factor_rows = at, of, None if self.spares_bias is None else self.spares_bias.index_select(0, of)
+
+    def part_of_batch(self, runs: list[Run]) -> LoraSegments:
+        """Return the `runs` of some rows of the present batch, for `LoraSegments.only`."""
+        part = LoraSegments()
+        part.kernel = self.runs.kernel
+        self._set(part, runs)
+        return part
 
     @contextmanager
     def training(self, rows: Sequence[LoraRows]) -> Iterator[None]:

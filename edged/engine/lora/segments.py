@@ -1,7 +1,10 @@
 """LoRA segments of a packed batch: the slot of each run of rows, and the implementation that multiplies it."""
 
+from __future__ import annotations
+
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,6 +102,15 @@ class LoraSegments:
         even = span is not None and np.array_equal(gather.reshape(-1), rows)
         tables = upload([gather.reshape(-1), rows, places], device)
         self.together = ShortRuns(low, high, tables[0], tables[1], tables[2], span, even)
+
+    @contextmanager
+    def only(self, part: LoraSegments) -> Iterator[None]:
+        """Apply the runs of `part` in the place of the present ones, while some of the rows are computed alone."""
+        own, self.__dict__ = self.__dict__, part.__dict__
+        try:
+            yield
+        finally:
+            self.__dict__ = own
 
     def slots_of(self, rows: int) -> torch.Tensor | None:
         """Return the slot of each of the forward's `rows`, -1 for the base model; None if no row has an adapter."""

@@ -5,6 +5,8 @@ second adds the parts in a fixed order, expands them, (x A^T) B^T, and adds that
 Every row lies in one tile and every sum has one order: results do not depend on which program ends first.
 Up to three linears of one input (queries, keys and values; gate and up) share a launch of each.
 
+Kernels that go over rows anyway add the second product themselves (`row_update`), from what `shrink` left in parts.
+
 A launch depends on the number of tiles and of packed rows alone, never on what the table says. A table that outlives an
 iteration (a CUDA graph's) is padded with tiles of 0 rows, whose programs return at once.
 """
@@ -28,7 +30,7 @@ _IN_ELEMENTS = 2048
 """Elements of A that one step of a program reads."""
 _PROGRAMS = 128
 """Target number of programs: input features are split until there are about so many."""
-_MAX_SPLITS = 16
+MAX_SPLITS = 16
 _SPLIT_FEATURES = 256
 """Fewest input features of a part."""
 _MAX_RANK = 128
@@ -138,6 +140,29 @@ if importlib.util.find_spec("triton") is not None:
         there = (line[:, None] < count) & (feature[None, :] < size)
         tl.store(at, tl.load(at, mask=there, other=0.0).to(tl.float32) + added, mask=there)
 
+    @triton.jit
+    def slot_of_row(row, tiles, count, TILES: tl.constexpr):
+        """Return the slot of a row by the first `count` tiles; -1 if it lies in none."""
+        tile = tl.arange(0, TILES)
+        first = tl.load(tiles + tile * 3, mask=tile < count, other=0)
+        rows = tl.load(tiles + tile * 3 + 1, mask=tile < count, other=0)
+        slot = tl.load(tiles + tile * 3 + 2, mask=tile < count, other=0)
+        return tl.max(tl.where((first <= row) & (row < first + rows), slot, -1), 0)
+
+    @triton.jit
+    def row_update(
+        low, up, linear, slot, row, rows, splits, feature, size, there, RANK: tl.constexpr, SPLITS: tl.constexpr
+    ):
+        """Return a row's updates of output features, from `shrink`'s parts; 0 where not `there`."""
+        part = tl.arange(0, SPLITS)
+        first = ((linear * splits + part) * rows + row) * RANK
+        total = feature * 0.0
+        for rank in range(0, RANK):
+            own = tl.sum(tl.load(low + first + rank, mask=part < splits, other=0.0), 0)
+            b = tl.load(up + (slot * RANK + rank) * size + feature, mask=there, other=0.0)
+            total += own * b.to(tl.float32)
+        return total
+
 
 def why_not(device: torch.device, dtype: torch.dtype, rank: int) -> str:
     """Return why the kernels cannot be used for adapters of `rank`; "" when they can."""
@@ -169,6 +194,36 @@ def tiles_of(runs: list[Run], rows: int) -> np.ndarray:
     return np.stack((first, np.minimum(rows, stop[run] - first), slot[run]), axis=1)
 
 
+def shrink(x: torch.Tensor, downs: Sequence[torch.Tensor], tiles: LoraTiles) -> torch.Tensor:
+    """Multiply x[rows] @ down[slot] for each tile and up to three linears, with float32 sums.
+
+    Returns the sums' parts, [linears, splits, n, rank], of which rows that no tile has are not written. `x` [n, in] and
+    `downs` [slots, in, rank] are of one dtype and contiguous; only the rows of `downs` may have a stride, the same for
+    all.
+    """
+    n, size_in = x.shape
+    rank = downs[0].shape[2]
+    rank_pad = max(16, triton.next_power_of_2(rank))
+    count, linears = len(tiles.table), len(downs)
+    splits = max(1, min(MAX_SPLITS, _PROGRAMS // (count * linears), size_in // _SPLIT_FEATURES))
+    low = torch.empty(linears, splits, n, rank, dtype=torch.float32, device=x.device)
+    _shrink[(count, splits, linears)](
+        x,
+        *three(downs),
+        low,
+        tiles.table,
+        n,
+        size_in,
+        RANK=rank,
+        LINE=downs[0].stride(1),
+        RANK_PAD=rank_pad,
+        TILE=tiles.rows,
+        BLOCK=max(16, min(128, _IN_ELEMENTS // rank_pad)),
+        num_stages=2,
+    )
+    return low
+
+
 def add_updates(
     x: torch.Tensor,
     ys: Sequence[torch.Tensor],
@@ -179,45 +234,26 @@ def add_updates(
     """Add the updates of up to three linears in place: y[rows] += (x[rows] @ down[slot]) @ up[slot] for each tile,
     with float32 sums.
 
-    `x` [n, in], each of `ys` [n, out], `downs` [slots, in, rank] and `ups` [slots, rank, out] are of one dtype and
-    contiguous; only the rows of `downs` may have a stride, the same for all.
+    For `x` and `downs` see `shrink`; each of `ys` [n, out] and `ups` [slots, rank, out] is contiguous, too.
     """
-    n, size_in = x.shape
-    rank, sizes_out = ups[0].shape[1], [up.shape[2] for up in ups]
-    rank_pad = max(16, triton.next_power_of_2(rank))
-    count, linears = len(tiles.table), len(ys)
-    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // (count * linears), size_in // _SPLIT_FEATURES))
-    low = torch.empty(linears, splits, n, rank, dtype=torch.float32, device=x.device)
-    in_block = max(16, min(128, _IN_ELEMENTS // rank_pad))
-    shared = {"RANK": rank, "TILE": tiles.rows}
-    _shrink[(count, splits, linears)](
-        x,
-        *_three(downs),
-        low,
-        tiles.table,
-        n,
-        size_in,
-        LINE=downs[0].stride(1),
-        RANK_PAD=rank_pad,
-        BLOCK=in_block,
-        num_stages=2,
-        **shared,
-    )
-    _expand[(count, -(-max(sizes_out) // _OUT_BLOCK), linears)](
-        *_three(ys),
-        *_three(ups),
+    low, sizes_out = shrink(x, downs, tiles), [up.shape[2] for up in ups]
+    linears, splits, n, rank = low.shape
+    _expand[(len(tiles.table), -(-max(sizes_out) // _OUT_BLOCK), linears)](
+        *three(ys),
+        *three(ups),
         low,
         tiles.table,
         n,
         splits,
-        *_three(sizes_out),
+        *three(sizes_out),
+        RANK=rank,
         RANKS=_RANKS,
+        TILE=tiles.rows,
         BLOCK=_OUT_BLOCK,
         num_stages=2,
-        **shared,
     )
 
 
-def _three(parts: Sequence[Any]) -> list[Any]:
+def three(parts: Sequence[Any]) -> list[Any]:
     """Return one to three parts as three: a place that no program reads has the first again."""
     return [*parts, *[parts[0]] * (3 - len(parts))]

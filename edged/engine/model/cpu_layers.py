@@ -4,8 +4,7 @@ A layer's parts are found by name, and a trial must show that the kernels and th
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,18 +12,16 @@ from torch import nn
 
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.paged import attention_pass, current_pass
+from edged.engine.kv.store import LayerHeads
 from edged.engine.lora.linear import LoraLinear, LoraSlots
 from edged.engine.model.inspection import AttentionSpy
+from edged.engine.model.layer_parts import LayerParts, NotOfThisKind, some_adapter, without_lora
 from edged.engine.model.packed_linear import PackedLinear
-from edged.engine.model.served_model import ModelShape, ServedModel
+from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import FEW_ROWS, CGroup, CLayer, LinearParts, group_of, kernels, readable, why_not
 
 _TOLERANCE = 1e-5
 """Largest difference in the trial, relative to the largest number: in fp32 only the order of sums differs."""
-
-
-class NotOfThisKind(ValueError):
-    """A layer is not of the kind that the kernels compute."""
 
 
 class ShortLayer:
@@ -32,33 +29,32 @@ class ShortLayer:
     down, and two residuals. `long` is the layer's own `forward`, for calls that the kernels do not compute."""
 
     def __init__(
-        self, layer: nn.Module, shape: ModelShape, lora: LoraSlots, call: AttentionCall, scratch: torch.Tensor
+        self, layer: nn.Module, heads: LayerHeads, lora: LoraSlots, call: AttentionCall, scratch: torch.Tensor
     ) -> None:
         """Take over the weights of `layer`; all layers of a model share `scratch`, float32, which grows as they need.
 
         Raises NotOfThisKind where a part is missing, in another form than plain fp32, or of another size.
         """
-        attention, mlp = _child(layer, "self_attn"), _child(layer, "mlp")
+        parts = LayerParts.of(layer)
         self.long, self._call, self._lora, self._scratch = layer.forward, call, lora, scratch
         self._kept: list[torch.Tensor | LinearParts] = []
-        norms = [_norm(_child(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
+        norms = [_norm(norm) for norm in parts.norms]
         self._norms = [weight for weight, _ in norms]
-        heads, head_dim = shape.heads, shape.head_dim
         self._layer = CLayer(
-            qkv=self._group(attention, ("q_proj", "k_proj", "v_proj")),
-            o=self._group(attention, ("o_proj",)),
-            gate_up=self._group(mlp, ("gate_proj", "up_proj")),
-            down=self._group(mlp, ("down_proj",)),
+            qkv=self._group(parts.qkv),
+            o=self._group([parts.o]),
+            gate_up=self._group(parts.gate_up),
+            down=self._group([parts.down]),
             norms=tuple(weight.data_ptr() for weight, _ in norms),
             eps=tuple(eps for _, eps in norms),
             hidden=norms[0][0].numel(),
-            heads=heads,
-            head_dim=head_dim,
+            heads=heads.heads,
+            head_dim=heads.head_dim,
         )
         wide = [self._layer.qkv.linears[index].out for index in range(3)]
-        self._layer.kv_heads = wide[1] // head_dim
+        self._layer.kv_heads = wide[1] // heads.head_dim
         self._check(wide)
-        self._heads = [heads, self._layer.kv_heads, self._layer.kv_heads]
+        self._heads = [heads.heads, self._layer.kv_heads, self._layer.kv_heads]
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Compute what the layer's own `forward` computes, from the same arguments."""
@@ -95,11 +91,10 @@ class ShortLayer:
         angles = (1, len(x), self._layer.head_dim)
         return readable(x, cos, sin) and x.shape[1] == self._layer.hidden and cos.shape == sin.shape == angles
 
-    def _group(self, parent: nn.Module, names: Sequence[str]) -> CGroup:
-        linears = [_child(parent, name) for name in names]
+    def _group(self, linears: Sequence[nn.Module]) -> CGroup:
         parts = [_plain(linear) for linear in linears]
         if len({its.weight.shape[1] for its in parts}) > 1:
-            raise NotOfThisKind(f"{', '.join(names)} of {type(parent).__name__} have inputs of different sizes")
+            raise NotOfThisKind("linears of one input have inputs of different sizes")
         self._kept += parts
         group = group_of(parts)
         group.rank = self._lora.rank
@@ -128,18 +123,9 @@ class ShortLayer:
             raise NotOfThisKind("its parts' sizes do not belong together")
 
 
-def _child(parent: nn.Module, name: str) -> nn.Module:
-    """Return a child module by name. Raises NotOfThisKind."""
-    found = getattr(parent, name, None)
-    if not isinstance(found, nn.Module):
-        raise NotOfThisKind(f"{type(parent).__name__} has no {name}")
-    return found
-
-
 def _plain(linear: nn.Module) -> LinearParts:
     """Return the tensors of a linear inside its wrappers. Raises NotOfThisKind if it is not a plain float32 linear."""
-    while isinstance(linear, LoraLinear):
-        linear = linear.base
+    linear = without_lora(linear)
     plain = linear.base if isinstance(linear, PackedLinear) else linear
     if type(plain) is not nn.Linear or not readable(plain.weight, plain.bias):
         raise NotOfThisKind(f"{type(plain).__name__} is no plain linear in float32")
@@ -159,6 +145,8 @@ def shorten_layers(model: ServedModel) -> str:
     # Layers that cannot be trained may be called in a way that a trial of one alone does not know.
     if reason := why_not(model.device, model.dtype) or model.trainable_error:
         return reason
+    if model.states:
+        return "not every layer attends"
     ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
     scratch = torch.empty(0, dtype=torch.float32)
@@ -176,33 +164,20 @@ def shorten_layers(model: ServedModel) -> str:
     return ""
 
 
-@contextmanager
-def _some_adapter(layer: nn.Module) -> Iterator[None]:
-    """Put random matrices into slot 0 of a layer's linears, and restore it afterwards."""
-    generator = torch.Generator().manual_seed(0)
-    adapted = [module for module in layer.modules() if isinstance(module, LoraLinear)]
-    slots = [side[0] for linear in adapted for side in (linear.down, linear.up)]
-    before = [slot.clone() for slot in slots]
-    try:
-        for slot in slots:
-            slot.normal_(0.0, len(slot) ** -0.5, generator=generator)
-        yield
-    finally:
-        for slot, own in zip(slots, before, strict=True):
-            slot.copy_(own)
-
-
 def _tried(
     model: ServedModel, layer: nn.Module, hidden: torch.Tensor, call: dict[str, Any], scratch: torch.Tensor
 ) -> ShortLayer:
     """Return the `ShortLayer` of `layer` if both agree on `hidden` [1, rows, hidden], whose last two rows have an
     adapter. Raises NotOfThisKind."""
     kind, spy = type(layer).__name__, AttentionSpy()
-    with attention_pass(spy), _some_adapter(layer), model.lora.packed([(1, hidden.shape[1], 0)]):
+    with attention_pass(spy), some_adapter(layer), model.lora.packed([(1, hidden.shape[1], 0)]):
         wanted, angles = layer(hidden, **call), call.get("position_embeddings")
         if not isinstance(wanted, torch.Tensor) or angles is None:
             raise NotOfThisKind(f"{kind} is called in another way")
-        short = ShortLayer(layer, model.shape, model.lora, spy.seen[0][0], scratch)
+        own = spy.seen[0][0]
+        heads = model.shape.layer_heads[own.layer]
+        assert heads is not None
+        short = ShortLayer(layer, heads, model.lora, own, scratch)
         if not short.fits(hidden[0], *angles):
             raise NotOfThisKind(f"{kind} turns other parts of its heads, or is given other forms")
         got = short(hidden, **call)

@@ -7,11 +7,13 @@ What a layer asks for decides; numbers are compared last, since in 16 bits a lay
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,18 +24,29 @@ from transformers.masking_utils import eager_mask
 
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass, causal_mask, current_pass
-from edged.engine.kv.store import KvStore
+from edged.engine.attention.paged import (
+    IMPLEMENTATION,
+    CannotPage,
+    attention_over,
+    attention_pass,
+    causal_mask,
+    current_pass,
+)
+from edged.engine.kv.state import StateSize, StateStore
+from edged.engine.kv.store import LayerHeads, store_of
 from edged.engine.model.loading import ModelRefused
+from edged.engine.model.mixers import CACHE_NAMES, StateSpy
 from edged.engine.model.quantization import is_linear
 from edged.runtime import logs
+
+log = logging.getLogger("edged")
 
 _TOKENS = 16
 _LONGEST_WINDOW = 128
 """Numbers are compared over more tokens than the shortest window, up to this one; masks beyond every window."""
 _MASKED = "edged_masked"
 _ANSWERED = ("update", "get_seq_length", "get_query_offset", "get_mask_sizes", "get_max_length")
-"""Methods of transformers' `Cache` that keys and values in pages answer."""
+"""Methods of transformers' `Cache` that keys and values in pages answer; mixers' calls are answered by `StateSpy`."""
 
 
 class InspectedModel(Protocol):
@@ -46,6 +59,7 @@ class InspectedModel(Protocol):
     layers: nn.ModuleList
     norm: nn.Module
     quantized: bool
+    states: tuple[StateSize, ...]
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         """Compute logits of a packed batch: see `ServedModel.forward`."""
@@ -60,13 +74,14 @@ class InspectedModel(Protocol):
 class Inspection:
     """The findings of an inspection."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layer_heads: tuple[LayerHeads | None, ...]
+    """The heads of each layer; None for one that does not attend."""
     window: int | None
     """The shortest sliding window; None if there is none."""
-    gives_tuples: bool
-    """Whether layers return tuples."""
+    sinks: bool
+    """Whether a layer has sinks."""
+    tuple_items: int
+    """Number of items of the tuples that layers return; 0: they return a tensor."""
     adaptable: tuple[str, ...]
     """Linears in decoder layers that a forward calls once, with all rows, and that give a tensor in its dtype."""
     untrainable: str
@@ -76,7 +91,11 @@ class Inspection:
 class AttentionSpy:
     """An attention backend that records every call with its query, key and value, and returns the query."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, states: Mapping[nn.Module, StateSize] = MappingProxyType({}), updated: Sequence[int] = ()
+    ) -> None:
+        self.states, self.updated = states, updated
+        """Modules with a state and its sizes, in the order of their layers, and the layers that keep K/V."""
         self.seen: list[tuple[AttentionCall, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.masks: list[torch.Tensor | None] = []
         """The masks that the model made for its own attention, where `_MASKED` asks for them."""
@@ -84,21 +103,30 @@ class AttentionSpy:
     def attend(self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend.attend`. Raises ModelRefused for keys and values that cannot be paged."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise ModelRefused("its keys and values of different head sizes cannot share a page")
+            raise ModelRefused(
+                f"layer {call.layer} has values of {list(value.shape[::2])} heads and numbers for keys of "
+                f"{list(key.shape[::2])}: values may be shorter than keys, not longer or of other heads"
+            )
         self.seen.append((call, query, key, value))
         return query.transpose(0, 1).clone()
 
 
-class CacheSpy(Cache):
-    """A cache that claims `past` tokens and keeps nothing; calls that pages do not answer raise ModelRefused."""
+class CacheSpy(StateSpy, Cache):
+    """A cache that claims `past` tokens and keeps nothing.
 
-    def __init__(self, past: int = 0) -> None:
-        super().__init__(layers=[])
+    Calls that neither pages nor slots for states answer raise ModelRefused.
+    """
+
+    def __init__(self, past: int = 0, before: Mapping[nn.Module, StateSize] | None = None) -> None:
+        super().__init__(layers=[], before=before)
         self._past = past
+        self._updated: list[int] = []
+        """Layers that keep keys and values."""
 
     def __getattribute__(self, name: str) -> Any:
-        """Raise ModelRefused for a method that is not `_ANSWERED`."""
-        if name not in _ANSWERED and not name.startswith("_") and callable(getattr(Cache, name, None)):
+        """Raise ModelRefused for a method that is answered neither to attention nor to mixers."""
+        answered = name in _ANSWERED or name.startswith("_") or hasattr(StateSpy, name)
+        if not answered and callable(getattr(Cache, name, None)):
             raise ModelRefused(
                 f'its layers call "{name}" of their cache: beside keys and values they keep something of their own '
                 "from token to token (the state of a convolution or recurrence, an index), which edged does not keep"
@@ -106,9 +134,10 @@ class CacheSpy(Cache):
         return super().__getattribute__(name)
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what came."""
+        self._updated.append(layer_idx)
         return key_states, value_states
 
     def get_seq_length(self, *_: Any, **__: Any) -> int:
@@ -127,7 +156,7 @@ def _masked_attention(
 ) -> tuple[torch.Tensor, None]:
     """Record the mask that the model made for its own attention."""
     current_pass().masks.append(attention_mask)  # type: ignore[attr-defined]
-    return query.transpose(1, 2).clone(), None
+    return query.transpose(1, 2)[..., : value.shape[-1]].clone(), None
 
 
 AttentionInterface.register(_MASKED, _masked_attention)
@@ -152,18 +181,21 @@ def own_logits(model: PreTrainedModel, ids: torch.Tensor, attention: str) -> tor
     return out.logits[0].float()
 
 
-def spy_on(model: PreTrainedModel, past: int = 0) -> AttentionSpy:
+def spy_on(model: PreTrainedModel, past: int = 0, before: Mapping[nn.Module, StateSize] | None = None) -> AttentionSpy:
     """Run a forward with an attention that attends to nothing and a cache that claims `past` tokens.
+
+    Modules whose sizes of states are known from `before` must go on from these.
 
     Raises ModelRefused, with the call's name, for what pages do not answer, and whatever the model raises.
     """
-    spy, named = AttentionSpy(), inspect.signature(type(model).forward).parameters
-    cache = {name: CacheSpy(past) for name in ("cache", "past_key_values") if name in named}
-    # Where both are there, one is the deprecated name of the other.
-    first = dict(list(cache.items())[:1])
+    cache, named = CacheSpy(past, before), inspect.signature(type(model).forward).parameters
+    spy = AttentionSpy(cache._states, cache._updated)
+    # Where there are several, the others are deprecated names of the first.
+    names = [name for name in CACHE_NAMES if name in named][:1]
     ids, positions = tokens_for(model, _TOKENS)
-    with torch.inference_mode(), attention_pass(spy):
-        model(input_ids=ids[None], position_ids=past + positions[None], use_cache=bool(first), **first)
+    with torch.inference_mode(), attention_pass(spy), cache._following(model):
+        given = dict.fromkeys(names, cache)
+        model(input_ids=ids[None], position_ids=past + positions[None], use_cache=bool(names), **given)
     return spy
 
 
@@ -173,25 +205,31 @@ def tokens_for(model: PreTrainedModel, count: int) -> tuple[torch.Tensor, torch.
     return (positions + 7) % int(model.config.get_text_config().vocab_size), positions
 
 
-def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
-    """Return the list of decoder layers and the final norm, by the names that transformers' decoders use.
+_LAYERS = ("layers", "h", "blocks")
+_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm", "norm_f", "embedding_norm")
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module, Mapping[nn.Module, StateSize]]:
+    """Return the list of decoder layers and the final norm, by the names that transformers' decoders use, and the
+    modules that keep a state.
 
     Raises ModelRefused where there is none, or where the cache is asked for what pages do not answer.
     """
-    body, name, failed = model.base_model, type(model).__name__, ""
+    body, name, failed, states = model.base_model, type(model).__name__, "", AttentionSpy().states
     try:
-        spy_on(model)
+        states = spy_on(model).states
+        if states:
+            spy_on(model, before=states)
     except ModelRefused as error:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
     except Exception as error:
-        unknown = "" if isinstance(error, ValueError) else "its forward fails with an attention that gets no mask: "
-        failed = f"{name} cannot be served: {unknown}{logs.first_line(error)}"
-    layers = next(
-        (found for n in ("layers", "h", "blocks") if isinstance(found := getattr(body, n, None), nn.ModuleList)), None
-    )
-    norm = next(
-        (getattr(body, n) for n in ("norm", "final_layernorm", "ln_f", "final_layer_norm") if hasattr(body, n)), None
-    )
+        log.debug("%s: %s", name, error)
+        # What a model on "meta" cannot compute is no reason: see `BaseShape.of_config`.
+        told = isinstance(error, CannotPage) or "meta tensor" in str(error)
+        own = "its layers need a mask or a cache of their own: docs/models.md has models that are served"
+        failed = f"{name} cannot be served: {logs.first_line(error) if told else own}"
+    layers = next((found for n in _LAYERS if isinstance(found := getattr(body, n, None), nn.ModuleList)), None)
+    norm = next((getattr(body, n) for n in _NORMS if hasattr(body, n)), None)
     if layers is None or norm is None:
         raise ModelRefused(
             f"{type(body).__name__} cannot be served: no list of decoder layers with a final norm was found in it (it "
@@ -199,7 +237,7 @@ def find_decoder(model: PreTrainedModel) -> tuple[nn.ModuleList, nn.Module]:
         )
     if failed:
         raise ModelRefused(failed)
-    return layers, norm
+    return layers, norm, states
 
 
 def fix_frequencies(model: nn.Module) -> None:
@@ -215,15 +253,15 @@ def fix_frequencies(model: nn.Module) -> None:
             module.forward = torch.no_grad()(partial(plain, module))
 
 
-def sizes_of(model: PreTrainedModel) -> tuple[int, int, int]:
-    """Return heads, KV heads and head size of a model, which may be on "meta".
+def sizes_of(model: PreTrainedModel) -> tuple[tuple[LayerHeads | None, ...], tuple[StateSize, ...]]:
+    """Return the heads of each layer of a model, which may be on "meta", and the states that it keeps.
 
     Raises ModelRefused for all that a start refuses, but for what shows in numbers alone.
     """
     fix_frequencies(model)
-    layers, _ = find_decoder(model)
+    layers, _, states = find_decoder(model)
     try:
-        return _heads_of(layers, spy_on(model))
+        return _heads_of(layers, spy_on(model)), tuple(states.values())
     except ModelRefused as error:
         raise ModelRefused(f"{type(model).__name__} cannot be served: {error}") from None
 
@@ -242,9 +280,11 @@ def inspect_model(model: InspectedModel) -> Inspection:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
     if hidden.shape != (1, _TOKENS, model.config.hidden_size):
         why = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
-    return Inspection(
-        *heads, window, isinstance(out, tuple), adaptable, why and f"{name} is served, not trained: {why}"
-    )
+    elif readers := [str(index) for index, each in enumerate(heads) if each is not None and each.source != index]:
+        why = f"its layers {', '.join(readers)} read the keys and values of earlier ones"
+    sinks = any(call.sinks is not None for call, *_ in spy.seen)
+    items, untrainable = len(out) if isinstance(out, tuple) else 0, why and f"{name} is served, not trained: {why}"
+    return Inspection(heads, window, sinks, items, adaptable, untrainable)
 
 
 def _call_layers(model: InspectedModel) -> tuple[AttentionSpy, tuple[str, ...], torch.Tensor, Any]:
@@ -272,17 +312,29 @@ def _call_layers(model: InspectedModel) -> tuple[AttentionSpy, tuple[str, ...], 
     return spy, tuple(name for name, calls in fits.items() if calls == [True]), *first[0]
 
 
-def _heads_of(layers: nn.ModuleList, spy: AttentionSpy) -> tuple[int, int, int]:
-    """Return heads, KV heads and head size, which all layers must share. Raises ModelRefused."""
-    seen = {call.layer: (query.shape[0], *key.shape[::2]) for call, query, key, _ in spy.seen}
-    if sorted(seen) != list(range(len(layers))):
+def _heads_of(layers: nn.ModuleList, spy: AttentionSpy) -> tuple[LayerHeads | None, ...]:
+    """Return the heads of each layer; None, in a model with states, for one that keeps a state, or nothing at all.
+
+    Raises ModelRefused.
+    """
+    seen: dict[int, LayerHeads] = {}
+    sources: dict[tuple[Any, ...], int] = {}
+    for call, query, key, value in spy.seen:
+        # What the spy holds stays alive: the same memory is the same keys.
+        if call.sinks is not None and call.sinks.device.type != "meta" and call.sinks.isnan().any():
+            raise ModelRefused(f"the sinks of layer {call.layer} are not numbers: download the checkpoint again")
+        place = (*(part.untyped_storage()._cdata for part in (key, value)), key.storage_offset(), key.shape)
+        seen[call.layer] = LayerHeads(query.shape[0], key.shape[0], key.shape[2], sources.setdefault(place, call.layer))
+    if spy.states and not seen:
+        raise ModelRefused(
+            "none of its layers attends: edged serves layers with a state beside some with keys and values"
+        )
+    if sorted(seen) != (sorted(set(spy.updated)) if spy.states else list(range(len(layers)))):
         raise ModelRefused(
             f"{len(seen)} of its {len(layers)} layers use the attention interface "
             "(layers without attention, or with their own, need a cache that edged does not page)"
         )
-    if len(set(seen.values())) != 1:
-        raise ModelRefused(f"its layers differ in heads or head size: {seen}")
-    return seen[0]
+    return tuple(seen.get(layer) for layer in range(len(layers)))
 
 
 def _check_masks(model: InspectedModel, spy: AttentionSpy, windows: set[int]) -> None:
@@ -308,13 +360,14 @@ def _check_masks(model: InspectedModel, spy: AttentionSpy, windows: set[int]) ->
                 )
 
 
-def _compare(model: InspectedModel, heads: tuple[int, int, int], window: int | None) -> bool:
+def _compare(model: InspectedModel, heads: tuple[LayerHeads | None, ...], window: int | None) -> bool:
     """Compare answers over pages, in one chunk and in two, with the model's own; return whether its head, computed
     alone, differs. Raises ModelRefused."""
     beyond = window + _TOKENS // 2 if window is not None and window <= _LONGEST_WINDOW else 0
     count = min(max(_TOKENS, beyond), max_positions(model.config)) // 2 * 2
     ids, _ = tokens_for(model.model, count)
-    kv = KvStore(2, count, len(model.layers), *heads[1:], model.dtype, model.device)
+    states = StateStore(2, model.states, model.dtype, model.device) if model.states else None
+    kv = store_of(heads, 2, count, model.dtype, model.device, states)
     last: list[torch.Tensor] = []
     with torch.inference_mode():
         own = cache(partial(own_logits, model.model, ids))
@@ -324,9 +377,11 @@ def _compare(model: InspectedModel, heads: tuple[int, int, int], window: int | N
                 got, ends = [], []
                 for first in range(0, count, size):
                     token_ids = ids[first : first + size].tolist()
-                    batch = pack([Segment(token_ids, first, np.array([1]), position=first)], kv, model.device)
+                    slots = (min(first, 1), 1)
+                    segment = Segment(token_ids, first, np.array([1]), position=first, states=slots)
+                    batch = pack([segment], kv, model.device)
                     rows = torch.arange(size, device=model.device)
-                    with attention_pass(PagedAttention(batch, kv)):
+                    with attention_pass(attention_over(batch, kv)):
                         got.append(model.forward(batch.input_ids, batch.position_ids, rows).float())
                     # Some models use their norm elsewhere, too: the head is given its last result.
                     ends.append(last[-1])

@@ -12,7 +12,7 @@ import torch
 from edged.align.dpo.decoder import Branches, KeysValues, LoraRows
 from edged.align.dpo.micro_batch import LayerInputs
 from edged.engine.attention.paged import BranchAttention, attention_pass
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import PagedKv
 from edged.engine.model.served_model import ServedModel
 from edged.tensors.device_copy import upload
 
@@ -20,11 +20,11 @@ from edged.tensors.device_copy import upload
 class PagedDecoder:
     """The served model as `edged.align.dpo.decoder.Decoder`."""
 
-    def __init__(self, model: ServedModel, kv: KvStore) -> None:
+    def __init__(self, model: ServedModel, kv: PagedKv) -> None:
         self._model, self._kv = model, kv
         self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
         self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
-        self.begin, self.logits = model.layer_calls, model.logits
+        self.begin, self.logits, self.keeps_states = model.layer_calls, model.logits, bool(model.states)
         paths = {module: f"{path}." for path, module in model.model.named_modules()}
         self._linears = [
             [name for name in model.lora.linears if name.startswith(paths[layer])] for layer in model.layers
@@ -37,7 +37,8 @@ class PagedDecoder:
     def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
         """See `Decoder`."""
         (used,) = upload([pages[: -(-rows // self._kv.page_size)]], self.device)
-        keys, values = self._kv.read(layer, self._kv.block_index(used[None]), 1)
+        store, own = self._kv.store_of_layer(layer)
+        keys, values = store.read(own, store.block_index(used[None]), 1)
         return keys[0, :, :rows], values[0, :, :rows]
 
     def run_branches(

@@ -12,9 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    GenerationConfig,
+    PreTrainedModel,
+)
 
 from edged.engine.model import quantization
+from edged.engine.model.stored_weights import stored_tensors_of
+from edged.models.gguf import is_gguf
+from edged.models.wrapper_names import TEXT_KEYS, text_name
 from edged.runtime import logs
 from edged.runtime.process import frugal, quiet
 from edged.settings.load import ModelSettings
@@ -26,26 +37,39 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads"),
 )
 """Numbers of a configuration, where it has them, that are from 1 on."""
+_SAME = {
+    **{"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"},
+    **{"qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe"},
+}
+"""Text decoders without a causal class -> those that they are where no token is an image: three positions are one."""
+_OUTER = ("architectures", "dtype", "eos_token_id", "tie_word_embeddings")
+"""What a wrapper's configuration says for its text decoder."""
+_PLAIN = ("modules_to_not_convert", "llm_int8_skip_modules")
+"""Where a `quantization_config` names modules that stay plain."""
 
 
 class ModelRefused(ValueError):
     """The model cannot be served; the message says why and what to do."""
 
 
-def read_config(path: str, trust_remote_code: bool) -> Any:
-    """Read the configuration of a causal language model from a directory, or a config.json.
+def read_config(path: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Read the configuration of a causal language model from a directory, a config.json or a GGUF file; return also the
+    whole checkpoint's: of a wrapper with towers the first is its text decoder's, else both are one.
 
     Raises ModelRefused for one that cannot be read, of another kind of model, or with sizes that no model has.
     """
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        file = {"gguf_file": Path(path).name} if is_gguf(Path(path)) else {}
+        place = str(Path(path).parent) if file else path
+        whole = AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code, **file)
+        config = text_of(whole)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, TypeError, ... here
         reason = " ".join(str(error).split())
         raise ModelRefused(f'model "{path}" has no configuration that can be read: {reason}') from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         raise ModelRefused(
             f'model "{path}" cannot be served: {config.model_type} is no causal language model of '
-            "transformers, as text decoders in a wrapper with towers are not: give one that is saved alone"
+            "transformers, and holds no text decoder that is one"
         )
     text, problem = config.get_text_config(), ""
     # Not its attributes: some that differ by layer raise when they are read.
@@ -58,14 +82,46 @@ def read_config(path: str, trust_remote_code: bool) -> Any:
         problem = f"num_key_value_heads = {kv_heads}, which does not divide num_attention_heads = {heads}"
     if problem:
         raise ModelRefused(f'model "{path}" cannot be served: its config.json has {problem}; download it again')
-    return config
+    return config, whole
 
 
-def load_pretrained(directory: str, settings: ModelSettings, implementation: str) -> PreTrainedModel:
+def text_of(whole: Any) -> Any:
+    """Return the configuration of the causal language model that a wrapper with towers holds, or the same one."""
+    text = whole.get_text_config(decoder=True)
+    if text is whole or type(whole) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return whole
+    if same := _SAME.get(text.model_type):
+        options = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+        rope = {name: value for name, value in (options.pop("rope_parameters") or {}).items() if "mrope" not in name}
+        text = AutoConfig.for_model(same, rope_parameters=rope, **options)
+        if same == "qwen3_moe":
+            # Scores of a token's experts add up to 1 there, and by its name experts' matrices are turned while loading.
+            text.norm_topk_prob, text.model_type = True, whole.model_type
+    elif type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return whole
+    for name in _OUTER:
+        if (value := getattr(whole, name, None)) is not None:
+            setattr(text, name, value)
+    if (stored := getattr(whole, "quantization_config", None)) is not None:
+        names = {name: list(map(text_name, stored[name])) for name in _PLAIN if stored.get(name)}
+        text.quantization_config = {**stored, **names}
+    return text
+
+
+def name_in(whole: Any) -> str:
+    """Return what a wrapper's own class calls its text decoder, with a dot behind; the wrapper takes no memory."""
+    with torch.device("meta"):
+        model = AutoModelForMultimodalLM.from_config(whole)
+    text = model.config.get_text_config(decoder=True)
+    return next(f"{name}." for name, module in model.named_modules() if getattr(module, "config", None) is text)
+
+
+def load_pretrained(directory: str, settings: ModelSettings, implementation: str) -> tuple[PreTrainedModel, str]:
     """Load what `save_pretrained` wrote, quantized or to be quantized, with the attention `implementation`.
 
-    The model's `device` is that of `model.device`; its `dtype` that of `model.dtype`, unless the quantization's
-    kernels know only another. Raises ModelRefused with the reason.
+    Of a wrapper with towers it is the text decoder alone; what the wrapper calls it comes with it ("": it is no part).
+    The model's `device` is that of `model.device`; its `dtype` that of `model.dtype`, unless the quantization's kernels
+    know only another. Raises ModelRefused with the reason.
     """
     device = pick_device(settings.device)
     dtype = pick_dtype(settings.dtype, device)
@@ -79,21 +135,42 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
     except Untrusted as error:
         raise ModelRefused(f'model "{directory}" is not loaded: {error}') from None
     try:
-        config = read_config(directory, settings.trust_remote_code)
+        config, whole = read_config(directory, settings.trust_remote_code)
+        wrapper = "" if config is whole else name_in(whole)
         stored = quantization.method_of(config)
-        if stored is not None and settings.quantize:
+        packed = None if stored is None else quantization.packed_form(stored)
+        short = stored is not None and quantization.dequantizes(stored)
+        if stored is not None and not short and settings.quantize:
             method = stored.get("quant_method")
             raise quantization.CannotQuantize(f'it is already quantized ({method}): leave model.quantize = ""')
         wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
-        if stored is not None:
-            quantization.check_checkpoint(stored, device)
+        if packed is not None:
+            # Only for its checks of the device: the weights have their numbers already.
+            quantization.make_config("int4", device, dtype)
+            quantization.check_experts(config, f"quantization {packed.method}", dtype, settings.trust_remote_code)
         elif settings.quantize:
-            quantization.check_experts(config, settings.quantize, dtype, settings.trust_remote_code)
+            what = f'model.quantize = "{settings.quantize}"'
+            quantization.check_experts(config, what, dtype, settings.trust_remote_code)
+        elif stored is not None and not short:
+            quantization.check_checkpoint(stored, device)
+        source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
+        kind: Any = AutoModelForCausalLM
+        if stored is not None and (packed is not None or short):
+            config = quantization.without(config)
+            linears = _linear_weights(config, settings.trust_remote_code) if packed else frozenset()
+            tensors = stored_tensors_of(path, stored, linears, dtype, device)
+            source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
+            if (kind := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is None:
+                raise quantization.CannotQuantize("its class is in its own code: give the plain checkpoint")
+        if wrapper:
+            # Its table of leftovers would have a line for each kind of tensor in the towers.
+            logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
         with frugal():
             # Tensors of other shapes are told as those that lack, instead of in a table in the log.
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                directory,
+            model, loaded = kind.from_pretrained(
+                **source,
                 config=config,
+                key_mapping=TEXT_KEYS if wrapper else None,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 dtype=dtype,
@@ -105,12 +182,24 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
             )
     except Exception as error:
         raise refusal_of(error, directory, implementation) from error
-    _check_tensors(model, loaded, directory, settings.quantize)
+    if "state_dict" in source:
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+    if packed is not None:
+        model.config.quantization_config = stored
+    _check_tensors(model, loaded, directory, settings.quantize, wrapper)
     quantization.settle(model, model.dtype)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     drop_cached(path.glob("*.safetensors"))
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), wrapper
+
+
+def _linear_weights(config: Any, trust_remote_code: bool) -> frozenset[str]:
+    """Return the names of the weights of a model's linears, which take no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
 def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused:
@@ -123,7 +212,7 @@ def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused
     return ModelRefused(f'model "{path}" cannot be loaded: {reason}')
 
 
-def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: str, quantize: str) -> None:
+def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: str, quantize: str, wrapper: str) -> None:
     """Check that a checkpoint gave every weight, by transformers' `loaded`. Raises ModelRefused.
 
     transformers itself gives random numbers to those that lack. Tensors that the model has no place for are told.
@@ -137,7 +226,14 @@ def _check_tensors(model: PreTrainedModel, loaded: dict[str, Any], directory: st
         raise ModelRefused(f"{refused} {other}: {way_out}")
     if missing := sorted(loaded["missing_keys"]):
         raise ModelRefused(f"{refused} has no {missing[0]} ({len(missing)} missing in all): {way_out}")
-    if left := sorted(loaded["unexpected_keys"]):
+    left = sorted(loaded["unexpected_keys"])
+    if wrapper:
+        inside = tuple(f"{model.base_model_prefix}.{name}." for name, _ in model.base_model.named_children())
+        of_text = [name for name in left if name.startswith((*inside, "lm_head."))]
+        told = 'model "%s": its text decoder is served alone, %d tensors of its towers are left out'
+        log.info(told, directory, len(left) - len(of_text))
+        left = of_text
+    if left:
         told = 'model "%s": its checkpoint has %d tensors that the model has no place for, as %s: they are not used'
         log.warning(told, directory, len(left), left[0])
     vocab_size, head = model.config.get_text_config().vocab_size, model.get_output_embeddings()

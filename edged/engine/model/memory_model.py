@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from edged.align.dpo.step_plan import Recompute, head_window_size
 from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.kv.state import StateSize, copies_for, slots_for, state_bytes
+from edged.engine.kv.store import LayerHeads, kv_per_token
 from edged.engine.model.inspection import max_positions, sizes_of
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
@@ -44,11 +46,18 @@ _OPTIMIZER_BYTES = 4
 _ADAPTER_SHARE = 0.25
 """Share of the memory beside the base that loaded adapters and their slots may take."""
 _FEWEST_ADAPTERS = 2
+FEWEST_PAGES = 4
+"""Pages that a short sequence needs, with the one that is set aside."""
 _MASK_BYTES = 9
 """Bytes of a query and a key while a chunk's mask is made, beside the mask: distance, and whether it is hidden."""
 _BETWEEN_BYTES = 1.2
 """Bytes of a graph beside each number of a linear's input or output: norms and rotary embeddings keep no more in
 the architectures that were counted, in 32 bits whatever the weights have."""
+_RECURRENCE_BYTES = 24
+"""Bytes of a graph, or of a chunk's forward, for each number of `StateSize.width`: gated delta rules and Mamba-2 kept
+17 to 23, in fp32 whatever the weights have, in transformers' own code."""
+_STATE_COPIES = 4
+"""Tensors of the size of a layer's states, at the peak of a mixer that computes decodes."""
 _LOGIT_COPIES = 4
 """Tensors of the size of a head unit's or a sampler's fp32 logits, at the peak."""
 
@@ -58,11 +67,12 @@ class BaseShape:
     """A base model's sizes that memory depends on, from its configuration or its first forward."""
 
     layers: int
+    states: tuple[StateSize, ...] = ()
+    """Sizes of the states that layers keep of each sequence."""
     hidden_size: int
     vocab_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    layer_heads: tuple[LayerHeads | None, ...]
+    """The heads of each layer's attention; None for one that keeps a state, or nothing."""
     max_positions: int
     linears: Linears
     """Linears of the decoder, which a quantization packs. The head and the embeddings stay plain."""
@@ -84,7 +94,23 @@ class BaseShape:
 
     def kv_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+        return kv_per_token(self.layer_heads, dtype)
+
+    @property
+    def attention(self) -> list[LayerHeads]:
+        """The heads of the layers that attend."""
+        return [each for each in self.layer_heads if each is not None]
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one sequence's states in all layers, 0 where layers keep none."""
+        return state_bytes(self.states, dtype)
+
+    def state_slots(self, settings: Settings, loaded: int) -> int:
+        """Return the number of slots for states, of running sequences, open steps and copies, with `loaded`
+        adapters."""
+        sequences = settings.serving.max_sequences
+        copies = copies_for(sequences, settings.cache.prefix_sharing)
+        return slots_for(sequences, max_open_steps(loaded), copies) if self.states else 0
 
     @classmethod
     def of_config(cls, config: Any, target_modules: str | list[str]) -> BaseShape:
@@ -100,21 +126,22 @@ class BaseShape:
             model = AutoModelForCausalLM.from_config(config, **how).eval()
         model.tie_weights()
         try:
-            heads, kv_heads, head_dim = sizes_of(model)
+            layer_heads, states = sizes_of(model)
         except ModelRefused as error:
             if "meta tensor" not in str(error):
                 raise
             # Its forward decides by numbers, which are not there: its configuration says its heads.
             heads = int(text.num_attention_heads)
-            kv_heads, head_dim = getattr(text, "num_key_value_heads", heads), text.hidden_size // heads
+            sizes = heads, getattr(text, "num_key_value_heads", heads), text.hidden_size // heads
+            states = ()
+            layer_heads = tuple(LayerHeads(*sizes, layer) for layer in range(int(text.num_hidden_layers)))
         linears = linear_sizes(model, target_linears(model, "all-linear"))
         return cls(
             layers=int(text.num_hidden_layers),
+            states=states,
             hidden_size=int(text.hidden_size),
             vocab_size=int(text.vocab_size),
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
+            layer_heads=layer_heads,
             max_positions=max_positions(text),
             linears=linears,
             targets=linear_sizes(model, target_linears(model, target_modules)),
@@ -159,6 +186,8 @@ class Needs:
     """The largest weight of a quantized base, since one is dequantized at a time."""
     decode_graphs: int
     """Captured decode iterations, on CUDA."""
+    states: int
+    """States that layers keep beside K/V, of all running sequences and open steps."""
     kv_per_token: int
     loaded_adapters: int
     """Number of adapters in memory."""
@@ -168,7 +197,7 @@ class Needs:
     @property
     def total(self) -> int:
         """Bytes of everything but K/V pages."""
-        fixed = self.weights + self.weight_copies + self.lora_slots + self.kept_graph
+        fixed = self.weights + self.weight_copies + self.lora_slots + self.kept_graph + self.states
         return fixed + self.adapters + self.step + self.iteration + self.dequantized + self.decode_graphs
 
 
@@ -190,6 +219,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
             (kept_bytes(shape, settings, dtype, kind) for kind in kept_kinds(shape, align.recompute, cuda)), default=0
         ),
         **work_of(shape, settings, dtype, loaded, left, quantized=not plain, cuda=cuda),
+        states=shape.state_slots(settings, loaded) * shape.state_bytes(dtype),
         kv_per_token=shape.kv_per_token(dtype),
         loaded_adapters=loaded,
         active_adapters=active,
@@ -251,8 +281,8 @@ def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: R
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
     # the input.
     width = sum(fan_out for _, fan_out in (*shape.linears, *shape.experts))
-    width += shape.layers * (shape.heads * shape.head_dim + shape.hidden_size)
-    each = width * dtype.itemsize + 4 * shape.layers * shape.heads
+    width += shape.layers * shape.hidden_size + sum(each.heads * each.head_dim for each in shape.attention)
+    each = width * dtype.itemsize + 4 * sum(each.heads for each in shape.attention)
     return each * settings.align.window_tokens if kind == "selective" else 0
 
 
@@ -265,9 +295,11 @@ def kept_that_fits(
 
 
 def graph_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
-    """Estimate the bytes of a window's graph: each linear's and expert's input and output, and what is between them."""
+    """Estimate the bytes of a window's graph: each linear's and expert's input and output, what is between them, and
+    that of recurrences."""
     linears, experts = (sum(map(sum, sizes)) for sizes in (shape.linears, shape.experts))
     each = linears * (dtype.itemsize + _BETWEEN_BYTES) + experts * dtype.itemsize
+    each += _RECURRENCE_BYTES * sum(size.width for size in shape.states)
     return int(settings.align.window_tokens * each)
 
 
@@ -308,6 +340,11 @@ def lone_step_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, re
 def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
     """Return the peak of a step's units: layers' inputs, a layer's graph and a head unit, or the optimizer alone."""
     layer = 14 * _row(shape, settings, dtype) + graph_bytes(shape, settings, dtype) // max(1, shape.layers)
+    if shape.states:
+        # Such units have no windows: they cover whole pairs.
+        layer = (
+            layer * max(settings.align.window_tokens, settings.align.max_pair_tokens) // settings.align.window_tokens
+        )
     optimizer = _OPTIMIZER_BYTES * adapter_weights(shape.targets, settings.align.rank)
     return max(_kept_inputs(shape, settings, dtype) + layer + _head_unit(shape, settings), optimizer)
 
@@ -337,7 +374,12 @@ def iteration_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, le
     rows = num_tokens * (6 * shape.hidden_size + 3 * widest) * dtype.itemsize
     context = min(settings.model.max_context_tokens or shape.max_positions, left // shape.kv_per_token(dtype))
     mask = context * num_tokens * (dtype.itemsize + _MASK_BYTES)
-    attention = mask + context * 4 * shape.kv_heads * shape.head_dim * dtype.itemsize
+    widest_kv = max(each.kv_heads * each.head_dim for each in shape.attention)
+    attention = mask + context * 4 * widest_kv * dtype.itemsize
+    # Decodes compute with copies of their states, one layer at a time.
+    copies = max((state_bytes([size], torch.float32) for size in shape.states), default=0)
+    rows += _STATE_COPIES * copies * settings.serving.max_sequences
+    rows += num_tokens * _RECURRENCE_BYTES * max((size.width for size in shape.states), default=0)
     return rows + attention + _LOGIT_COPIES * 4 * shape.vocab_size * settings.serving.max_sequences
 
 
@@ -366,6 +408,34 @@ def unused_bytes(device: torch.device) -> int:
     if not has_own_memory(device):
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def beside_states(
+    shape: BaseShape, settings: Settings, dtype: torch.dtype, loaded: int, page_bytes: int, budget: int
+) -> tuple[int, int]:
+    """Return what the states of layers leave of a `budget` of bytes for K/V, and how many copies of them fit.
+
+    Raises ModelRefused, with the arithmetic, where they leave less than a few pages without any copy.
+    """
+    each, slots, asked = shape.state_bytes(dtype), shape.state_slots(settings, loaded), settings.serving.max_sequences
+    if not slots:
+        return budget, 0
+    copies = copies_for(asked, settings.cache.prefix_sharing)
+    context = min(settings.model.max_context_tokens, shape.max_positions)
+    pages = page_bytes * max(FEWEST_PAGES, -(-context // settings.cache.page_size) + 1)
+    room, fewest = (budget - pages) // each, slots - copies
+    if room >= fewest:
+        # The rest is for K/V.
+        fitting = min(copies, (room - fewest) // 2)
+        return budget - (fewest + fitting) * each, fitting
+    fitting = room - (fewest - asked)
+    needed_mb = math.ceil((fewest * each + pages) / 2**20)
+    way_out = f"set serving.max_sequences = {fitting}" if fitting > 0 else "not one sequence fits: free memory"
+    raise ModelRefused(
+        f"the layers' states of {asked} sequences (serving.max_sequences) and of open steps take {fewest} slots of "
+        f"{each / 2**20:.3g} MiB, the cache has {max(budget, 0) >> 20} MiB: {way_out}, or set cache.memory_mb to "
+        f"{needed_mb} or more"
+    )
 
 
 def refuse_longer_context(settings: Settings, max_positions: int, page_bytes: int, pages: int, budget: int) -> None:

@@ -3,10 +3,11 @@
 The methods themselves are transformers' and their packages'; none is imported before a model asks for it.
 """
 
+import copy
 import importlib.util
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +20,15 @@ _PACKAGES = {
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel",),
     "quanto": ("optimum-quanto",),
-    "fp8": ("kernels",),
-    "mxfp4": ("triton", "kernels"),
     **{name: (name,) for name in ("bitsandbytes", "torchao", "auto-round", "compressed-tensors", "hqq", "aqlm")},
 }
 """pip names of the packages that transformers imports, by method."""
 MADE_BY = {"nf4": "bitsandbytes", "llm-int8": "bitsandbytes", "int8": "torchao", "int4": "torchao"}
 """Values of `model.quantize` -> the method that makes them."""
+INT4_GROUPS = (128, 64, 32)
+"""Weights that may share a scale in torchao's int4 kernels."""
 INT4_GROUP = 64
 """Weights that share a scale: small enough to divide the hidden size of small models, too."""
-_GPU_ONLY = ("fp8", "mxfp4")
-"""Methods that transformers dequantizes on a CPU."""
 _GPU_ONLY_INT4 = ("tile_packed_to_4d", "plain", "preshuffled", "plain_int32")
 """torchao's int4 layouts that only GPU kernels read."""
 
@@ -52,6 +51,83 @@ def method_of(config: Any) -> dict[str, Any] | None:
     return None
 
 
+def without(config: Any) -> Any:
+    """Return a configuration that says nothing of a quantization."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config(decoder=True)):
+        part.__dict__.pop("quantization_config", None)
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """Weights of 4 bits, as a checkpoint stores them: (number - zero point) * scale."""
+
+    method: str
+    group: int
+    """Weights of a row that share a scale; 0: the whole row."""
+    zeros: bool
+    """Whether zero points are stored; without them each is 8."""
+    zero_offset: int = 0
+    """What is added to stored zero points."""
+
+    @property
+    def parts(self) -> tuple[str, str, str]:
+        """Names of the numbers, scales and zero points of a linear."""
+        if self.method == "compressed-tensors":
+            return "weight_packed", "weight_scale", "weight_zero_point"
+        return "qweight", "scales", "qzeros"
+
+    @property
+    def order(self) -> str:
+        """Name of the groups of a linear's columns, where they are stored."""
+        return "weight_g_idx" if self.method == "compressed-tensors" else "g_idx"
+
+    @property
+    def kernel_group(self) -> int:
+        """Weights that share a scale in the kernels that read them here; 0: there are none for such groups."""
+        return next((size for size in INT4_GROUPS if (self.group or size) % size == 0), 0)
+
+
+def packed_form(stored: dict[str, Any]) -> PackedForm | None:
+    """Return the form of a checkpoint of 4-bit weights that edged reads itself; None for others.
+
+    Raises CannotQuantize for numbers or groups that it does not read.
+    """
+    method, bits = stored.get("quant_method"), stored.get("bits", stored.get("w_bit", 4))
+    if method == "compressed-tensors" and stored.get("format") == "pack-quantized":
+        kinds = [group.get("weights") or {} for group in (stored.get("config_groups") or {}).values()]
+        others = [group for group in (stored.get("config_groups") or {}).values() if group.get("input_activations")]
+        said = {(kind.get("num_bits"), kind.get("type", "int"), kind.get("strategy")) for kind in kinds}
+        if others or not said or not said <= {(4, "int", "group"), (4, "int", "channel")}:
+            what = "quantized inputs" if others else f"weights of {sorted(map(str, said)) or 'no kind'}"
+            raise CannotQuantize(
+                f"quantization compressed-tensors (pack-quantized) has {what}: edged reads integers of 4 bits "
+                "by groups or rows (W4A16): give such a checkpoint, or the plain one"
+            )
+        sizes = {int(kind.get("group_size") or -1) for kind in kinds}
+        form = PackedForm(method, max(min(sizes), 0), any(kind.get("symmetric") is False for kind in kinds))
+    elif method == "gptq" and bits == 4:
+        offset = 0 if stored.get("checkpoint_format") == "gptq_v2" else 1
+        form = PackedForm(method, max(int(stored.get("group_size", 128)), 0), True, offset)
+    elif method == "awq" and bits == 4 and str(stored.get("version", "gemm")).lower() == "gemm":
+        form = PackedForm(method, max(int(stored.get("group_size", stored.get("q_group_size", 128))), 0), True)
+    else:
+        return None
+    if not form.kernel_group:
+        raise CannotQuantize(
+            f"quantization {method} has groups of {form.group} weights: edged reads groups of 32, 64 or 128, their "
+            "multiples and whole rows: give such a checkpoint, or the plain one"
+        )
+    return form
+
+
+def dequantizes(stored: dict[str, Any]) -> bool:
+    """Whether a checkpoint's weights are shorter floats, which are dequantized while they are loaded."""
+    method, form = stored.get("quant_method"), stored.get("format")
+    return method in ("fp8", "mxfp4") or (method == "compressed-tensors" and form == "float-quantized")
+
+
 def check_packed(stored: dict[str, Any]) -> None:
     """Check that a checkpoint's weights stay as they are stored. Raises CannotQuantize.
 
@@ -62,8 +138,8 @@ def check_packed(stored: dict[str, Any]) -> None:
         raise CannotQuantize(f"quantization compressed-tensors ({form}) does not stay packed ({_NO_KERNELS}")
 
 
-def check_experts(config: Any, kind: str, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
-    """Check what `model.quantize` = `kind` leaves plain: experts that are one tensor and no linears.
+def check_experts(config: Any, what: str, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    """Check what a quantization, named in `what`, leaves plain: experts that are one tensor and no linears.
 
     A smaller part of the weights is named in the log. Raises CannotQuantize where it is most of them.
     """
@@ -73,9 +149,11 @@ def check_experts(config: Any, kind: str, dtype: torch.dtype, trust_remote_code:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     plain = sum(p.numel() for p in model.parameters() if p.dim() > 2) * dtype.itemsize >> 20
     every = sum(p.numel() for p in model.parameters()) * dtype.itemsize >> 20
-    left = f'model.quantize = "{kind}" packs linears: its fused experts stay in {dtype}, {plain} of {every} MiB'
+    left = f"{what} packs linears: its fused experts stay in {dtype}, {plain} of {every} MiB"
     if 2 * plain > every:
-        raise CannotQuantize(f'{left}: give model.quantize = "" where they fit, or a model without experts')
+        raise CannotQuantize(
+            f'{left}: give plain weights (model.quantize = "") where they fit, or a model without experts'
+        )
     if plain:
         log.warning("%s", left)
 
@@ -96,10 +174,8 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
         )
     check_packed(stored)
     # A checkpoint that says so itself is dequantized knowingly.
-    dequantizes = bool(stored.get("dequantize"))
-    if not dequantizes and method in _GPU_ONLY and device.type == "cpu":
-        raise CannotQuantize(f"quantization {method} needs a GPU ({_NO_KERNELS}")
-    if not dequantizes:
+    knowingly = bool(stored.get("dequantize"))
+    if not knowingly:
         _need_packages(str(method))
     if method == "torchao" and device.type == "cpu" and (layout := _int4_layout(stored)):
         way_out = 'give model.device = "cuda", or the plain checkpoint and model.quantize = "int4"'
@@ -110,7 +186,7 @@ def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     except Exception as error:
         raise CannotQuantize(f"quantization {method}: {logs.first_line(error)}") from error
     # transformers' way to say that there are no kernels for it here, with a warning that is easily missed.
-    if getattr(quantizer.quantization_config, "dequantize", False) and not dequantizes:
+    if getattr(quantizer.quantization_config, "dequantize", False) and not knowingly:
         raise CannotQuantize(f"quantization {method} cannot be computed on this {device.type} ({_NO_KERNELS}")
 
 
@@ -301,6 +377,10 @@ def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
 
 def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
     """Return the form of a checkpoint's `quantization_config`. Raises CannotQuantize if its size is not known."""
+    if (packed := packed_form(stored)) is not None:
+        return replace(form_of_setting("int4", dtype, cuda), group=packed.kernel_group)
+    if dequantizes(stored):
+        return form_of_setting("", dtype, cuda)
     check_packed(stored)
     method = stored.get("quant_method")
     if stored.get("load_in_4bit"):

@@ -15,12 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
-from edged.engine.kv.store import KvStore
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
+from edged.engine.kv.state import ZEROS, StateStore, slots_for
+from edged.engine.kv.store import PagedKv, store_of
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.inspection import Inspection, find_decoder, fix_frequencies, inspect_model, max_positions
 from edged.engine.model.loading import load_pretrained, target_linears
 from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
+from edged.engine.model.mixers import wrap_mixers
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
     give_gradients,
@@ -33,6 +35,8 @@ from edged.engine.model.quantization import (
 from edged.settings.load import AlignSettings, ModelSettings
 
 log = logging.getLogger("edged.engine")
+_REFUSED_BY_PEFT = dict.fromkeys(("falcon_h1", "nemotron_h", "mamba2"), "out_proj")
+"""Linears that PEFT loads no adapter of, by model type: Mamba's kernels read their weights themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +62,17 @@ class ServedModel:
 
     shape: ModelShape
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, wrapper: str = "") -> None:
+        """`wrapper` is the model's name in the wrapper that its checkpoint is of, with a dot behind; "" if in none."""
+        self.wrapper = wrapper
         self.model, self.device, self.dtype = model, model.device, model.dtype
         self.body = model.base_model
         self.config = model.config.get_text_config()
         fix_frequencies(model)
-        self.layers, self.norm = find_decoder(model)
+        self.layers, self.norm, states = find_decoder(model)
+        self.states = tuple(states.values())
+        """Sizes of the states that the model's layers keep, by mixer."""
+        self._mixers = wrap_mixers(list(states))
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
         self.logit_scale = getattr(self.config, "logit_scale", None) or 1.0 / (
@@ -71,10 +80,11 @@ class ServedModel:
         )
         self.quantized = any(is_linear(module) and is_quantized(module) for module in model.modules())
         found = inspect_model(self)
-        self.shape, self._layers_give_tuples = self._shape_of(found), found.gives_tuples
-        self.trainable_error = found.untrainable
-        self.adaptable = frozenset(found.adaptable)
-        """Names of the linears that LoRA can wrap."""
+        self.shape, self._tuple_items = self._shape_of(found), found.tuple_items
+        self.trainable_error, self.has_sinks = found.untrainable, found.sinks
+        refused = _REFUSED_BY_PEFT.get(self.config.model_type)
+        self.adaptable = frozenset(name for name in found.adaptable if name.rpartition(".")[2] != refused)
+        """Names of the linears that LoRA can wrap, and PEFT load."""
         self.fingerprint = fingerprint(model)
         """Identifier of the base weights: adapters and scores of other base weights do not fit these."""
         self.lora = LoraSlots(model, [], 0, 0, self.dtype)
@@ -83,7 +93,7 @@ class ServedModel:
     @classmethod
     def load(cls, directory: str | Path, settings: ModelSettings) -> ServedModel:
         """Load what `save_pretrained` wrote. Raises ModelRefused with the reason."""
-        return cls(load_pretrained(str(directory), settings, IMPLEMENTATION))
+        return cls(*load_pretrained(str(directory), settings, IMPLEMENTATION))
 
     def attach_lora(self, align: AlignSettings, slots: int) -> None:
         """Wrap the `targets`, and no others. Raises ModelRefused if there are no linears of these names."""
@@ -91,6 +101,8 @@ class ServedModel:
         targets = self.targets(align)
         self.shape = replace(self.shape, targets=linear_sizes(self.model, targets))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
+        for mixer in self._mixers:
+            mixer.lora = self.lora
         give_gradients(self.model)
         if not targets:
             self.trainable_error = f"{self.shape.architecture} has no linear layers for LoRA: it is served, not trained"
@@ -122,10 +134,11 @@ class ServedModel:
                 found.update([value] if isinstance(value, int) else value)
         return frozenset(token for token in found if 0 <= token < self.shape.vocab_size)
 
-    def new_kv(self, pages: int, page_size: int) -> KvStore:
-        """Allocate K/V storage for this model."""
-        s = self.shape
-        return KvStore(pages, page_size, s.layers, s.kv_heads, s.head_dim, self.dtype, self.device)
+    def new_kv(self, pages: int, page_size: int, sequences: int = 1, steps: int = 0, copies: int = 0) -> PagedKv:
+        """Allocate K/V storage for this model, and slots for states: of sequences, open steps and copies."""
+        about = (self.dtype, self.device)
+        states = StateStore(slots_for(sequences, steps, copies), self.states, *about) if self.states else None
+        return store_of(self.shape.layer_heads, pages, page_size, *about, states)
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of one page of K/V."""
@@ -136,8 +149,8 @@ class ServedModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         kv = self.new_kv(2, 4)
-        batch = pack([Segment([0, 1, 2, 3], 0, np.array([1]))], kv, self.device)
-        with torch.inference_mode(), attention_pass(PagedAttention(batch, kv)), self.lora.packed(batch.runs):
+        batch = pack([Segment([0, 1, 2, 3], 0, np.array([1]), states=(ZEROS, 1))], kv, self.device)
+        with torch.inference_mode(), attention_pass(attention_over(batch, kv)), self.lora.packed(batch.runs):
             self.forward(batch.input_ids, batch.position_ids, batch.logit_rows).float().sum().item()
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
@@ -156,7 +169,7 @@ class ServedModel:
         def record(hidden_states: torch.Tensor, *_: Any, **call: Any) -> Any:
             hiddens.append(hidden_states)
             calls.append(call)
-            return (hidden_states,) if self._layers_give_tuples else hidden_states
+            return (hidden_states, *[None] * (self._tuple_items - 1)) if self._tuple_items else hidden_states
 
         before = [layer.__dict__.get("forward") for layer in self.layers]
         try:
@@ -186,9 +199,8 @@ class ServedModel:
             plain_weights=weight_count(self.model) - sum(map(prod, linears)),
             weight_bytes=weight_bytes(self.model),
             layers=len(self.layers),
-            heads=found.heads,
-            kv_heads=found.kv_heads,
-            head_dim=found.head_dim,
+            states=self.states,
+            layer_heads=found.layer_heads,
             hidden_size=int(self.config.hidden_size),
             vocab_size=int(self.config.vocab_size),
             max_positions=max_positions(self.config),

@@ -10,13 +10,14 @@ typedef struct {
     const int64_t *tables; /* [n, width], pages */
     const int64_t *context; /* [n], rows before the new one */
     const int64_t *slabs, *counts, *offsets; /* [n], [n, kv_heads] twice: see kv/pruned_layout.py; NULL: nothing is pruned */
+    const float *sinks; /* [heads], a further score of each head without a value; NULL: none */
     int64_t n, width, page_size, kv_heads, head_dim, heads;
     int64_t window; /* 0: none */
     float scaling, softcap; /* 0: none */
 } pages_t;
 
 /* Its name changes with any structure or signature of any of these files. */
-void edged_interface_4(void) {}
+void edged_interface_5(void) {}
 const int64_t edged_piece = PIECE;
 
 /* Rows of K/V that are attended at once: whole pages. What is far from 0 lies in the same pieces in all iterations. */
@@ -148,10 +149,11 @@ void edged_decode(const pages_t *p, const float *query, int64_t query_head, int6
         for (int64_t unit = first; unit < last; unit++) {
             int64_t of = unit / group, pieces = begins[of + 1] - begins[of];
             const float *parts = scratch + begins[of] * stored + unit % group * (d + 2);
-            float largest = -INFINITY, total = 0, *mine = out + unit * d;
+            float sink = p->sinks ? p->sinks[unit % p->heads] : -INFINITY, largest = sink, total = 0, *mine = out + unit * d;
             for (int64_t i = 0; i < pieces; i++)
                 largest = parts[i * stored] <= largest ? largest : parts[i * stored];
             memset(mine, 0, d * sizeof(float));
+            if (sink != -INFINITY) total = expf(sink - largest);
             for (int64_t i = 0; i < pieces; i++) {
                 const float *own = parts + i * stored, factor = expf(own[0] - largest);
                 total += factor * own[1];

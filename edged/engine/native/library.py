@@ -55,7 +55,7 @@ class CPages(Structure):
     """C's `pages_t`: a layer's K/V and the locations of a batch's decodes in it."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("keys", "values", "tables", "context", "slabs", "counts", "offsets")),
+        *((name, c_void_p) for name in ("keys", "values", "tables", "context", "slabs", "counts", "offsets", "sinks")),
         *((name, c_int64) for name in ("n", "width", "page_size", "kv_heads", "head_dim", "heads", "window")),
         ("scaling", c_float),
         ("softcap", c_float),

@@ -1,9 +1,15 @@
 """Sampling parameters of a completion, and its token counts for penalties."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from edged.text.grammar import Grammar, GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,12 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: bool = False
+    """Whether to report those of the prompt's tokens, too, with as many alternatives: no prefix is shared then."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    """The grammar that the answer follows, with neither `min_tokens` nor `ignore_eos`."""
 
     @property
     def penalizes(self) -> bool:
@@ -79,3 +89,7 @@ class SamplingRow:
     """Token counts of the row's sequence, if penalties need them."""
     forbidden: Sequence[int] = ()
     """Tokens that cannot be drawn now (end tokens before min_tokens)."""
+    matcher: GrammarMatcher | None = None
+    """The state of the row's grammar before `draft`."""
+    draft: Sequence[int] = ()
+    """Drafted tokens before the row's, where it has a `matcher`."""

@@ -5,6 +5,7 @@ A drawn token depends on its own row, seed and step alone, never on what else sh
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.truncation import keep_nucleus, kth_best
 from edged.tensors.device_copy import upload
+from edged.text.grammar import GrammarMatcher
 
 NOT_A_TOKEN = -1
 _BLOCK = 128
@@ -91,7 +93,7 @@ class SampledRows:
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tensor | None = None) -> SampledRows:
     """Draw one token per row of `logits` [rows, vocab] (changed in place unless log-probabilities are asked for).
 
-    Order, as transformers has it: penalties, bias and forbidden tokens, temperature, top-k, top-p, min-p.
+    Order, as transformers has it: penalties, bias and forbidden tokens, grammars, temperature, top-k, top-p, min-p.
     Temperature 0 is the argmax. Otherwise the token is where the cumulated probabilities pass a uniform number.
     `beside` is read together with the tokens.
     """
@@ -105,7 +107,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow], beside: torch.Tens
     if changes.any:
         # `broken` comes from the model's own scores: bias and forbidden tokens may leave no token to draw.
         changes.apply(scores, moved[: len(tables)])
-        token_ids = scores.argmax(-1)
+        token_ids = token_ids if draws.all else scores.argmax(-1)
     if draws.rows:
         draws.run(scores, moved[len(tables) :], token_ids)
     return SampledRows(token_ids, broken, rows, raw, beside)
@@ -121,7 +123,8 @@ def choose_greedy(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def is_plain(row: SamplingRow) -> bool:
     """Whether `choose` can draw the row's token: only temperature and min-p shape its distribution."""
     s = row.sampling
-    return not (s.penalizes or s.logit_bias or row.forbidden or s.top_k > 0 or s.top_p < 1)
+    changed = s.penalizes or s.logit_bias or row.forbidden or row.matcher
+    return not (changed or s.top_k > 0 or s.top_p < 1)
 
 
 def plain_parameters(rows: Sequence[SamplingRow]) -> np.ndarray:
@@ -143,8 +146,8 @@ def choose(scores: torch.Tensor, parameters: torch.Tensor) -> tuple[torch.Tensor
 
 
 class Changes:
-    """The changes of single tokens' scores in some rows, gathered on the host: bias, forbidden tokens, and penalties on
-    tokens that occurred."""
+    """The changes of tokens' scores in some rows, gathered on the host: bias, forbidden tokens, penalties on tokens
+    that occurred, and the masks of grammars."""
 
     def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
         self._penalized = [
@@ -155,7 +158,13 @@ class Changes:
             if row.sampling.logit_bias or row.forbidden:
                 amounts = row.sampling.logit_bias | dict.fromkeys(row.forbidden, float("-inf"))
                 self._added |= {i * vocab + token: amount for token, amount in amounts.items()}
-        self.any = bool(self._added or self._penalized)
+        self._followed: dict[GrammarMatcher, list[int]] = {}
+        """Rows of each answer that follows a grammar, by how much of its draft is before them."""
+        for i, row in enumerate(rows):
+            if row.matcher is not None:
+                self._followed.setdefault(row.matcher, []).append(i)
+        self._drafts = [rows[own[-1]].draft for own in self._followed.values()]
+        self.any = bool(self._added or self._penalized or self._followed)
 
     def tables(self) -> list[np.ndarray]:
         """Return the tables that `apply` needs on the device, for `upload`."""
@@ -167,7 +176,23 @@ class Changes:
             penalties = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for _, s, _ in self._penalized]
             tables += [np.concatenate(seen), np.concatenate([counts.counts for _, _, counts in self._penalized])]
             tables += [owners, np.array(penalties, np.float64).reshape(-1).view(np.int64)]
+        if self._followed:
+            tables += [np.array([i for own in self._followed.values() for i in own], np.int64), self._masks()]
         return tables
+
+    def _masks(self) -> np.ndarray:
+        """Return which tokens may follow in each of the rows of `_followed`, a bit each, as one table."""
+        rows, width = sum(map(len, self._followed.values())), self._mask_words
+        words = np.full(rows * width + rows * width % 2, -1, np.int32)
+        masks, done = words[: rows * width].reshape(rows, width), 0
+        for (matcher, own), draft in zip(self._followed.items(), self._drafts, strict=True):
+            matcher.fill(masks[done : done + len(own)], draft)
+            done += len(own)
+        return words.view(np.int64)
+
+    @property
+    def _mask_words(self) -> int:
+        return -(-next(iter(self._followed)).grammar.vocab // 32)
 
     def apply(self, scores: torch.Tensor, tables: Sequence[torch.Tensor]) -> None:
         """Change `scores` [rows, vocab], contiguous, by the `tables` on their device.
@@ -177,13 +202,26 @@ class Changes:
         """
         flat = scores.view(-1)
         if self._penalized:
-            seen, counts, owners, penalties = tables[2:]
+            seen, counts, owners, penalties = tables[2:6]
             repetition, presence, frequency = penalties.view(torch.float64).view(-1, 3).index_select(0, owners).T
             values, factor = flat.index_select(0, seen), repetition.float()
             values = torch.where(values > 0, values / factor, values * factor)
             flat.index_copy_(0, seen, values - (presence * (counts > 0) + frequency * counts).float())
         if self._added:
             flat.scatter_add_(0, tables[0], tables[1].view(torch.float64).float())
+        if self._followed:
+            followed, masks = tables[-2:]
+            rows = followed.numel()
+            marks = masks.view(torch.uint8)[: rows * self._mask_words * 4].int()
+            added = _added_by_byte(masks.device).index_select(0, marks).view(rows, -1)
+            scores.index_add_(0, followed, added[:, : scores.shape[1]])
+
+
+@cache
+def _added_by_byte(device: torch.device) -> torch.Tensor:
+    """Return what each byte of a mask adds to the scores of its eight tokens: 0, or -inf where a bit is not set."""
+    bits = torch.arange(256)[:, None].bitwise_right_shift(torch.arange(8)) % 2
+    return torch.zeros(256, 8).masked_fill_(bits == 0, float("-inf")).to(device)
 
 
 class _Draws:
@@ -192,7 +230,8 @@ class _Draws:
     def __init__(self, rows: Sequence[SamplingRow], vocab: int) -> None:
         self._drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0]
         self.rows = [rows[index] for index in self._drawn]
-        self._all = len(self._drawn) == len(rows)
+        self.all = len(self._drawn) == len(rows)
+        """Whether no row is greedy."""
         self._limited = [place for place, row in enumerate(self.rows) if 0 < row.sampling.top_k < vocab]
         self._nucleus = [place for place, row in enumerate(self.rows) if row.sampling.top_p < 1]
         self._counts = [self.rows[place].sampling.top_k for place in self._limited]
@@ -210,7 +249,7 @@ class _Draws:
         """Put the drawn rows' tokens into `token_ids` [rows], by inverse transform over truncated distributions."""
         drawn, limited, counts, nucleus = tables[:4]
         temperature, min_p, uniforms = tables[5].view(torch.float64).view(3, -1)
-        scaled = _scaled(scores if self._all else scores.index_select(0, drawn), temperature)
+        scaled = _scaled(scores if self.all else scores.index_select(0, drawn), temperature)
         out = None
         if self._limited:
             some = scaled if len(self._limited) == len(self.rows) else scaled.index_select(0, limited)

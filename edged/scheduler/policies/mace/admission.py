@@ -85,7 +85,7 @@ class MaceAdmission(Admission):
         length_s = builder.tokens_left * self.cost.token_s
         running = bool(runnable or builder.load.decodes)
         first_pages = builder.open_pages
-        first = Bin(first_pages, length_s, running)
+        first = Bin(first_pages, length_s, running, promised_pages=builder.promised_pages)
         upcoming = builder.upcoming(tau_tasks) if waiting else ()
         items = self._asking(builder, asking, upcoming, entry.due, now)
         strict = queues.order.strict

@@ -31,6 +31,8 @@ class Bin:
     free_s: float
     occupied: bool = False
     """Whether anything is in it: the first bin starts with the decodes and the prompts under way."""
+    promised_pages: int = 0
+    """Pages that those under way will need, which are not free either: what nobody holds yet does not fill a bin."""
     items: list[Item] = field(default_factory=list)
 
     def put(self, item: Item) -> None:
@@ -48,11 +50,11 @@ def best_fit(
 
     The score is the gap that the item would leave, each dimension as a share of a whole bin (MACE 4.2). `first` is the
     coming iteration's bin with what its decodes left; the others stand for later iterations, which start with
-    `total_pages` and `length_s`. It ends when the first bin is full (`tau_memory` of `total_pages`, or its whole
+    `total_pages` and `length_s`. It ends when the first bin is full (`tau_memory` of `total_pages` held, or its whole
     length) or `tau_tasks` items were looked at.
     """
     bins = [first]
-    full = total_pages * (1.0 - settings.tau_memory)
+    full = total_pages * (1.0 - settings.tau_memory) - first.promised_pages
 
     asking = islice(items, settings.tau_tasks)
     # An item that nobody looks at is not made.
