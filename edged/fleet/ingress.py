@@ -4,45 +4,41 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+from pydantic import ValidationError
 
-from edged.fleet.feeds import follow, told
-from edged.fleet.ids import Ids, Origin
+from edged.fleet.feeds import follow
+from edged.fleet.ids import Ids, Origin, named_in
+from edged.fleet.keeper import Keeper
 from edged.fleet.members import Member, Members
-from edged.fleet.merging import merge_events, merge_metrics
-from edged.fleet.relay import NodeLost, Timing, relay
-from edged.http.access import CALLER, ON_BEHALF, Access, caller_of
-from edged.http.checks import PROBES, body_in_time, name_in, refuse_other_sites
-from edged.http.connections import has_begun
-from edged.http.errors import ApiError, Handler, http_error
-from edged.http.json_format import Json, json_answer
+from edged.fleet.relay import NodeLost, Timing, break_off, relay
+from edged.fleet.resume import ResumableAnswer
+from edged.http.access import ON_BEHALF, caller_of
+from edged.http.checks import read_unpacked
+from edged.http.errors import ApiError
+from edged.http.json_format import json_answer
 from edged.placement.homes import rendezvous
 from edged.placement.node import NodeView, RoutedRequest, blocks_of
 from edged.placement.policies import POLICIES
 from edged.runtime.bounded_json import loads
+from edged.settings.access import USER_NAME
+from edged.settings.addresses import is_loopback
+from edged.settings.fleet import FleetSettings
 from edged.settings.load import Settings
 
 log = logging.getLogger("edged.fleet")
 
-FLEET: web.AppKey["Ingress"] = web.AppKey("ingress")
-_DOTS = re.compile(r"(?:^|/)(?:\.|%2e){1,2}(?:/|$)", re.IGNORECASE)
-"""Parts of a path that name a folder above: no node shall read another path than the ingress."""
-_SILENT_S = 60.0
-"""Longest silence of a node's events, which has a heartbeat every 15 s."""
+RESPONSES = "/v1/responses"
 _LIST_S = 10.0
 """Seconds that a node may take for its part of a list."""
-_AT_NODES = (
-    *("/v1/backup", "/v1/store", "/v1/settings", "/v1/reload", "/v1/trace", "/v1/drain", "/v1/undrain"),
-    *("/v1/applications", "/v1/quarantine/"),
-)
-"""Beginnings of what an operator asks of a box itself."""
 
 
 @dataclass
@@ -59,34 +55,78 @@ class Ingress:
 
     def __post_init__(self) -> None:
         self.policy = POLICIES[self.settings.fleet.policy]()
+        self.keeper = Keeper(self.members, self.ids)
         self.feeds: dict[Member, asyncio.Task[None]] = {}
+        self.event_streams: set[asyncio.Task[Any] | None] = set()
 
     # -- where a request goes ----------------------------------------------------------------------------------------
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """A chat or a completion: at its user's home, or where the policy says."""
-        data = await request.read()
+        """A chat, completion or response: where the policy says. Streams that broke off go on, but for responses."""
+        data = await read_unpacked(request)
         body = _object(data)
+        if "resume" in body:
+            raise ApiError(403, '"resume" is for an ingress of a fleet: leave it out', "resume", "forbidden_role")
+        caller = caller_of(request)
+        if body and (named := caller.user_of(request.headers, body.get("user"))) != body.get("user"):
+            # A node knows this ingress' callers by their users alone.
+            body["user"] = named
+            data = json.dumps(body).encode()
         user = _user_of(body, self.members.model)
-        if user is not None:
-            caller_of(request).demand_user(user)
-            home = self._member(self.members.homes.of(user))
-            # Once more where it is still there: a connection that was kept may have been closed meanwhile.
-            for _ in range(2):
-                if self.members.state(home) == "up":
-                    with contextlib.suppress(NodeLost):
-                        return await self._to(request, home, data, _arrival(body, user), Origin(home.name))
-            # Until versions travel, the others know nothing of this user: the base answers, and learns nothing.
-            data = json.dumps(_without_user(body, self.members.model)).encode()
-            headers = {"X-Edged-Home-Away": home.name}
-            return await self._anywhere(request, data, _arrival(body, None), headers, away=home.name)
-        return await self._anywhere(request, data, _arrival(body, None), {})
+        answer = ResumableAnswer(data, (body.get("n") or 1) if body and request.path != RESPONSES else 0)
+        try:
+            if user is None:
+                return await self._anywhere(request, answer, _arrival(body, None))
+            caller.demand_user(user)
+            return await self._at_home(request, answer, body, user)
+        except ApiError:
+            if answer.response is None:
+                raise
+            with contextlib.suppress(ConnectionResetError):
+                await break_off(request, answer.response, answer.node)
+            return answer.response
+
+    async def _at_home(
+        self, request: web.Request, answer: ResumableAnswer, body: dict[str, Any], user: str
+    ) -> web.StreamResponse:
+        """Answer where the policy says, of the nodes that have what a user's home has.
+
+        Where there is none the base answers; what one has begun goes on where it can.
+        """
+        home, arrival = self._member(self.members.homes.of(user)), _arrival(body, user)
+        name, tried = home.name, set[str]()
+        # Once more where it is still there: a connection that was kept may have been closed meanwhile.
+        for _ in range(2):
+            nodes, placed = self.keeper.readers(user, arrival)
+            if not nodes or answer.response is not None:
+                break
+            nodes = [node for node in nodes if node.name not in tried] or nodes
+            placement = self.policy.place(placed, nodes, self.members.clock())
+            name = placement.ranking[0]
+            tried.add(name)
+            if not await self.keeper.bring(user, name):
+                name = home.name
+            with contextlib.suppress(NodeLost):
+                about = (placed, Origin(name), self.keeper.notice(user, name), placement.forecasts.get(name))
+                return await self._to(request, answer, self._member(name), *about)
+        if answer.response is not None:
+            # Where its version answers, as each node says itself; who is taught at home is not taught where no copy is.
+            away = home.name if user in self.members.homes.taught() else ""
+            return await self._anywhere(request, answer, arrival, away, tried={name})
+        # The others know nothing of this user: the base answers, and learns nothing.
+        answer.body = json.dumps(_without_user(body, self.members.model)).encode()
+        return await self._anywhere(request, answer, _arrival(body, None), away=home.name)
 
     async def _anywhere(
-        self, request: web.Request, data: bytes, arrival: RoutedRequest, headers: dict[str, str], away: str = ""
+        self,
+        request: web.Request,
+        answer: ResumableAnswer,
+        arrival: RoutedRequest,
+        away: str = "",
+        tried: Collection[str] = (),
     ) -> web.StreamResponse:
-        """Send a request where the policy says; where that node is lost before it answers, to the next one."""
-        tried: set[str] = set()
+        """Send a request where the policy says; where that node is lost before its answer's end, to the next one."""
+        tried, headers = {*tried}, {"X-Edged-Home-Away": away} if away else {}
         while True:
             nodes = [node for node in await self.members.some() if node.name not in tried]
             if not nodes:
@@ -98,17 +138,17 @@ class Ingress:
                 member, forecast_s = self._member(name), placement.forecasts[name]
                 # What the last one says, the client hears.
                 elsewhere = len(nodes) > 1
-                origin = Origin(name, away)
-                return await self._to(request, member, data, arrival, origin, headers, forecast_s, elsewhere)
+                origin = Origin(name, away if not self.keeper.follows(arrival.user, name) else "")
+                return await self._to(request, answer, member, arrival, origin, headers, forecast_s, elsewhere)
 
     async def _to(
         self,
         request: web.Request,
+        answer: ResumableAnswer,
         member: Member,
-        data: bytes,
         arrival: RoutedRequest,
         origin: Origin,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
         forecast_s: float | None = None,
         elsewhere: bool = False,
     ) -> web.StreamResponse:
@@ -117,14 +157,24 @@ class Ingress:
         assert view is not None
         view.send(arrival, self.members.clock())
         response, timing = await relay(
-            *(request, self.session, member, data, headers or {}),
-            learn=lambda head: self.ids.learn(head, origin),
+            *(request, self.session, member, answer.data, headers),
+            learn=lambda head: self._learn(head, origin),
             elsewhere=elsewhere,
+            answer=answer,
         )
         member.placed += 1
         if response.status == 200:
             _observe(view, arrival, timing, forecast_s)
         return response
+
+    def _learn(self, head: bytes, origin: Origin) -> None:
+        self.ids.learn(head, origin)
+        self.keeper.told(head)
+
+    async def _home_of(self, user: str) -> str:
+        """Return a user's home, another one where it has been away for long."""
+        await self.keeper.rehome(user)
+        return self.members.homes.of(user)
 
     def _member(self, name: str) -> Member:
         """Return the member of a name. Raises ApiError (503) for a home that is no member any more."""
@@ -134,23 +184,19 @@ class Ingress:
             raise ApiError(503, message, code="no_node")
         return member
 
-    async def _home(
+    async def relay_to(
         self,
         request: web.Request,
         name: str,
         data: bytes | aiohttp.StreamReader | None,
         has: str = "has what this is about",
-        learn: Callable[[bytes], None] | None = None,
     ) -> web.StreamResponse:
-        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there.
-
-        `learn` gets the beginning of the answer, in place of the ids of answers.
-        """
+        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there."""
         member = self._member(name)
         if self.members.reachable(member):
             with contextlib.suppress(NodeLost):
-                learn = learn or (lambda head: self.ids.learn(head, Origin(name)))
-                return (await relay(request, self.session, member, data, learn=learn))[0]
+                about = (request, self.session, member, data)
+                return (await relay(*about, learn=lambda head: self._learn(head, Origin(name))))[0]
         message = f'node "{name}" {has}, and is away: try again when it is back'
         raise ApiError(503, message, code="home_away", retry_after_s=5.0)
 
@@ -158,39 +204,44 @@ class Ingress:
 
     async def feedback(self, request: web.Request) -> web.StreamResponse:
         """Feedback: to the node of the answer that it is about; a pair to its user's home."""
-        data = await request.read()
+        data = await read_unpacked(request)
         body = _object(data)
         about, user = body.get("completion_id"), body.get("user")
+        if isinstance(asked := body.get("request_id"), str) and not isinstance(about, str):
+            return await self._ask_each(request, data, "answer to request", asked)
         if not isinstance(about, str):
             user = user if isinstance(user, str) else caller_of(request).tenant
-            return await self._home(request, self.members.homes.of(user), data)
-        origin = self.ids.origin(about, self.members.by_name)
+            return await self.relay_to(request, await self._home_of(user), data)
+        origin = self.ids.origin(about)
         if origin is None:
-            return await self._ask_each(request, data, f'completion "{about[:80]}"')
+            return await self._ask_each(request, data, "completion", about)
         if origin.away:
             message = (
                 f'answer "{about}" came from the base while "{origin.away}", its user\'s home, was away: ask again'
                 " there, and judge that answer"
             )
             raise ApiError(503, message, code="home_away", retry_after_s=5.0)
-        return await self._home(request, origin.node, data)
+        return await self.relay_to(request, origin.node, data)
 
     async def progress(self, request: web.Request) -> web.StreamResponse:
         """What became of a feedback, from the node that has it."""
         name = request.match_info["id"]
-        origin = self.ids.origin(name, self.members.by_name)
+        origin = self.ids.origin(name)
         if origin is None:
-            return await self._ask_each(request, None, f'feedback "{name[:80]}"')
-        return await self._home(request, origin.node, None)
+            return await self._ask_each(request, None, "feedback", name)
+        return await self.relay_to(request, origin.node, None)
 
-    async def _ask_each(self, request: web.Request, data: bytes | None, what: str) -> web.StreamResponse:
-        """Ask one node after the other, until one knows it. Raises ApiError: 404, or 503 while one is away."""
-        asked, away = 0, []
-        for member in self.members.by_name.values():
+    async def _ask_each(self, request: web.Request, data: bytes | None, kind: str, name: str) -> web.StreamResponse:
+        """Ask one node after the other, until one knows an id; the one that it names is the first.
+
+        Raises ApiError: 404, or 503 while one is away.
+        """
+        asked, away, what, named = 0, [], f'{kind} "{name[:80]}"', named_in(name)
+        for member in sorted(self.members.by_name.values(), key=lambda member: member.name != named):
             if not self.members.reachable(member):
                 away.append(member.name)
                 continue
-            async with self._ask(request, member, data) as found:
+            async with self.ask(request, member, data) as found:
                 asked += 1
                 if found.status != 404:
                     answer = await found.read()
@@ -204,7 +255,7 @@ class Ingress:
             raise ApiError(503, message, code="home_away", retry_after_s=5.0)
         raise ApiError(404, f"none of {asked} nodes has {what}", code="unknown_completion")
 
-    def _ask(self, request: web.Request, member: Member, data: bytes | None = None) -> Any:
+    def ask(self, request: web.Request, member: Member, data: bytes | None = None) -> Any:
         """Ask a node in a caller's name; a context manager of its response."""
         headers = {ON_BEHALF: caller_of(request).forwarded(), "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=_LIST_S)
@@ -213,114 +264,85 @@ class Ingress:
         )
 
     async def adapter(self, request: web.Request) -> web.StreamResponse:
-        """Whatever is about one adapter, at its home."""
+        """Whatever is about one adapter, at its home; it is forgotten everywhere."""
         name = request.match_info["name"]
+        if request.method == "DELETE" and "what" not in request.match_info:
+            return await self._forget(request, name)
+        home = await self._home_of(name)
+        if request.method != "GET":
+            self.keeper.changed(home, name)
+        return await self.relay_to(request, home, await _body_of(request))
 
-        def learn(head: bytes) -> None:
-            # Before the client hears that the user is forgotten, he is.
-            if request.method == "DELETE" and _object(head).get("forgotten"):
-                self.members.homes.forget(name)
-                self.members.keep_homes()
-
-        return await self._home(request, self.members.homes.of(name), await _body_of(request), learn=learn)
+    async def _forget(self, request: web.Request, name: str) -> web.StreamResponse:
+        """Forget a user at every node: at those that are away, before they are used again."""
+        caller = caller_of(request)
+        caller.demand_role("train")
+        caller.demand_user(name)
+        asked_by = caller.forwarded()
+        async with self.keeper.forgetting(name, asked_by) as there:
+            asked = [self.keeper.forget_at(member, name, asked_by) for member in there]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        told = [answer for answer in answers if not isinstance(answer, BaseException)]
+        away = sorted(node for node, users in self.members.homes.forgotten.items() if name in users)
+        status, found = min(told, key=lambda answer: answer[0], default=(404, b""))
+        if status == 200 or not away:
+            return json_answer(_object(found) | ({"away": away} if away else {}), status)
+        message = f"{', '.join(away)} is away, and forgets {name} before it is used again"
+        return json_answer({"adapter": name, "forgotten": False, "away": away, "message": message}, 202)
 
     async def at_home(self, request: web.Request) -> web.StreamResponse:
         """What is held back of a user, or his feedback, at that user's home."""
-        body = _object(await request.read()) if request.method == "POST" else dict(request.query)
+        body = _object(await read_unpacked(request)) if request.method == "POST" else dict(request.query)
         user = body.get("user")
         if not isinstance(user, str):
             raise ApiError(400, 'a fleet is asked about one user: give "user"', "user", "user_wanted")
-        return await self._home(request, self.members.homes.of(user), await request.read())
+        return await self.relay_to(request, self.members.homes.of(user), await read_unpacked(request))
 
     async def jobs(self, request: web.Request) -> web.StreamResponse:
         """Files and fine-tuning jobs: all of a caller's lie on one node."""
         name = rendezvous(caller_of(request).tenant, self.members.by_name)[0]
-        return await self._home(request, name, await _body_of(request), "has your files and jobs")
+        return await self.relay_to(request, name, await _body_of(request), "has your files and jobs")
 
-    # -- what is merged ------------------------------------------------------------------------------------------------
+    # -- the fleet itself ----------------------------------------------------------------------------------------------
 
-    async def _each(self, request: web.Request) -> dict[str, bytes]:
-        """Ask all nodes that are there, at once; returns their answers by name."""
-
-        async def one(member: Member) -> tuple[str, bytes | None]:
-            try:
-                async with self._ask(request, member) as found:
-                    if found.status != 200:
-                        log.warning(
-                            "node %s answers %s with %d: %s", member.name, request.path, found.status, await told(found)
-                        )
-                        return member.name, None
-                    return member.name, await found.read()
-            except (aiohttp.ClientError, OSError, TimeoutError):
-                return member.name, None
-
-        if not (there := self._there()):
-            await self.members.some()
-            there = self._there()
-        answers = await asyncio.gather(*map(one, there))
-        found = {name: answer for name, answer in answers if answer is not None}
-        if not found:
-            raise ApiError(503, f"no node could answer {request.path}: try again", code="no_node")
-        return found
-
-    def _there(self) -> list[Member]:
+    def there(self) -> list[Member]:
+        """The nodes that can be asked."""
         return [*filter(self.members.reachable, self.members.by_name.values())]
-
-    async def models(self, request: web.Request) -> web.StreamResponse:
-        """Every model once."""
-        found: dict[str, Json] = {}
-        for answer in (await self._each(request)).values():
-            found = {item["id"]: item for item in json.loads(answer)["data"]} | found
-        return json_answer({"object": "list", "data": [found[name] for name in sorted(found)]})
-
-    async def model(self, request: web.Request) -> web.StreamResponse:
-        """One model: the base at any node, an adapter at its home."""
-        adapter = _adapter_in(request.match_info["id"], self.members.model)
-        if adapter is not None:
-            return await self._home(request, self.members.homes.of(adapter), None)
-        return await self._home(request, (await self.members.some())[0].name, None)
-
-    async def adapters(self, request: web.Request) -> web.StreamResponse:
-        """Every adapter, with its node."""
-        answers = await self._each(request)
-        listed = [{**item, "node": name} for name, data in answers.items() for item in json.loads(data)["adapters"]]
-        return json_answer({"adapters": listed})
-
-    async def status(self, request: web.Request) -> web.StreamResponse:
-        """The status of each node that is there, and the base model of all."""
-        nodes = {name: json.loads(data) for name, data in (await self._each(request)).items()}
-        return json_answer({"model": {"name": self.members.model}, "nodes": nodes})
-
-    async def metrics(self, request: web.Request) -> web.StreamResponse:
-        """The metrics of all nodes, with a label `node`."""
-        texts = {name: data.decode() for name, data in (await self._each(request)).items()}
-        return web.Response(text=merge_metrics(texts), headers={"Content-Type": "text/plain; version=0.0.4"})
-
-    async def events(self, request: web.Request) -> web.StreamResponse:
-        """The events of all nodes that are there, each with its node."""
-        there = self._there()
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        async with contextlib.AsyncExitStack() as opened:
-            sources = []
-            for member in there:
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=2.0, sock_read=_SILENT_S)
-                headers = {ON_BEHALF: caller_of(request).forwarded()}
-                asked = self.session.get(member.url + request.path_qs, headers=headers, timeout=timeout)
-                found = await opened.enter_async_context(asked)
-                if found.status != 200:
-                    raise ApiError(found.status, await told(found))
-                sources.append((member.name, found.content))
-            await response.prepare(request)
-            has_begun(request)
-            async with contextlib.aclosing(merge_events(sources)) as merged:
-                with contextlib.suppress(ConnectionResetError):
-                    async for piece in merged:
-                        await response.write(piece)
-        return response
 
     async def fleet(self, request: web.Request) -> web.StreamResponse:
         """The fleet: its nodes, and for an admin the homes of users."""
         return json_answer(self.members.report(caller_of(request).may("admin")))
+
+    async def register(self, request: web.Request) -> web.StreamResponse:
+        """A box says that it is a member, as Ray has it do each second, or that it leaves (DELETE)."""
+        name = request.match_info["name"]
+        if request.method == "DELETE":
+            self.members.leave(name)
+        else:
+            url = _object(await read_unpacked(request)).get("url")
+            try:
+                (url,) = FleetSettings.model_validate({"nodes": {name: url}}).nodes.values()
+            except ValidationError as error:
+                raise ApiError(400, error.errors()[0]["msg"], "url", "bad_node") from None
+            # It is sent the token of all nodes, and what users ask.
+            if not is_loopback(urlsplit(url).hostname or "") and not (self.token and url.startswith("https:")):
+                way_out = "a box beyond loopback registers with https, at an ingress that has a token (--token-file)"
+                raise ApiError(400, f'node "{name}" = "{url}": {way_out}', "url", "bad_node")
+            if not self.members.register(name, url):
+                return json_answer({"registered": name})
+        log.info("node %s has %s", name, "left" if request.method == "DELETE" else f"registered: {url}")
+        self.watch()
+        return json_answer({"registered": name if name in self.members.by_name else None})
+
+    async def move(self, request: web.Request) -> web.StreamResponse:
+        """Move a user's home to another node."""
+        body = _object(await read_unpacked(request))
+        user, node = body.get("user"), body.get("node")
+        if not isinstance(user, str) or not USER_NAME.fullmatch(user) or not isinstance(node, str):
+            raise ApiError(400, 'a move is {"user": NAME, "node": NAME}', "user", "bad_move")
+        former = self.members.homes.of(user)
+        await self.keeper.move(user, node)
+        return json_answer({"user": user, "node": node, "from": former})
 
     async def ready(self, request: web.Request) -> web.StreamResponse:
         """Whether any node takes requests."""
@@ -340,8 +362,13 @@ class Ingress:
         for member in self.feeds.keys() - wanted:
             self.feeds.pop(member).cancel()
         for member in wanted - self.feeds.keys():
-            feed = follow(self.members, member, self.session)
+            feed = follow(self.keeper, member, self.session)
             self.feeds[member] = asyncio.get_running_loop().create_task(feed)
+
+    async def end_event_streams(self, app: web.Application) -> None:
+        """End the streams of events, which have no end of their own: the ingress stops."""
+        for task in filter(None, self.event_streams):
+            task.cancel()
 
     def configure(self, settings: Settings) -> None:
         """Follow other settings; `fleet.listen` needs a restart."""
@@ -355,23 +382,23 @@ class Ingress:
 def _object(data: bytes) -> dict[str, Any]:
     """Return a body that is a JSON object; of what is none a node will say so: {}."""
     try:
-        value = loads(data.decode())
+        value = loads(data.decode("utf-8-sig"))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _is_streamed(path: str) -> bool:
+def is_streamed(path: str) -> bool:
     """Whether a body goes to its node as it comes: files, and adapters that are imported."""
     return path.startswith("/v1/files") or path.endswith("/import")
 
 
 async def _body_of(request: web.Request) -> bytes | aiohttp.StreamReader:
     """Return a request's body: as a stream where it goes to its node as it comes."""
-    return request.content if _is_streamed(request.path) and request.body_exists else await request.read()
+    return request.content if is_streamed(request.path) and request.body_exists else await read_unpacked(request)
 
 
-def _adapter_in(model: object, base: str) -> str | None:
+def adapter_in(model: object, base: str) -> str | None:
     """Return the adapter in BASE:NAME; None for a model of another form, of which its node says what is wrong."""
     if not isinstance(model, str) or not model.startswith(f"{base}:"):
         return None
@@ -380,7 +407,7 @@ def _adapter_in(model: object, base: str) -> str | None:
 
 def _user_of(body: dict[str, Any], base: str) -> str | None:
     """Return the user by whose adapter a request is answered."""
-    adapter, user = _adapter_in(body.get("model"), base), body.get("user")
+    adapter, user = adapter_in(body.get("model"), base), body.get("user")
     if adapter is not None and adapter != "latest":
         return adapter
     return user if isinstance(user, str) and user else None
@@ -389,12 +416,12 @@ def _user_of(body: dict[str, Any], base: str) -> str | None:
 def _without_user(body: dict[str, Any], base: str) -> dict[str, Any]:
     """Return a request without its user and adapter: any node answers it as the base."""
     kept = {key: value for key, value in body.items() if key != "user"}
-    return kept | ({"model": base} if _adapter_in(body.get("model"), base) is not None else {})
+    return kept | ({"model": base} if adapter_in(body.get("model"), base) is not None else {})
 
 
 def _arrival(body: dict[str, Any], user: str | None) -> RoutedRequest:
     """Return what placing a request needs to know of it."""
-    prompt = body.get("messages", body.get("prompt", ""))
+    prompt = body.get("messages", body.get("prompt", body.get("input", "")))
     text = (prompt if isinstance(prompt, str) else json.dumps(prompt)).encode("utf-8", "replace")
     return RoutedRequest(len(text), blocks_of(user or "", text), user)
 
@@ -405,91 +432,3 @@ def _observe(view: NodeView, arrival: RoutedRequest, timing: Timing, forecast_s:
         view.count_tokens(arrival.num_bytes, timing.prompt_tokens)
     if forecast_s is not None and timing.streamed:
         view.observe(forecast_s, timing.first_s - timing.sent_s, timing.ended_s - timing.first_s)
-
-
-_ROUTES: tuple[tuple[str, str, str, Callable[["Ingress"], Handler]], ...] = (
-    ("POST", "/v1/chat/completions", "use", lambda ingress: ingress.answer),
-    ("POST", "/v1/completions", "use", lambda ingress: ingress.answer),
-    ("GET", "/v1/models", "use", lambda ingress: ingress.models),
-    ("GET", "/v1/models/{id:.+}", "use", lambda ingress: ingress.model),
-    ("POST", "/v1/feedback", "train", lambda ingress: ingress.feedback),
-    ("GET", "/v1/feedback", "train", lambda ingress: ingress.at_home),
-    ("GET", "/v1/feedback/{id}", "use", lambda ingress: ingress.progress),
-    ("GET", "/v1/adapters", "use", lambda ingress: ingress.adapters),
-    ("*", "/v1/adapters/{name}", "use", lambda ingress: ingress.adapter),
-    ("*", "/v1/adapters/{name}/{what}", "use", lambda ingress: ingress.adapter),
-    ("GET", "/v1/quarantine", "train", lambda ingress: ingress.at_home),
-    ("POST", "/v1/quarantine", "train", lambda ingress: ingress.at_home),
-    ("*", "/v1/files", "train", lambda ingress: ingress.jobs),
-    ("*", "/v1/files/{rest:.+}", "train", lambda ingress: ingress.jobs),
-    ("*", "/v1/fine_tuning/{rest:.+}", "train", lambda ingress: ingress.jobs),
-    ("GET", "/v1/status", "use", lambda ingress: ingress.status),
-    ("GET", "/metrics", "metrics", lambda ingress: ingress.metrics),
-    ("GET", "/v1/events", "use", lambda ingress: ingress.events),
-    ("GET", "/v1/fleet", "metrics", lambda ingress: ingress.fleet),
-    ("GET", "/healthz", "anybody", lambda ingress: ingress.health),
-    ("GET", "/readyz", "anybody", lambda ingress: ingress.ready),
-)
-"""Method, path, role and handler; a node checks the role that its own table names, too."""
-
-
-def make_ingress(ingress: Ingress, access: Access) -> web.Application:
-    """Build the application of an ingress; it follows its nodes from its start to its cleanup."""
-    settings = ingress.settings
-    own_name = name_in(settings.fleet.listen)
-    roles: dict[web.AbstractRoute, str] = {}
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the origin and the caller of every request; errors have the shape of a daemon's."""
-        try:
-            refuse_other_sites(request, own_name, access.has_tokens)
-            role = roles.get(request.match_info.route, "anybody")
-            if request.path.startswith(_AT_NODES):
-                raise ApiError(
-                    501, f"{request.path[:80]} is asked of a node itself, at its own address", code="at_node"
-                )
-            if role != "anybody" or request.path not in PROBES:
-                request[CALLER] = caller = await access.caller(request)
-                if role != "anybody":
-                    caller.demand_role(role)  # type: ignore[arg-type]
-            if _DOTS.search(request.raw_path.partition("?")[0]) or _DOTS.search(request.rel_url.raw_path):
-                raise ApiError(400, "the path has a part of dots: write it without", code="bad_path")
-            if not _is_streamed(request.path):
-                await body_in_time(request, settings.limits.body_s)
-            return await handler(request)
-        except web.HTTPException as error:
-            answer = http_error(request, error)
-        except ApiError as error:
-            answer = error
-        except (aiohttp.ClientError, TimeoutError) as error:
-            answer = ApiError(503, f"a node went away: {str(error) or type(error).__name__}", code="node_lost")
-        except ConnectionResetError:
-            answer = ApiError(503, "the client left", code="client_left")
-        except Exception:
-            log.exception("a request failed")
-            answer = ApiError(500, "the ingress failed on this request; its log has the details", code="internal_error")
-        response = answer.response()
-        if not request.content.is_eof():
-            response.force_close()
-        return response
-
-    app = web.Application(middlewares=[check], client_max_size=settings.api.max_body_kb * 1024)
-    app[FLEET] = ingress
-    for method, path, role, handler in _ROUTES:
-        roles[app.router.add_route(method, path, handler(ingress))] = role
-    app.cleanup_ctx.append(_following)
-    return app
-
-
-async def _following(app: web.Application) -> AsyncIterator[None]:
-    ingress = app[FLEET]
-    headers = {"Authorization": f"Bearer {ingress.token}"} if ingress.token else {}
-    connector, jar = aiohttp.TCPConnector(limit=0, ssl=ingress.tls), aiohttp.DummyCookieJar()
-    async with aiohttp.ClientSession(
-        headers=headers, connector=connector, cookie_jar=jar, auto_decompress=False
-    ) as ingress.session:
-        ingress.watch()
-        yield
-        for feed in ingress.feeds.values():
-            feed.cancel()

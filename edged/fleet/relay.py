@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from edged.fleet.members import Member
+from edged.fleet.resume import ResumableAnswer
 from edged.http.access import ON_BEHALF, caller_of
 from edged.http.connections import has_begun
 from edged.http.errors import ApiError
@@ -33,11 +35,11 @@ _HOP = frozenset(
 _CONNECT_S = 2.0
 _TAIL = 512
 """Last bytes of an answer, in which its usage stands."""
-_PROMPT_TOKENS = re.compile(rb'"prompt_tokens": ?(\d+)')
+_PROMPT_TOKENS = re.compile(rb'"(?:prompt|input)_tokens": ?(\d+)')
 
 
 class NodeLost(Exception):
-    """A node broke off before the first byte of its answer: the request may go to another."""
+    """A node broke off before the first byte of its answer, or where the answer may go on: another may have it."""
 
 
 @dataclass(slots=True)
@@ -60,15 +62,20 @@ async def relay(
     headers: Mapping[str, str] = MappingProxyType({}),
     learn: Callable[[bytes], None] = lambda head: None,
     elsewhere: bool = False,
+    answer: ResumableAnswer | None = None,
 ) -> tuple[web.StreamResponse, Timing]:
     """Send a request to a node and stream its answer back, with `headers` besides its own.
 
     `learn` gets the first bytes of the answer before the client does. Raises NodeLost before the first byte; so it does
-    where the node takes nothing for now (503) and the request may go `elsewhere`.
+    where the node takes nothing for now (503) and the request may go `elsewhere`, where it stops, and where the rest of
+    an `answer` may: its stream goes on in the response that has begun, and an answer that is no stream is sent once all
+    of it came.
     """
     loop = asyncio.get_running_loop()
     sent = CIMultiDict((key, value) for key, value in request.headers.items() if key.lower() not in _OWN)
     sent[ON_BEHALF] = caller_of(request).forwarded()
+    if isinstance(body, bytes):
+        sent.pop("Content-Encoding", None)  # it was unpacked
     timing = Timing(loop.time())
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     asked = session.request(
@@ -84,15 +91,23 @@ async def relay(
         upstream = await _unless_lost(member, asked)
         member.relays.add(upstream)
         async with upstream:
-            if elsewhere and upstream.status == 503:
+            begun = answer.response if answer is not None else None
+            if (elsewhere and upstream.status == 503) or (begun is not None and upstream.status != 200):
                 raise NodeLost("it takes no requests for now")
-            piece = await upstream.content.readany()
-            timing.first_s, timing.streamed = loop.time(), upstream.content_type == "text/event-stream"
+            if answer is not None and upstream.status == 503 and await _stops(upstream):
+                raise NodeLost("it stops")
+            streamed = upstream.content_type == "text/event-stream"
+            piece = await (upstream.content.readany() if streamed or answer is None else upstream.read())
+            # A response's first event comes before its first token.
+            timing.first_s, timing.streamed = loop.time(), streamed and answer is not None and answer.choices > 0
             learn(piece)
-            response = _answer(upstream, {**headers, "X-Edged-Node": member.name})
-            await response.prepare(request)
-            has_begun(request)
-            await _stream(request, upstream, response, piece, timing, member.name)
+            if (response := begun) is None:
+                response = _answer(upstream, {**headers, "X-Edged-Node": member.name})
+                await response.prepare(request)
+                has_begun(request)
+            if answer is not None:
+                answer.begin(response, member.name)
+            await _stream(request, upstream, response, piece, timing, member.name, answer if streamed else None)
             timing.ended_s = loop.time()
             return response, timing
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -127,6 +142,14 @@ def _answer(upstream: aiohttp.ClientResponse, headers: Mapping[str, str]) -> web
     return response
 
 
+async def _stops(upstream: aiohttp.ClientResponse) -> bool:
+    """Whether a node refuses a request since it is stopping; its answer can be read again."""
+    try:
+        return json.loads(await upstream.read())["error"]["code"] == "draining"
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
 async def _stream(
     request: web.Request,
     upstream: aiohttp.ClientResponse,
@@ -134,26 +157,37 @@ async def _stream(
     piece: bytes,
     timing: Timing,
     name: str,
+    answer: ResumableAnswer | None,
 ) -> None:
-    """Write an answer's bytes as they come; a stream whose node goes away ends with an error event."""
+    """Write an answer's bytes as they come; a stream whose node goes away, and that cannot go on, ends with an error.
+
+    Raises NodeLost where another node may go on with the `answer`.
+    """
     tail = b""
     try:
         while piece:
             tail = (tail + piece)[-_TAIL:]
+            written = piece if answer is None else answer.take(piece)
             try:
-                await response.write(piece)
+                if written:
+                    await response.write(written)
             except ConnectionResetError:
                 return  # the client has left
             piece = await upstream.content.readany()
         await response.write_eof()
-    except (aiohttp.ClientError, OSError):
+    except (aiohttp.ClientError, OSError) as error:
         with contextlib.suppress(ConnectionResetError):
-            await _break_off(request, response, name)
+            if answer is None or not (answer.ended or answer.may_go_on):
+                await break_off(request, response, name)
+            elif answer.ended:
+                await response.write_eof()
+            else:
+                raise NodeLost(str(error) or type(error).__name__) from None
     if told := _PROMPT_TOKENS.search(tail):
         timing.prompt_tokens = int(told[1])
 
 
-async def _break_off(request: web.Request, response: web.StreamResponse, name: str) -> None:
+async def break_off(request: web.Request, response: web.StreamResponse, name: str) -> None:
     """Tell the client of a stream that its node is gone, or close the connection of an answer that is cut short."""
     if response.content_type == "text/event-stream":
         message = f'node "{name}" went away in the middle of this answer: ask again'

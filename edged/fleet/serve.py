@@ -6,41 +6,43 @@ import logging
 import os
 import signal
 import ssl
-import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 import edged
-from edged.fleet.homes_file import HomesFile
-from edged.fleet.ingress import Ingress, make_ingress
+from edged.fleet.app import make_ingress
+from edged.fleet.credentials import tls_of, token_of
+from edged.fleet.ingress import Ingress
 from edged.fleet.members import Members
-from edged.http.access import Access, is_loopback
+from edged.fleet.state_file import StateFile, lock_file
+from edged.http import sockets
+from edged.http.access import Access
 from edged.http.connections import Site
 from edged.http.loop_shares import LoopShares
-from edged.http.sockets import tcp_socket, tell_of_full_tables_once
 from edged.placement.policies import POLICIES
 from edged.runtime import logs
 from edged.runtime.process import allow_files
+from edged.settings.addresses import is_loopback
 from edged.settings.load import ConfigError, Settings, nearest
 from edged.store.data_dir import data_folder
+from edged.store.lock import FileLock, LockTaken
 
 log = logging.getLogger("edged.fleet")
-_HANDLERS_END_S = 1.0
 
 
 def check(settings: Settings) -> None:
     """Raise ConfigError for settings that no ingress can be made of."""
     fleet = settings.fleet
-    if not fleet.nodes:
+    if not fleet.nodes and not fleet.ingresses:
         raise ConfigError("a fleet needs nodes: give --node NAME=URL for each, or fleet.nodes")
     if fleet.policy not in POLICIES:
         raise ConfigError(f'fleet.policy = "{fleet.policy}": {nearest(fleet.policy, POLICIES)}')
     for user, home in fleet.homes.items():
-        if home not in fleet.nodes:
+        if home not in fleet.nodes and not fleet.ingresses:
             raise ConfigError(
                 f'fleet.homes: the home of {user} is "{home}", which is no node: {", ".join(fleet.nodes)}'
             )
@@ -51,28 +53,20 @@ def check(settings: Settings) -> None:
                 raise ConfigError(f'node "{name}" = "{url}" is another machine and needs a token: {way_out}')
 
 
-def token_of(settings: Settings) -> str:
-    """Return the token in `fleet.token_file`, "" where none is named. Raises ConfigError; its message has no token."""
-    if not settings.fleet.token_file:
-        return ""
-    path = Path(settings.fleet.token_file).expanduser()
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock by which Ray's side finds the ingress; a disk that fails is told of, and the ingress goes on."""
+    lock = None
     try:
-        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f'token file "{path}" may be read by others: chmod 600 it')
-        token = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'token file "{path}" cannot be read: {error}') from None
-    if not token or not token.isascii() or len(token.split()) != 1:
-        raise ConfigError(f'token file "{path}" has no token: write the line that `edged token new` printed')
-    return token
-
-
-def tls_of(settings: Settings) -> ssl.SSLContext:
-    """Return the TLS of connections to https nodes. Raises ConfigError."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = FileLock(path)
+    except (LockTaken, OSError) as error:
+        log.error("the ingress cannot be found by Ray: %s", error)
     try:
-        return ssl.create_default_context(cafile=settings.fleet.authority or None)
-    except OSError as error:
-        raise ConfigError(f'fleet.authority = "{settings.fleet.authority}" cannot be used: {error}') from None
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def run_ingress(settings: Settings, load: Callable[[], Settings]) -> None:
@@ -94,27 +88,29 @@ def run_ingress(settings: Settings, load: Callable[[], Settings]) -> None:
 
 async def _serve(settings: Settings, token: str, tls: ssl.SSLContext, load: Callable[[], Settings]) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    tell_of_full_tables_once(loop)
+    sockets.tell_of_full_tables_once(loop)
     access = Access(settings.access, settings.api.token)
-    homes_file = HomesFile(data_folder(settings.store.data_dir, os.environ), settings.fleet.listen)
-    ingress = Ingress(settings, Members(settings.fleet, homes_file), token, tls)
-    listener = tcp_socket(settings.fleet.listen, access.has_tokens, "fleet.listen")
-    with contextlib.closing(listener):
-        runner = web.AppRunner(
-            make_ingress(ingress, access), handler_cancellation=True, shutdown_timeout=_HANDLERS_END_S
-        )
+    own_tls, listen = sockets.tls_of(settings.api), settings.fleet.listen
+    folder = data_folder(settings.store.data_dir, os.environ)
+    members = Members(settings.fleet, StateFile(folder, listen, "fleet"), StateFile(folder, listen, "members"))
+    ingress = Ingress(settings, members, token, tls)
+    listener, drain_s = sockets.tcp_socket(listen, access.has_tokens, "fleet.listen"), settings.serving.drain_s
+    with contextlib.closing(listener), _locked(lock_file(settings)):
+        app = make_ingress(ingress, access)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=drain_s)
         await runner.setup()
         try:
-            await Site(runner, listener, settings.limits, LoopShares()).start()
+            await Site(runner, listener, settings.limits, LoopShares(), own_tls).start()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, stop.set)
             loop.add_signal_handler(signal.SIGHUP, _reload, ingress, access, load)
-            nodes, listen = ", ".join(settings.fleet.nodes), settings.fleet.listen
-            message = (
-                f"edged {edged.__version__} answers on http://{listen} for {nodes}; policy {settings.fleet.policy}"
-            )
-            logs.event(log, logging.INFO, "ready", message, nodes=list(settings.fleet.nodes), listen=listen)
+            nodes, where = list(ingress.members.by_name), f"{'https' if own_tls else 'http'}://{listen}"
+            for_whom = ", ".join(nodes) or "boxes that register"
+            message = f"edged {edged.__version__} answers on {where} for {for_whom}; policy {settings.fleet.policy}"
+            logs.event(log, logging.INFO, "ready", message, nodes=nodes, listen=listen)
             await stop.wait()
+            message = f"the ingress stops: running answers have {drain_s:g} s"
+            logs.event(log, logging.INFO, "stopping", message, drain_s=drain_s)
         finally:
             await runner.cleanup()
     logs.event(log, logging.INFO, "stopped", "the ingress has stopped")

@@ -7,13 +7,20 @@ def response_s(node: NodeView, arrival: RoutedRequest) -> float:
     """Return the seconds until a prompt's first token at a node: R of `fleet`, from LeMix' R = wait + own time.
 
     The backlog and the prompt less its known beginning go in chunks beside the node's decodes, at its own prices; half
-    an iteration and half a fine-tune unit are under way; without a free sequence or page, an answer must end first.
+    an iteration and half a fine-tune unit are under way; without a free sequence or page, an answer must end first. It
+    is never less than the way of the user's adapter to the node and the prompt's own chunks.
     """
     prompt = node.tokens_to_compute(arrival)
-    chunks, rest = divmod(node.backlog_tokens + prompt, node.chunk_tokens)
-    computed_s = chunks * node.pass_s(node.chunk_tokens) + (node.pass_s(rest) if rest else 0.0)
     running_s = 0.5 * (node.pass_s(0) if node.load.decodes else 0.0) + 0.5 * node.load.unit_s
-    return (computed_s + running_s + _room_s(node, prompt)) * node.calibration
+    waited_s = _chunks_s(node, node.backlog_tokens + prompt) + running_s + _room_s(node, prompt)
+    way_s = arrival.ways.get(node.name, 0.0)
+    return max(waited_s, way_s + _chunks_s(node, prompt) if way_s else 0.0) * node.calibration
+
+
+def _chunks_s(node: NodeView, tokens: int) -> float:
+    """Return the seconds of the chunks in which so many tokens are computed."""
+    chunks, rest = divmod(tokens, node.chunk_tokens)
+    return chunks * node.pass_s(node.chunk_tokens) + (node.pass_s(rest) if rest else 0.0)
 
 
 def _room_s(node: NodeView, prompt: int) -> float:

@@ -1,9 +1,10 @@
-"""Homes: the node where a user is taught, and until versions travel also served."""
+"""Homes: the node where a user is taught, the one writer of that user's adapter."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def rendezvous(key: str, names: Iterable[str]) -> list[str]:
@@ -14,22 +15,42 @@ def rendezvous(key: str, names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: hashlib.sha256(f"{key}\0{name}".encode()).digest())
 
 
+Grant = tuple[int, str]
+"""(epoch, node) of a home that was granted: of two of one user the larger one holds."""
+
+
 class Homes:
-    """The home of each user: the one that the settings name, else where an adapter of the name is or was, else by hash.
+    """The home of each user: where it was granted, else where the settings say, else where an adapter of the name is or
+    was, else by hash.
 
     The hash is over all nodes of the fleet, whether they are there or not: a node that is away keeps its users.
     """
 
-    def __init__(
-        self, names: Iterable[str], named: Mapping[str, str], remembered: Mapping[str, str] | None = None
-    ) -> None:
-        """`named` has the homes of users that the settings fix, `remembered` those that were known before a restart."""
+    def __init__(self, names: Iterable[str], named: Mapping[str, str]) -> None:
+        """`named` has the homes of users that the settings fix."""
         self._known: dict[str, dict[str, int]] = {}
-        self.remembered = dict(remembered or {})
+        self.remembered: dict[str, str] = {}
         """The home of each user that is or was taught, also where its node has not told of it yet."""
+        self.leases: dict[str, Grant] = {}
+        """Homes that were granted: such a user has, or had, another home before."""
+        self.behind: dict[str, str] = {}
+        """Users who were granted a home without all that their former one has, and that former one."""
+        self.forgotten: dict[str, dict[str, str]] = {}
+        """By node, the users whom it is still to forget, and who asked for that, as `Caller.forwarded` tells it."""
         self.changed = False
-        """Whether `remembered` is another than it was when this was last set."""
+        """Whether anything is other than it was when this was last set."""
         self.configure(names, named)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State that a restart must not change, as JSON keeps it."""
+        return {name: getattr(self, name) for name in ("remembered", "leases", "behind", "forgotten")}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take `state` in. Raises ValueError, TypeError or AttributeError for what is none."""
+        self.leases = {user: (int(epoch), str(node)) for user, (epoch, node) in state.get("leases", {}).items()}
+        self.remembered, self.behind = dict(state.get("remembered", {})), dict(state.get("behind", {}))
+        self.forgotten = {node: dict(users) for node, users in state.get("forgotten", {}).items()}
 
     def configure(self, names: Iterable[str], named: Mapping[str, str]) -> None:
         """Take other nodes and homes; what nodes that stay were known to have is still known."""
@@ -53,12 +74,29 @@ class Homes:
         self._known.setdefault(adapter, {})[node] = version
         self._remember(adapter, self._newest(adapter))
 
+    def grant(self, user: str, lease: Grant) -> None:
+        """Take in a home that was granted, unless a larger lease is known."""
+        if lease > self.leases.get(user, (0, "")):
+            self.leases[user], self.changed = lease, True
+            self._remember(user, lease[1])
+
+    def version(self, user: str, node: str) -> int:
+        """Return the version of a user that a node has told of, as its writer; 0 for none."""
+        return self._known.get(user, {}).get(node, 0)
+
+    def newest(self, user: str) -> int:
+        """Return the greatest version that nodes have told of; 0 for none."""
+        return max(self._known.get(user, {}).values(), default=0)
+
     def forget(self, user: str) -> None:
         """Forget a user, who was forgotten where he was taught."""
-        self._known.pop(user, None)
+        for known in (self._known, self.leases, self.behind):
+            known.pop(user, None)
         self._remember(user, None)
 
     def _remember(self, user: str, home: str | None) -> None:
+        if user in self.leases:
+            home = self.leases[user][1]
         if self.remembered.get(user) != home:
             self.changed = True
             self.remembered.pop(user, None)
@@ -72,6 +110,8 @@ class Homes:
 
     def of(self, user: str) -> str:
         """Return a user's home. Of several nodes that have the adapter it is the one with the newest version."""
+        if user in self.leases and self.leases[user][1] in self._names:
+            return self.leases[user][1]
         if user in self._named:
             return self._named[user]
         home = self._newest(user) or self.remembered.get(user)

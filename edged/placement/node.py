@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
@@ -17,6 +18,8 @@ _TOKEN_BYTES = 4.0
 """Bytes of text a token, before any answer has told."""
 _LATEST = 0.1
 """Share of the latest observation in a running mean."""
+_REPORT_S = 0.2
+"""Seconds between two reports of a node."""
 _CALIBRATED = (0.2, 5.0)
 """Least and most that forecasts are multiplied by."""
 _MIN_CHUNK = 16
@@ -33,6 +36,8 @@ class NodeLoad(BaseModel):
     fingerprint: str
     """Of base weights and LoRA's shape: adapters of equal fingerprints may move."""
     dtype: str
+    node: str = ""
+    """The daemon's name, `api.node`; "" for none."""
     phase: str
     """"ready", "drained" where no new requests of the fleet are wanted, or "draining" from SIGTERM on."""
     backlog_tokens: int
@@ -51,6 +56,10 @@ class NodeLoad(BaseModel):
     unit_s: float
     """Seconds of the fine-tune unit that is next; 0 where none is."""
     pairs_queued: int
+    pairs_by_adapter: dict[str, int] = {}
+    """Pairs queued of the adapters that have most, these first."""
+    trains: bool = True
+    """Whether fine-tune steps are opened."""
     busy_share: float
     """Share of the latest second in which iterations ran."""
     slowness: float
@@ -95,6 +104,8 @@ class RoutedRequest:
     num_bytes: int
     blocks: tuple[int, ...] = ()
     user: str | None = None
+    ways: Mapping[str, float] = field(default_factory=dict)
+    """Seconds until a node has the user's adapter, where that is on its way first."""
 
 
 @dataclass(slots=True)
@@ -113,6 +124,10 @@ class NodeView:
     """Mean seconds from an answer's first byte to its last."""
     calibration: float = 1.0
     """Observed seconds to a first token over the forecast's, as a running geometric mean."""
+    prompt_share: float = 0.0
+    """Share of the node's time that the prompts sent there take, as a running mean."""
+    pairs_coming: list[float] = field(default_factory=list)
+    """Time of arrival of each preference pair that the report cannot know."""
     forecast_error: float | None = None
     """Running mean of |forecast - observed| / observed; None before the first answer."""
 
@@ -121,10 +136,16 @@ class NodeView:
 
     def take(self, load: NodeLoad, now: float) -> None:
         """Take a report in; prompts sent before it came are taken to be in it."""
+        since_s = now - self.reported_s
         self.load, self.reported_s = load, now
         self.cost = CostModel(Prices(load.forward_prices, load.knee_tokens, {"layer": (load.unit_s, 0.0)}))
+        self.pairs_coming = [at_s for at_s in self.pairs_coming if at_s > now]
+        tokens = 0
         while self.sent and self.sent[0][0] <= now:
-            self.sent.popleft()
+            tokens += self.sent.popleft()[1]
+        if since_s > 0:
+            share = tokens * self.cost.token_s * load.slowness / since_s
+            self.prompt_share += min(1.0, _LATEST * since_s / _REPORT_S) * (share - self.prompt_share)
 
     @property
     def requests(self) -> int:
@@ -140,6 +161,18 @@ class NodeView:
     def backlog_tokens(self) -> int:
         """Tokens of prompts there that are still to be computed."""
         return self.load.backlog_tokens + sum(tokens for _, tokens in self.sent)
+
+    @property
+    def pairs(self) -> int:
+        """Preference pairs that wait there."""
+        return self.load.pairs_queued + len(self.pairs_coming)
+
+    @property
+    def serving_share(self) -> float:
+        """Share of the node's time that its requests take, beyond the pass of the weights that any answer needs."""
+        weights_s = self.cost.priced_s(Load(0, 1, adapters=1)) * self.load.slowness
+        decodes = max(0.0, 1.0 - weights_s / self.pass_s(0)) if self.load.decodes else 0.0
+        return min(1.0, self.prompt_share + (1.0 - self.prompt_share) * decodes)
 
     def hit_bytes(self, arrival: RoutedRequest) -> int:
         """Return the bytes of a prompt's beginning that were sent there before."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 
 
 @dataclass(slots=True)
@@ -31,9 +30,11 @@ class StagedNode:
     forward_eta: float
     backward_eta: float
     tasks: list[StagedTask] = field(default_factory=list)
-    """All tasks in order of placing; the last one is the paper's task_prev."""
+    """Tasks in order of placing; the last one is the paper's task_prev. Those before it may go once they have ended."""
     training: list[StagedTask] = field(default_factory=list)
     """Tasks whose backward no later forward has been planned behind yet."""
+    lengths: list[float] = field(default_factory=lambda: [0, 0.0, 0.0])
+    """Number, sum and sum of squares of the lengths of all tasks that were placed there."""
 
     def forward_s(self, task: StagedTask) -> float:
         """Seconds of a task's forward in one stage."""
@@ -100,6 +101,7 @@ def place(node: StagedNode, task: StagedTask, planned: StagedPlan) -> None:
         task.start_backward, task.end_backward = starts, ends
         node.training.append(task)
     node.tasks.append(task)
+    node.lengths = [known + new for known, new in zip(node.lengths, (1, task.length, task.length**2), strict=True)]
 
 
 def idleness_profit(node: StagedNode, task: StagedTask, planned: StagedPlan, tolerance_s: float) -> float:
@@ -113,11 +115,11 @@ def length_consistency(node: StagedNode, task: StagedTask) -> float:
 
     0 where these are all alike, or none.
     """
-    lengths = [other.length for other in node.tasks]
-    deviation = pstdev(lengths) if lengths else 0.0
+    count, total, squares = node.lengths
+    mean = total / max(1, count)
+    deviation = math.sqrt(max(0.0, squares / max(1, count) - mean**2))
     if not deviation:
         return 0.0
-    mean = fmean(lengths)
     return math.exp(-0.5 * ((task.length - mean) / deviation) ** 2) / (deviation * math.sqrt(2.0 * math.pi))
 
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Literal
 
 from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
-from edged.engine.model.memory_model import CACHE_SHARES, Needs, kept_that_fits, needs, refuse_longer_context
+from edged.engine.model.memory_model import (
+    CACHE_SHARES,
+    FEWEST_PAGES,
+    Needs,
+    beside_states,
+    kept_that_fits,
+    needs,
+    refuse_longer_context,
+)
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.cost.profile import DeviceMemory, Profile, ProfileError
 from edged.settings.load import Settings
@@ -55,19 +63,20 @@ def room_for(device: Device, model: ModelSizes, settings: Settings) -> Simulated
     """
     shape, size = model.shape, settings.cache.page_size
     parts = needs(shape, settings, model.form, model.dtype, device.cuda, device.available_bytes)
-    free = device.available_bytes - (parts.total - parts.kept_graph)
+    free = device.available_bytes - (parts.total - parts.kept_graph - parts.states)
     budget = settings.cache.memory_mb << 20 or int(free * CACHE_SHARES[device.kind])
     wanted = settings.model.max_context_tokens or shape.max_positions
     useful = settings.serving.max_sequences * -(-wanted // size) + 1
     page_bytes = size * parts.kv_per_token
+    budget, _ = beside_states(shape, settings, model.dtype, parts.loaded_adapters, page_bytes, budget)
     pages = min(useful, budget // page_bytes)
-    if pages < 4:
+    if pages < FEWEST_PAGES:
         raise ModelRefused(
             f'model "{model.name}" needs {(parts.total - parts.kept_graph) / 2**30:.1f} GiB without K/V pages, and '
             f"{device.name} has {device.available_bytes / 2**30:.1f} GiB for edged: quantize it or take a larger device"
         )
     refuse_longer_context(settings, shape.max_positions, page_bytes, pages, budget)
-    left = free - pages * page_bytes
+    left = free - pages * page_bytes - parts.states
     keeps = kept_that_fits(shape, settings, model.dtype, device.cuda, left / 4) != "full"
     return SimulatedHardware(device, model, pages, keeps, parts)
 

@@ -120,7 +120,7 @@ class _Roofline:
         self._head_weights = shape.vocab_size * shape.hidden_size
         self._vocab = shape.vocab_size
         self._kv_bytes = shape.kv_per_token(model.dtype)
-        self._pair_flops = 4 * shape.layers * shape.heads * shape.head_dim
+        self._pair_flops = 4 * sum(each.heads * each.head_dim for each in shape.attention)
         self._lora_weights = adapter_weights(shape.targets, settings.align.rank)
         self._matrices = 2 * len(shape.targets)
         self._captures = file.cuda and settings.model.graph_memory_mb > 0

@@ -36,11 +36,10 @@ from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.roofline import Device, Pass
-from edged.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, SimulatedPairForward
+from edged.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, SimulatedPairForward, SimulatedVersion
 
 START_S = 1.0
 """Start of virtual time, not 0: a moment of 0 means "not happened yet" in a request's record."""
-_SLOT = 0
 _SHORTEST_REST_S = 1e-3
 _PLACEHOLDER = 1 << 32
 """Offset of placeholder tokens, beyond any vocabulary; a request's answer consists of this plus its task id."""
@@ -192,6 +191,7 @@ class SimulatedRunner:
                 # As in ModelRunner: the task waits an iteration.
                 continue
         load.sampled = len(work.sampled)
+        load.adapters = len({sequence.slot for sequence, _ in work.prefilled} - {NO_SLOT})
         pace = 1.0
         if tuned is not load and load.num_tokens:
             units = [
@@ -245,7 +245,6 @@ class SimulatedRunner:
             load.add_chunk(num_tokens, sequence.computed, finetune=False)
         if sequence.slot != NO_SLOT:
             load.adapted += num_tokens
-            load.adapters = 1
         work.prefilled.append((sequence, num_tokens))
         if sequence.computed + num_tokens == len(sequence.token_ids):
             work.sampled.append(sequence)
@@ -303,22 +302,25 @@ def _never() -> bool:
     return False
 
 
-class _OneSlot:
-    """LoRA slots without weights: one slot, always free."""
+class _Slots:
+    """LoRA slots without weights: one for each adapter, always free."""
 
     idle = 1
+
+    def __init__(self) -> None:
+        self._slots: dict[str, int] = {}
 
     def held(self, _adapter: str, _version: int) -> bool:
         return True
 
-    def acquire(self, _state: object, _spare: int = 0) -> int:
-        return _SLOT
+    def acquire(self, state: SimulatedVersion, _spare: int = 0) -> int:
+        return self._slots.setdefault(state.name, len(self._slots))
 
     def release(self, _slot: int) -> None:
         pass
 
-    def update(self, _state: object, _previous: int, _hot: bool) -> int:
-        return _SLOT
+    def update(self, state: SimulatedVersion, _previous: int, _hot: bool) -> int:
+        return self.acquire(state)
 
 
 class _AllPages:
@@ -354,9 +356,9 @@ class SimulatedEngine:
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, page 0 belongs to no sequence.
         self.pool.allocate(1)
-        kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes)
+        kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes and not shape.states)
         self.trie = kv_pages.trie
-        prunes = cache.pruning != "off" and policy.prunes
+        prunes = cache.pruning != "off" and policy.prunes and not shape.states
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
         self.runner = SimulatedRunner(
             self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens, seed, policy.two_streams
@@ -367,6 +369,7 @@ class SimulatedEngine:
             self.scheduler,
             shape.layers,
             shape.vocab_size,
+            bool(shape.states),
             cache.page_size,
             (pages - 1) * cache.page_size,
             self._may_keep_graph,
@@ -379,7 +382,7 @@ class SimulatedEngine:
             settings.serving,
             self.scheduler,
             self.runner,
-            _OneSlot(),
+            _Slots(),
             self.learning,
             lambda _adapter: None,
             self.stats,

@@ -109,7 +109,10 @@ class SimulatedVersion:
 
 
 class SimulatedFinetuning:
-    """One adapter's pairs, steps and versions; the counterpart of the engine's `StepTable` and its trainer."""
+    """Pairs, steps and versions; the counterpart of the engine's `StepTable` and its trainer.
+
+    Pairs of all adapters wait in one queue, and a step takes the next ones, whosever they are.
+    """
 
     def __init__(
         self,
@@ -118,6 +121,7 @@ class SimulatedFinetuning:
         scheduler: Scheduler,
         layers: int,
         vocab_size: int,
+        keeps_states: bool,
         page_size: int,
         cache_tokens: int,
         may_keep_graph: Callable[[], bool],
@@ -130,9 +134,9 @@ class SimulatedFinetuning:
         self._task_ids = task_ids
         self._align, self._scheduler, self._page_size = align, scheduler, page_size
         self._layers, self._vocab_size, self._max_tokens = layers, vocab_size, cache_tokens // 4
+        self._keeps_states = keeps_states
         self._may_keep_graph, self._release, self._publish = may_keep_graph, release, publish
-        # A replay introduces its adapter as version 1: untrained weights that cost as much as trained ones.
-        self.state = SimulatedVersion(adapter, 1)
+        self._states: dict[str, SimulatedVersion] = {}
         self._queue = AdapterQueue(adapter)
         self.pairs: dict[int, SentPair] = {}
         """Submitted pairs by pair id."""
@@ -140,27 +144,44 @@ class SimulatedFinetuning:
         self.pairs_trained = self.trained_tokens = self.optimizer_steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
-        """Queue a pair; one that the KV cache has no room for, or that the policy never trains on, is dropped."""
-        self.pairs[pair.pair_id] = SentPair(now)
+        """Queue a pair that was sent at `now`, before those that were sent later; one that the KV cache has no room
+        for, or that the policy never trains on, is dropped."""
+        self.pairs[pair.pair_id], queue = SentPair(now), self._queue.queue
         if self._scheduler.policy.trains and self._align.enabled and pair.num_tokens <= self._max_tokens:
-            self._queue.queue.append(pair)
+            later = (place for place, other in enumerate(queue) if self.pairs[other.pair_id].sent_s > now)
+            queue.insert(next(later, len(queue)), pair)
 
     @property
     def pairs_queued(self) -> int:
-        """Number of pairs that wait for a step."""
-        return len(self._queue.queue)
+        """Number of pairs that wait for training or are in a step, as a daemon counts them."""
+        return self._queue.pairs
 
     def version(self, adapter: str | None) -> int:
         """The adapter's current version."""
-        return self.state.version if adapter == self.state.name else 0
+        return self.get(adapter).version if adapter else 0
 
     def resident(self, _adapter: str) -> bool:
         """Whether the adapter is in memory, as it always is in a simulation."""
         return True
 
-    def get(self, _adapter: str) -> SimulatedVersion:
-        """The adapter's current state."""
-        return self.state
+    def get(self, adapter: str) -> SimulatedVersion:
+        """The adapter's current state. It begins as version 1: untrained weights that cost as much as trained ones."""
+        return self._states.setdefault(adapter, SimulatedVersion(adapter, 1))
+
+    def adopt(self, adapter: str) -> None:
+        """Serve the adapter's next version, wherever it was made."""
+        previous = self.get(adapter).version
+        self._states[adapter] = state = SimulatedVersion(adapter, previous + 1)
+        self._publish(state, previous)
+
+    def withdraw(self, adapter: str) -> list[TokenPair]:
+        """Take an adapter's pairs out of the queue, which are to be learned elsewhere; those of an open step stay."""
+        queue = self._queue.queue
+        gone = [pair for pair in queue if pair.adapter == adapter]
+        for pair in gone:
+            queue.remove(pair)
+            del self.pairs[pair.pair_id]
+        return gone
 
     def open_due_steps(self, now: float, slots_wanted: bool) -> None:
         """Open the next step where none is under way."""
@@ -176,6 +197,7 @@ class SimulatedFinetuning:
             self._vocab_size,
             self._max_tokens,
             self._may_keep_graph(),
+            keeps_states=self._keeps_states,
         )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
         self.open_steps[task.task_id] = open_step = SimulatedOpenStep(step, task, [])
@@ -249,6 +271,5 @@ class SimulatedFinetuning:
             self._queue.replay.append(known)
             self.pairs_trained += 1
         self.optimizer_steps += 1
-        previous = self.state.version
-        self.state = replace(self.state, version=previous + 1)
-        self._publish(self.state, previous)
+        for adapter in dict.fromkeys(pair.adapter for pair in pairs):
+            self.adopt(adapter)

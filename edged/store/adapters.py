@@ -126,7 +126,7 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
     of_pairs = f"adapter IN {NAMED} OR pair_id IN (SELECT id FROM pairs WHERE {pairs})"
     deletions = {
         **dict.fromkeys(("alignment_metrics", "quarantine"), of_pairs),
-        **dict.fromkeys((*learning, "preferences", "struck_beliefs"), f"adapter IN {NAMED}"),
+        **dict.fromkeys((*learning, "preferences", "struck_beliefs", "leases"), f"adapter IN {NAMED}"),
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
         "completions": f"adapter IN {NAMED} OR user IN {NAMED}",

@@ -37,6 +37,13 @@ def chunks(file: IO[bytes]) -> Iterator[bytes]:
     return iter(partial(file.read, CHUNK_BYTES), b"")
 
 
+def archive(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
+    """Yield a tar of open files by their names; it ends with them. Raises OSError."""
+    for file in files:
+        yield from member(Path(file.name).name, os.fstat(file.fileno()).st_size, chunks(file))
+    yield END
+
+
 def member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
     """Yield a tar member of `size` bytes: header, content, padding."""
     info = tarfile.TarInfo(name)
@@ -44,10 +51,3 @@ def member(name: str, size: int, content: Iterable[bytes]) -> Iterator[bytes]:
     yield info.tobuf(tarfile.PAX_FORMAT)
     yield from content
     yield bytes(-size % tarfile.BLOCKSIZE)
-
-
-def archive(files: Iterable[IO[bytes]]) -> Iterator[bytes]:
-    """Yield a tar of open files, each under its own name without a folder. Raises OSError."""
-    for file in files:
-        yield from member(Path(file.name).name, os.fstat(file.fileno()).st_size, chunks(file))
-    yield END

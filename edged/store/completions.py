@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlite_utils import Database
 
-from edged.store.rows import field_values, insert_row, record_of
+from edged.store.rows import field_values, first_value, insert_row, record_of
 
 Message = Mapping[str, Any]
 UNUSED = """NOT EXISTS (SELECT 1 FROM signals WHERE completion_id = completions.id)
@@ -35,6 +35,8 @@ class Choice:
     total_ms: float = 0.0
     repetition: float | None = None
     """Share of the answer's token n-grams that occurred in it before."""
+    beside: Message | None = None
+    """What a chat's answer has beside its text: `reasoning_content`, `tool_calls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +57,38 @@ class Completion:
     version: int = 0
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
+    template_arguments: Mapping[str, Any] | None = None
+    """What the chat template was given beside the messages: `tools`, and what its author made up."""
+    request_id: str | None = None
+    """The id that the client gave its request; several may have the same."""
 
     @property
     def size(self) -> int:
         """Approximate bytes of the completion in the store."""
         texts = [str(self.messages or self.prompt or ""), *(choice.text for choice in self.choices)]
+        texts += [str(part) for part in (self.template_arguments, *(choice.beside for choice in self.choices)) if part]
         ids = (self.prompt_ids, *(choice.token_ids for choice in self.choices))
         return sum(map(len, texts)) + sum(len(str(part)) for part in ids)
 
     @property
     def prompt_key(self) -> str:
         """Equal for equal prompts, see `prompt_key`."""
-        return prompt_key(self.messages, self.prompt, self.prompt_ids)
+        return prompt_key(self.messages, self.prompt, self.prompt_ids, self.template_arguments)
 
 
-def prompt_key(messages: Sequence[Message] | None, prompt: str | None, prompt_ids: Sequence[int] = ()) -> str:
-    """32 hex digits that are equal for equal prompts: a chat's messages, else the text, else the token ids."""
+def prompt_key(
+    messages: Sequence[Message] | None,
+    prompt: str | None,
+    prompt_ids: Sequence[int] = (),
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
+    """32 hex digits that are equal for equal prompts: a chat's messages, else the text, else the token ids.
+
+    `arguments` are those of a chat's template.
+    """
     content: dict[str, Any] = {"prompt_ids": list(prompt_ids)}
     if messages is not None:
-        content = {"messages": list(messages)}
+        content = {"messages": list(messages)} | ({"arguments": arguments} if arguments else {})
     elif prompt is not None:
         content = {"prompt": prompt}
     text = json.dumps(content, sort_keys=True, ensure_ascii=False)
@@ -140,6 +155,39 @@ def users_of_completion(db: Database, completion_id: str) -> set[str]:
     """Return the user who asked for a completion and the adapter that answered; empty where there is neither."""
     rows = db.execute("SELECT user, adapter FROM completions WHERE id = ?", [completion_id]).fetchall()
     return {name for row in rows for name in row if name is not None}
+
+
+def prompt_id(first: str, number: int) -> str:
+    """Return the id of the answer to the prompt of that number, from 1, of a request whose first answer is `first`."""
+    return f"{first}#{number}"
+
+
+def is_further_prompt(completion_id: str) -> bool:
+    """Whether an answer is to another prompt of its request than the first."""
+    return "#" in completion_id
+
+
+def answer_of_choice(db: Database, first: str, choice: int | None) -> tuple[str, int | None] | None:
+    """Return the id and choice of what a client knows as a choice of `first`, its request's first answer.
+
+    Of several prompts it counts the choices of all. None: there are several, and no choice is given, or none of theirs.
+    """
+
+    def choices_of(completion_id: str) -> int | None:
+        return first_value(db, "SELECT choice_count FROM completions WHERE id = ?", [completion_id])
+
+    if not (each := choices_of(first)) or choices_of(prompt_id(first, 1)) is None:
+        return first, choice
+    number, rest = divmod(-1 if choice is None else choice, each)
+    name = prompt_id(first, number) if number else first
+    return (name, rest) if choices_of(name) is not None else None
+
+
+def newest_of_request(db: Database, request_id: str, sees: Callable[[str], bool]) -> str | None:
+    """Return the id of the newest answer to a request of this id, of those all of whose users `sees` holds for."""
+    sql = "SELECT id, user, adapter FROM completions WHERE request_id = ? ORDER BY rowid DESC"
+    rows = db.execute(sql, [request_id])
+    return next((str(name) for name, *users in rows if all(sees(user) for user in users if user is not None)), None)
 
 
 def completions_of_prompt(

@@ -2,7 +2,7 @@
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +52,32 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One answer of a pair: its text and, where edged generated it, its tokens and where it stands."""
+    """One answer of a pair: its text and, where edged generated it, its tokens and where it stands.
+
+    `beside` has `reasoning_content` and `tool_calls`; of an answer without content the calls are the text.
+    """
 
     text: str
     token_ids: tuple[int, ...] | None = None
     completion_id: str | None = None
     choice: int | None = None
+    beside: Message | None = None
+
+    @property
+    def calls(self) -> str:
+        """Its calls as JSON text; "" for none."""
+        return calls_text(self.beside)
+
+    @property
+    def content(self) -> str:
+        """Its text beside its calls."""
+        return "" if self.calls and self.text == self.calls else self.text
+
+
+def calls_text(beside: Message | None) -> str:
+    """The names and arguments of an answer's calls as JSON text; "" for none."""
+    calls = [call["function"] for call in (beside or {}).get("tool_calls", ())]
+    return json.dumps(calls, ensure_ascii=False) if calls else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +108,8 @@ class PairRow:
     """The account that reported it; None where that is not known."""
     direct: bool = False
     """Whether it is a choice or an edit by the account that teaches this adapter."""
+    template_arguments: Mapping[str, Any] | None = None
+    """What the chat template is given beside the messages, as in `completions`."""
 
     @property
     def single(self) -> bool:
@@ -173,6 +195,7 @@ def insert_pair(db: Database, pair: PairRow, key: str, imported: bool = False) -
     for name, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         row |= {name: side.text, f"{name}_ids": side.token_ids}
         row |= {f"{name}_completion_id": side.completion_id, f"{name}_choice": side.choice}
+        row |= {f"{name}_beside": side.beside}
     direct = pair.source in FIRST_PARTY_SOURCES and (pair.direct or teaches(db, pair.account, pair.adapter))
     direct |= pair.source == "pair" and not imported and taught_alone(db, pair.account, pair.adapter)
     return insert_row(db, "pairs", {**row, "id": last_pair_id(db) + 1, "prompt_key": key, "direct": direct})
@@ -238,11 +261,16 @@ def pair_ids_of(
     return [pair_id for pair_id, learner in rows if shown(learner)]
 
 
-def waiting_pair(db: Database, key: str, adapter: str, chosen: str, rejected: str) -> tuple[int, str] | None:
-    """Ids of the explicit pair of these very texts that was not trained on yet, and of its signal; None for none."""
+def waiting_pair(
+    db: Database, key: str, adapter: str, chosen: str, rejected: str, source: str = "pair"
+) -> tuple[int, str] | None:
+    """Ids of the pair of these very texts and `source` that was not trained on yet, and of its signal; None for none.
+
+    For a single rating one of the texts is empty.
+    """
     sql = """SELECT id, signal_id FROM pairs WHERE prompt_key = ? AND adapter = ? AND chosen = ? AND rejected = ?
-                 AND source = 'pair' AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1"""
-    return db.execute(sql, [key, adapter, column_value(chosen), column_value(rejected)]).fetchone()
+                 AND source = ? AND state IN ('queued', 'held_out') ORDER BY id LIMIT 1"""
+    return db.execute(sql, [key, adapter, column_value(chosen), column_value(rejected), source]).fetchone()
 
 
 def has_pair(db: Database, chosen: Side, rejected: Side) -> bool:
@@ -270,8 +298,8 @@ def drop_ratings(db: Database, answer: Side, now: str, reason: str) -> list[int]
     return ids
 
 
-def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
-    """Ids, oldest first, of the pairs that learning resumes with after a restart: eight bytes for each.
+def open_pairs(db: Database, replay: int = REPLAY_PAIRS, adapter: str | None = None) -> "array[int]":
+    """Ids, oldest first, of the pairs (of one adapter) that learning resumes with: eight bytes for each.
 
     These are the queued and held-out pairs, and the latest `replay` trained ones of each adapter: of those that it
     learned after its latest rollback or import, which may be without the earlier ones. Call `requeue_lost` for every
@@ -280,14 +308,14 @@ def open_pairs(db: Database, replay: int = REPLAY_PAIRS) -> "array[int]":
     sql = """WITH made AS (
                  SELECT adapter, max(version) AS version FROM adapter_versions
                  WHERE reason = 'imported' OR reason LIKE 'rollback to %' GROUP BY adapter)
-             SELECT id FROM pairs WHERE state IN ('queued', 'held_out') OR id IN (
-                 SELECT id FROM (
+             SELECT id FROM pairs WHERE (:adapter IS NULL OR adapter = :adapter) AND (
+                 state IN ('queued', 'held_out') OR id IN (SELECT id FROM (
                      SELECT id, row_number() OVER (PARTITION BY adapter ORDER BY id DESC) AS age
                      FROM pairs LEFT JOIN made USING (adapter)
                      WHERE state IN ('trained', 'learnt') AND coalesce(trained_version > version, 1))
-                 WHERE age <= :replay)
+                 WHERE age <= :replay))
              ORDER BY id"""
-    return array("q", (pair_id for (pair_id,) in db.execute(sql, {"replay": replay})))
+    return array("q", (pair_id for (pair_id,) in db.execute(sql, {"replay": replay, "adapter": adapter})))
 
 
 def count_queued(db: Database, adapter: str | None = None) -> int:
@@ -368,7 +396,8 @@ def taken_back(db: Database, adapter: str) -> list[int]:
 def _pair(row: dict[str, Any]) -> PairRow:
     def side(name: str) -> Side:
         place = {"completion_id": row[f"{name}_completion_id"], "choice": row[f"{name}_choice"]}
-        return record_of(Side, {"text": row[name], "token_ids": row[f"{name}_ids"], **place})
+        beside = row[f"{name}_beside"]
+        return record_of(Side, {"text": row[name], "token_ids": row[f"{name}_ids"], "beside": beside, **place})
 
     flags = {name: bool(row[name]) for name in ("trusted", "direct")}
     return record_of(PairRow, row, chosen=side("chosen"), rejected=side("rejected"), **flags)

@@ -201,10 +201,34 @@ def m019_preferences(db: Database) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN own_kl_nats REAL")
 
 
+def m020_leases(db: Database) -> None:
+    """Which node of a fleet writes an adapter, where a pair was first stored, and whether its writer has it."""
+    columns = "adapter TEXT PRIMARY KEY, node TEXT NOT NULL, epoch INTEGER NOT NULL"
+    db.execute(f"CREATE TABLE leases ({columns})")
+    db.execute("ALTER TABLE pairs ADD COLUMN origin TEXT")
+    db.execute("ALTER TABLE pairs ADD COLUMN handed_on INTEGER NOT NULL DEFAULT -1")
+    db.execute("CREATE UNIQUE INDEX pairs_by_origin ON pairs (coalesce(origin, signal_id || '/' || id))")
+
+
+def m021_tools(db: Database) -> None:
+    """Arguments of chat templates beside messages, and the reasoning and calls beside answers."""
+    for table, column in (
+        *(("completions", "template_arguments"), ("choices", "beside")),
+        *(("pairs", "template_arguments"), ("pairs", "chosen_beside"), ("pairs", "rejected_beside")),
+    ):
+        db.execute(f"ALTER TABLE {table} ADD COLUMN {column} TEXT")
+
+
+def m022_request_ids(db: Database) -> None:
+    """The id that a client gave its request, by which feedback may name the answer."""
+    db.execute("ALTER TABLE completions ADD COLUMN request_id TEXT")
+    db.execute("CREATE INDEX completions_by_request ON completions (request_id, adapter) WHERE request_id IS NOT NULL")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
-    *(m018_shared_adapters, m019_preferences),
+    *(m018_shared_adapters, m019_preferences, m020_leases, m021_tools, m022_request_ids),
 )
 
 

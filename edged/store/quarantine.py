@@ -87,7 +87,8 @@ def drop(db: Database, pair_id: int, now: str, reason: str) -> None:
            ON CONFLICT (pair_id) DO UPDATE SET decision = 'dropped', decided_at = :now""",
         {"id": pair_id, "now": now, "reason": reason},
     )
-    update_rows(db, "pairs", {"state": "skipped", "note": reason}, id=pair_id)
+    # The writer of another node may have learned it already, and is to hear of this.
+    update_rows(db, "pairs", {"state": "skipped", "note": reason, "handed_on": -1}, id=pair_id)
 
 
 def burst_since(db: Database, adapter: str) -> str | None:

@@ -14,6 +14,8 @@ NAMED = "(SELECT value FROM json_each(:names))"
 """SQL's set of what the parameter `names` holds as JSON."""
 JSON_COLUMNS = frozenset({"messages", "prompt_ids", "token_ids", "pair_ids"})
 """Fields whose columns hold an array as JSON."""
+JSON_OBJECTS = frozenset({"template_arguments", "beside"})
+"""Fields whose columns hold an object as JSON."""
 
 
 def insert_row(db: Database, table: str, row: Mapping[str, Any], verb: str = "INSERT", condition: str = "1") -> int:
@@ -48,10 +50,12 @@ def field_values(record: Any) -> dict[str, Any]:
 
 
 def record_of(kind: type[T], row: Mapping[str, Any], **others: Any) -> T:
-    """The dataclass `kind` of a row's columns, with the arrays of JSON as tuples, and of `others`."""
+    """The dataclass `kind` of a row's columns, with JSON read, its arrays as tuples, and of `others`."""
     values = {field.name: row[field.name] for field in fields(kind) if field.name in row}  # type: ignore[arg-type]
     for name in JSON_COLUMNS & values.keys():
         values[name] = None if values[name] is None else tuple(json.loads(values[name]))
+    for name in JSON_OBJECTS & values.keys():
+        values[name] = None if values[name] is None else json.loads(values[name])
     return kind(**{**values, **others})
 
 

@@ -1,10 +1,15 @@
-"""`tools/fleet-demo`: three daemons behind one address teach two users; one is killed, and both are served on."""
+"""`tools/fleet-demo`: three daemons behind one address teach two users; one is killed, and both are served on.
+
+With `--ray` no list names the boxes: each joins a cluster of Ray, which starts the ingress, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +20,7 @@ from typing import Any
 import click
 
 from edged.client.client import Address, Client, DaemonError, Refused
+from edged.fleet.ray.cluster import STARTED, TEMPORARY, end
 from examples.quickstart.daemon import TemporaryDaemon, free_port
 from examples.quickstart.lessons import CANDIDATES, DEMO, Taste
 
@@ -24,7 +30,7 @@ PICKS = 10
 QUESTIONS = 12
 PRACTICE_S = 20.0
 """Idle seconds in which the daemons practise what was picked."""
-WAIT_S = 60.0
+WAIT_S, START_S = 60.0, 120.0
 
 
 class Ingress(TemporaryDaemon):
@@ -43,9 +49,30 @@ class Ingress(TemporaryDaemon):
         """Start the ingress' process."""
         return self._spawn(["-m", "edged.cli", "fleet", "serve", "--config", str(self.config)], {})
 
-    def client(self, timeout_s: float = 60.0) -> Client:
-        """Return a new connection to the ingress."""
-        return Client(Address(host="127.0.0.1", port=self.port), timeout_s)
+
+class RayBox(TemporaryDaemon):
+    """The process of `edged fleet init` (of the first box, with the ingress) or `join` beside one daemon."""
+
+    STOP_S = 60.0
+
+    def __init__(self, folder: Path, name: str, port: int, config: Path, head: int) -> None:
+        self.role = ["init", "--port", str(head), "--ingress"] if name == NODES[0] else ["join", f"127.0.0.1:{head}"]
+        self.box = ["--config", str(config), "--name", name, "--url", f"http://127.0.0.1:{port}"]
+        super().__init__(folder=folder)
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start Ray's processes of this box; all boxes are one machine: no TLS, and one file for the token."""
+        self.log_file = self.folder / "ray.log"
+        one_machine = {"RAY_USE_TLS": "0", "RAY_AUTH_TOKEN_PATH": str(self.folder.parent / "token")}
+        folder = {"EDGED_STORE__DATA_DIR": str(self.folder)}
+        return self._spawn(["-m", "edged.cli", "fleet", *self.role, *self.box], one_machine | folder)
+
+    def stop(self) -> int:
+        """End Ray's processes of this box, and the ingress that they started."""
+        ended = super().stop()
+        for part in (TEMPORARY, STARTED):
+            end(self.folder.resolve() / "ray" / part)
+        return ended
 
 
 class Demo:
@@ -54,25 +81,50 @@ class Demo:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="edged-fleet-"))
         self.daemons: dict[str, TemporaryDaemon] = {}
-        ports = {name: free_port() for name in NODES}
-        for name, port in ports.items():
+        self.ports = {name: free_port() for name in NODES}
+        for name, port in self.ports.items():
             own = self.folder / name
             own.mkdir()
             self.daemons[name] = TemporaryDaemon("--listen", f"127.0.0.1:{port}", folder=own)
         self.homes = {taste.user: name for taste, name in zip(DEMO.tastes, NODES, strict=False)}
-        self.ingress = Ingress(self.folder, free_port(), ports, self.homes)
-        self.client = self.ingress.client()
+        self.port = free_port()
+        self.others: list[TemporaryDaemon] = []
+        """The ingress, or the boxes' parts of a cluster, the head first."""
+        self.client = Client(Address(host="127.0.0.1", port=self.port), timeout_s=60.0)
 
-    def wait_for(self, name: str, state: str) -> float:
+    def lead(self) -> None:
+        """Start an ingress that has a list of the daemons."""
+        self.others.append(Ingress(self.folder, self.port, self.ports, self.homes))
+
+    def join(self) -> None:
+        """Have each box join a cluster of Ray, the first one as its head. Raises DaemonError."""
+        config, head = self.folder / "fleet.toml", free_port()
+        placed = ", ".join(f'{user} = "{name}"' for user, name in self.homes.items())
+        where = f'listen = "127.0.0.1:{self.port}"\ningresses = ["http://127.0.0.1:{self.port}"]\n'
+        config.write_text(f"[fleet]\n{where}homes = {{ {placed} }}\n")
+        for name, port in self.ports.items():
+            self.others.append(RayBox(self.folder / name, name, port, config, head))
+            if name == NODES[0]:
+                self._await_head(head)
+
+    def _await_head(self, port: int) -> None:
+        ends = time.monotonic() + START_S
+        while time.monotonic() < ends and self.others[0].process.poll() is None:
+            with contextlib.suppress(OSError):
+                return socket.create_connection(("127.0.0.1", port), 1.0).close()
+            time.sleep(0.2)
+        raise DaemonError(f"the head did not start; {self.others[0].log_end()}")
+
+    def wait_for(self, name: str, state: str, within_s: float = WAIT_S) -> float:
         """Wait until the ingress sees a node in a state; returns the seconds. Raises DaemonError."""
         started = time.monotonic()
-        while time.monotonic() < started + WAIT_S:
+        while time.monotonic() < started + within_s:
             with contextlib.suppress(DaemonError):
                 nodes = self.client.get("/v1/fleet")["nodes"]
                 if any(node["name"] == name and node["state"] == state for node in nodes):
                     return time.monotonic() - started
             time.sleep(0.05)
-        raise DaemonError(f"{name} was not {state} within {WAIT_S:g} s; {self.ingress.log_end()}")
+        raise DaemonError(f"{name} was not {state} within {within_s:g} s; {self.others[0].log_end()}")
 
     def ask(self, user: str, question: str, count: int = 1) -> dict[str, Any]:
         """Ask a question for a user through the ingress."""
@@ -102,18 +154,22 @@ class Demo:
 
     def remove(self) -> None:
         """Stop everything and delete the folder."""
-        for process in (self.ingress, *self.daemons.values()):
+        for process in (*reversed(self.others), *self.daemons.values()):
             process.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-def main() -> None:
+@click.option("--ray", is_flag=True, help="Boxes join by Ray, which starts the ingress; needs edged[fleet].")
+def main(ray: bool) -> None:
     """Start three daemons and an ingress in a temporary folder, have two users teach them, kill a box, and go on."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
+    if ray and importlib.util.find_spec("ray") is None:
+        raise click.UsageError("Ray is not installed: pip install 'edged[fleet]'")
     started, demo = time.monotonic(), Demo()
     try:
+        demo.join() if ray else demo.lead()
         show(demo)
         click.echo(f"done in {time.monotonic() - started:.0f} s")
     except DaemonError as error:
@@ -127,8 +183,8 @@ def main() -> None:
 def show(demo: Demo) -> None:
     """Run the demonstration. Raises DaemonError where a box or the ingress fails."""
     for name in NODES:
-        demo.wait_for(name, "up")
-    click.echo(f"three boxes answer at http://127.0.0.1:{demo.ingress.port}/v1")
+        demo.wait_for(name, "up", START_S)
+    click.echo(f"three boxes answer at http://127.0.0.1:{demo.port}/v1")
     before = {taste.user: demo.exam(taste)[0] for taste in DEMO.tastes}
     for taste in DEMO.tastes:
         picks = demo.teach(taste)
