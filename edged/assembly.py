@@ -39,6 +39,7 @@ from edged.store.jobs.files import sweep_files
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
+from edged.text.grammar import GrammarCompiler
 from edged.text.tokenizer import Tokenizer
 
 log = logging.getLogger("edged")
@@ -65,9 +66,13 @@ def assemble(
     if settings.model.trust_remote_code:
         log.warning("model.trust_remote_code is on: Python code in %s runs with all rights of this process", model_dir)
     live = Live(settings)
-    tokenizer = Tokenizer.load(model_dir, settings.model.trust_remote_code)
+    chosen = settings.model
+    arguments, template = chosen.chat_template_kwargs, chosen.response_template
+    tokenizer = Tokenizer.load(model_dir, chosen.trust_remote_code, arguments, template)
     for problem in tokenizer.problems():
         log.warning('model "%s": %s', name, problem)
+    if not tokenizer.writes_tools:
+        log.info('model "%s": its chat template writes no tools; chats that offer some are answered without', name)
     left = finish_forgetting(store, folder / ADAPTERS_FOLDER)
     log_events, outcomes = LogEvents(), LatestOutcomes()
 
@@ -104,8 +109,13 @@ def assemble(
     preferences = WrittenPreferences(store, tokenizer)
     practice = Practice(store, tokenizer, engine, event_router, tastes, preferences, live)
     tastes.changed = practice.on_taste
+
+    def on_pairs(adapter: str) -> None:
+        tastes.refit(adapter)
+        feed.tell_changed(adapter)
+
     feedback_intake = FeedbackIntake(
-        store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, tastes.refit, tastes.difference
+        store, tokenizer, engine, live, facts["fingerprint"], feed.tell_outcomes, on_pairs, tastes.difference
     )
     practice.learn_again = lambda adapter: feedback_intake.learn_again(adapter, None)
     about = (store, tokenizer, engine, live, facts["fingerprint"], name)
@@ -120,6 +130,7 @@ def assemble(
         engine=engine,
         store=store,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer),
         event_router=event_router,
         feed=feed,
         feedback_intake=feedback_intake,

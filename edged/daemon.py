@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from edged.api.app import make_app
 from edged.api.event_router import EventRouter
 from edged.api.metrics import STALLS
 from edged.api.services import Lifecycle, Services
-from edged.api.status import queue, refused
+from edged.api.status import has_work, queue, refused
 from edged.assembly import assemble, connect
 from edged.engine.model.loading import ModelRefused
 from edged.http.access import Access, AccessError
@@ -120,13 +120,15 @@ class Daemon:
             parts.push_async_callback(runner.cleanup)
             await runner.setup()
             shares = LoopShares()
-            for item in listeners.sockets:
-                await Site(runner, item, self._settings.limits, shares, tls).start()
+            sites = [Site(runner, item, self._settings.limits, shares, tls) for item in listeners.sockets]
+            for site in sites:
+                await site.start()
             self._tell_start(listeners, folder)
             event_router, model = EventRouter(loop), self._settings.model.path
             load = partial(self._load, store, event_router, folder)
             services, journal = await self._unless_stopped(f"loading {model}", load, listeners, store)
-            return await self._run_until_stopped(services, journal, runner, listeners.names)
+            leave = partial(self._leave, services, shares, sites if listeners.inherited else [])
+            return await self._run_until_stopped(services, journal, runner, listeners.names, leave)
 
     async def _unless_stopped(self, doing: str, fn: Callable[[], T], *opened: Store | Listeners) -> T:
         """Return the result of `fn`, while systemd is asked for the time. It cannot be interrupted: a signal ends the
@@ -156,7 +158,12 @@ class Daemon:
         return services, journal
 
     async def _run_until_stopped(
-        self, services: Services, journal: Journal, runner: web.AppRunner, names: list[str]
+        self,
+        services: Services,
+        journal: Journal,
+        runner: web.AppRunner,
+        names: list[str],
+        leave: Callable[[], Awaitable[None]],
     ) -> int:
         services.engine.start()
         services.monitor.start()
@@ -178,6 +185,7 @@ class Daemon:
                     await asyncio.wait_for(self._stop.wait(), _WATCH_EVERY_S)
                 journal.retry()
                 services.runs.sweep()
+                await leave()
         self._lifecycle.phase = "draining"
         services.feed.tell_load()
         drain_s = self._reloader.settings.serving.drain_s
@@ -204,10 +212,32 @@ class Daemon:
         logs.event(log, logging.INFO, "stopped", f"edged has stopped after {seconds:.1f} s", seconds=round(seconds, 2))
         return 0
 
+    async def _leave(self, services: Services, shares: LoopShares, sites: list[Site]) -> None:
+        """Begin to stop where no request came for `serving.exit_when_idle_s`, and nothing is left to do.
+
+        From the last look on, new connections wait at systemd's socket. `sites` are those of its sockets, if all are.
+        """
+        idle_s, active_s = self._reloader.settings.serving.exit_when_idle_s, shares.active_s
+        if not (idle_s and sites) or time.monotonic() - active_s < idle_s:
+            return
+        await asyncio.wrap_future(services.feedback_intake.settled())
+        works = await _in_thread(lambda: has_work(services))
+        # Nothing is awaited from here on: what is idle stays so.
+        if works or shares.active_s != active_s or not all(site.is_idle for site in sites):
+            return
+        for site in sites:
+            site.leave()
+        message = f"no request came for {idle_s:g} s: edged ends until the next one"
+        logs.event(log, logging.INFO, "idle_exit", message, idle_s=idle_s)
+        self._stop.set()
+
     def _tell_start(self, listeners: Listeners, folder: Path) -> None:
         model, sockets = self._settings.model.path, listeners.names
         message = f"edged {edged.__version__} loads {model}; socket {', '.join(sockets)}, data in {folder}"
         logs.event(log, logging.INFO, "start", message, model=model, sockets=sockets, data_dir=str(folder))
+        if self._settings.serving.exit_when_idle_s and not listeners.inherited:
+            told = "serving.exit_when_idle_s does nothing here: systemd's sockets alone start edged again"
+            log.warning("%s; give edged.socket a ListenStream= for each address, and leave api.listen out", told)
 
     def _tell_ready(self, services: Services, names: list[str]) -> None:
         seconds, context = time.monotonic() - self._lifecycle.opened_s, services.engine.max_context_tokens

@@ -18,7 +18,7 @@ def _all_of(section: str) -> frozenset[str]:
 
 
 RELOADABLE: dict[str, frozenset[str]] = {
-    "serving": frozenset({"max_queue", "default_max_tokens", "best_of", "drain_s"}),
+    "serving": frozenset({"max_queue", "default_max_tokens", "best_of", "drain_s", "exit_when_idle_s"}),
     # A policy decides at start what memory is for (shared prefixes, pruning), and a profile what is measured.
     "scheduler": _all_of("scheduler") - {"policy", "profile"},
     "fairness": _all_of("fairness"),
@@ -34,7 +34,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "guard": _all_of("guard"),
     "jobs": _all_of("jobs"),
     "governor": _all_of("governor"),
-    "api": frozenset({"max_stop_chars", "max_logprobs"}),
+    "api": frozenset({"max_stop_chars", "max_schema_kb", "max_logprobs"}),
     "access": _all_of("access"),
     # The patience with slow clients is a connection's, from its beginning.
     "limits": _all_of("limits") - {"header_s", "body_s", "idle_s", "stalled_s"},

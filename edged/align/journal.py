@@ -174,12 +174,12 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
     return count
 
 
-def load_pasts(db: Database, alarm_s: float, now: datetime) -> dict[str, OutlierHistory]:
-    """Load each adapter's outlier history for a restart; alarms last `alarm_s` from their burst."""
+def load_pasts(db: Database, alarm_s: float, now: datetime, adapter: str | None = None) -> dict[str, OutlierHistory]:
+    """Load each adapter's outlier history (or that of one) for a restart; alarms last `alarm_s` from their burst."""
     made = "SELECT adapter FROM adapter_versions WHERE reason = 'job'"
     # Checkpoints learn nothing, and no test judges them.
     names = db.execute(f"SELECT adapter FROM pairs UNION {made} EXCEPT SELECT adapter FROM job_checkpoints").fetchall()
-    return {name: _past(db, name, alarm_s, now) for (name,) in names}
+    return {name: _past(db, name, alarm_s, now) for (name,) in names if adapter in (None, name)}
 
 
 def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> OutlierHistory:

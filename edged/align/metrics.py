@@ -37,12 +37,13 @@ _MEANS = {
 class Liked:
     """How many answers a user's taste model likes, each as (liked, of), fitted without the opinions on their prompts.
 
-    `served` are the latest answers as the user got them; `adapter` and `base` gave theirs by themselves, unchosen.
+    An answer counts as the probability that it is liked. `served` are the latest answers as the user got them;
+    `adapter` and `base` gave theirs by themselves, unchosen.
     """
 
-    served: tuple[int, int] = (0, 0)
-    adapter: tuple[int, int] = (0, 0)
-    base: tuple[int, int] = (0, 0)
+    served: tuple[float, int] = (0.0, 0)
+    adapter: tuple[float, int] = (0.0, 0)
+    base: tuple[float, int] = (0.0, 0)
 
     def report(self) -> dict[str, dict[str, Any] | None]:
         """Return each share with its number of answers and 95 % interval; None where there are no answers."""

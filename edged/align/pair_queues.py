@@ -1,11 +1,13 @@
 """Pair queues by adapter: waiting, replayed and held-out pairs, the next step's, and which adapters have work."""
 
+import heapq
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, KeysView, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
+from operator import itemgetter
 
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.evaluation import HeldOutEvaluation
@@ -21,6 +23,8 @@ FinetuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
 """The DPO loss of an adapter that answers as the base."""
 _REPLAY_POOL = 64
+_ADAPTERS_TOLD = 16
+"""Adapters whose pairs are told one by one."""
 _MAX_ASKED = 64
 """Most adapters that are considered for another's step."""
 
@@ -309,10 +313,12 @@ class PairQueues:
         """Time of the latest `tick`, in seconds."""
         self.neutral: list[TokenPair] = []
         """Neutral text, with which every version is tested."""
+        self.followed: set[str] = set()
+        """Adapters whose writer is another node of a fleet: they have no work here."""
         self._changed: dict[str, None] = {}
         """Adapters whose queues were asked for since the latest recount."""
         self._pairs: dict[str, int] = {}
-        """Number of each adapter's pairs that wait for training or are in a step; `_pairs_queued` is the sum."""
+        """Pairs of each adapter that has any waiting for training or in a step; `_pairs_queued` is the sum."""
         self._pairs_queued = 0
         self._ready: dict[str, None] = {}
         self._gathering: dict[str, None] = {}
@@ -341,12 +347,18 @@ class PairQueues:
             names.pop(adapter, None)
         self._pairs_queued -= self._pairs.pop(adapter, 0)
 
+    def follow(self, adapter: str) -> None:
+        """Give an adapter no work any more: another node writes it. A step under way ends by itself."""
+        self.followed.add(adapter)
+        if adapter in self.queues:
+            self._changed[adapter] = None
+
     def recount(self) -> None:
         """Update the totals, and the adapters that have work, by the queues that were asked for."""
         align = self._settings.current.align
         for name in self._changed:
             queue = self.queues[name]
-            idle = queue.step is None and not queue.unreadable
+            idle = queue.step is None and not queue.unreadable and name not in self.followed
             queue.queued_s = min(queue.queued_s, self.now) if queue.queue else math.inf
             due = bool(queue.queue) and self._due(queue)
             _list(self._gathering, name, bool(queue.queue) and not due)
@@ -356,8 +368,9 @@ class PairQueues:
             _list(self._practising, name, idle and not ready and queue.practice_pairs(align))
             _list(self._waiting, name, queue.waiting)
             _list(self._alarmed, name, queue.detector.alarm_left_s(self.now) > 0)
-            self._pairs_queued += queue.pairs - self._pairs.get(name, 0)
-            self._pairs[name] = queue.pairs
+            self._pairs_queued += queue.pairs - self._pairs.pop(name, 0)
+            if queue.pairs:
+                self._pairs[name] = queue.pairs
         self._changed.clear()
 
     def _due(self, queue: AdapterQueue) -> bool:
@@ -388,6 +401,10 @@ class PairQueues:
         """Number of all pairs that wait for training or are in a step."""
         self.recount()
         return self._pairs_queued
+
+    def most_pairs(self) -> dict[str, int]:
+        """Return the pairs that wait or are in a step, of the adapters with most; any thread may ask."""
+        return dict(heapq.nlargest(_ADAPTERS_TOLD, self._pairs.copy().items(), key=itemgetter(1)))
 
     def with_step(self) -> Iterator[AdapterQueue]:
         """Queues with a step or test under way."""

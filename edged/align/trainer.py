@@ -122,6 +122,7 @@ class Trainer:
         self.fail_job(adapter, "the adapter was forgotten")
         self.jobs.pop(adapter, None)
         self.pair_queues.forget(adapter)
+        self.pair_queues.followed.discard(adapter)
         self.adapter_cache.forget(adapter)
 
     # -- pairs in ----------------------------------------------------------------------------------------------------

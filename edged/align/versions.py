@@ -26,6 +26,14 @@ class UnknownVersion(KeyError):
     """A version that the adapter does not have on disk."""
 
 
+class VersionsDiffer(ValueError):
+    """Versions of one number, or an older one, that another node made; `newest` is the greatest number here."""
+
+    def __init__(self, newest: int) -> None:
+        super().__init__(f"version {newest} is here, and is another one or newer")
+        self.newest = newest
+
+
 class Versions:
     """The current version of each adapter in a cache, and the operations that change it."""
 
@@ -92,6 +100,18 @@ class Versions:
         queue.replay.clear()
         self._adapter_cache.files.protect(adapter, guard.baseline_version)
         return self._adapter_cache.version(adapter)
+
+    def adopt(self, state: AdapterState, after: int, reason: str) -> int:
+        """Publish a state with its AdamW under the number that follows `after`, or this node's greatest, if that is
+        greater; returns the number.
+
+        Another node of a fleet made it, or it was made here and is to be newer than what was told elsewhere.
+        """
+        adapter = state.name
+        parent = self._adapter_cache.version(adapter)
+        self._adapter_cache.replace(state, after)
+        self.publish(self._pair_queues[adapter], parent, reason)
+        return state.version
 
     def publish_untrained(self, adapter: str) -> None:
         """Publish the untrained weights of an adapter without a version: the base's answers at an adapter's cost."""

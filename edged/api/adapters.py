@@ -1,10 +1,12 @@
 """`/v1/adapters`: list, inspect, roll back, test, export, import and forget the users' adapters."""
 
 import asyncio
+import contextlib
+import errno
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextvars import copy_context
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +21,7 @@ from sqlite_utils import Database
 from edged.align import metrics
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.adapters.form import AdapterForm, LoraSpec
+from edged.align.adapters.peft_export import exported
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, max_bytes, read_adapter
 from edged.align.feedback.pair import IMPORT_REASONS
 from edged.align.versions import UnknownVersion
@@ -29,7 +32,6 @@ from edged.api.services import Services, services_of
 from edged.http.access import caller_of
 from edged.http.errors import ApiError, bad_request, send_pieces, upload_in_time
 from edged.settings.access import NO_USER_NAME, USER_NAME
-from edged.store.archive import archive
 from edged.store.completions import last_answers
 from edged.store.data_dir import SCRATCH, folder_bytes
 from edged.store.feedback import struck
@@ -104,7 +106,7 @@ async def rollback(request: web.Request) -> RolledBack:
     """
     services, name = services_of(request), adapter_name(request)
     body = await read_body(request, RollbackRequest.checked)
-    await _demand_no_job(services, name)
+    await demand_free(services, name)
     try:
         version = await asyncio.wrap_future(services.engine.rollback(name, body.version))
     except UnknownAdapter:
@@ -120,7 +122,7 @@ async def check_version(request: web.Request) -> Examined:
     "Broken" means that its language degenerated; the newest version that passes the test is published in its place.
     """
     services, name = services_of(request), adapter_name(request)
-    await _demand_no_job(services, name)
+    await demand_free(services, name)
     version = services.engine.version(name)
     if version is None:
         raise unknown_adapter(name)
@@ -141,7 +143,7 @@ async def export(request: web.Request) -> web.StreamResponse:
     try:
         if saved is None:
             raise FileNotFoundError
-        chunks = _archive(Path(saved["path"]))
+        chunks = exported(Path(saved["path"]), services.engine.adapter_files.spec)
         pieces = chain([await asyncio.to_thread(next, chunks, b"")], chunks)
     except FileNotFoundError:
         # No version was saved, or a newer one replaced it meanwhile.
@@ -149,12 +151,6 @@ async def export(request: web.Request) -> web.StreamResponse:
         raise ApiError(409, message, code="not_saved_yet") from None
     headers = {"Content-Type": "application/x-tar", "X-Edged-Version": str(saved["version"])}
     return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
-
-
-def _archive(folder: Path) -> Iterator[bytes]:
-    """Yield a tar of a version's files that PEFT reads; being open, they stay readable if the version is removed."""
-    with (folder / CONFIG).open("rb") as config, (folder / WEIGHTS).open("rb") as weights:
-        yield from archive((config, weights))
 
 
 async def import_adapter(request: web.Request) -> Imported:
@@ -173,7 +169,7 @@ async def import_adapter(request: web.Request) -> Imported:
     if name in services.engine.adapter_files.left:
         message = f'"{name}" was forgotten, and files of it could not be deleted; the daemon\'s log says why, and '
         raise ApiError(409, f"{message}`edged adapters forget {name}` tries again", code="not_forgotten_yet")
-    await _demand_no_job(services, name)
+    await demand_free(services, name)
     whose = caller_of(request).tenant
     services.claim("import", whose)
     try:
@@ -184,14 +180,23 @@ async def import_adapter(request: web.Request) -> Imported:
     return Imported(adapter=name, version=version, reason=reason)
 
 
-async def _demand_no_job(services: Services, name: str) -> None:
-    """Raise ApiError (409) while a fine-tuning job makes an adapter, and where it is, or was, a job's checkpoint."""
+async def demand_free(services: Services, name: str) -> None:
+    """Raise ApiError (409) while a fine-tuning job makes an adapter, where it is, or was, a job's checkpoint, and where
+    another node writes it."""
+    demand_writer(services, name)
     read = services.store.read
     if job := await asyncio.to_thread(read, lambda db: open_job_of(db, name)):
         raise ApiError(409, f'job "{job}" makes adapter "{name}": wait for its end, or cancel it', code="job_runs")
     if job := await asyncio.to_thread(read, lambda db: checkpoint_of(db, name)):
         told = f'adapter "{name}" is a checkpoint of job "{job}", which stays as it is: begin another job with it'
         raise ApiError(409, told, code="checkpoint")
+
+
+def demand_writer(services: Services, name: str) -> None:
+    """Raise ApiError (409) where another node of a fleet writes an adapter: what changed here would be lost."""
+    if services.engine.follows(name):
+        way_out = "ask at the fleet's ingress, which knows the one that does"
+        raise ApiError(409, f'adapter "{name}" is written by another node: {way_out}', code="not_writer")
 
 
 async def _uploaded(
@@ -205,7 +210,7 @@ async def _uploaded(
         size = min(most, request.content_length or most)
         try:
             async with upload_in_time(services.settings.limits.body_s, size):
-                await _receive(request, archive, most)
+                await receive(request, archive, most)
             reading = asyncio.ensure_future(_read_upload(services.reading_import, archive, files, most, spec))
             try:
                 return await asyncio.shield(reading)
@@ -222,14 +227,26 @@ async def _read_upload(
 ) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     """Unpack and read an upload: one at a time is in memory, and none while a body comes. Raises ImportRefused."""
     async with turn:
-        await asyncio.to_thread(_unpack, archive, files, most)
+        await asyncio.to_thread(unpack, archive, files, most)
         return await asyncio.to_thread(read_adapter, files, spec)
 
 
-async def _receive(request: web.Request, target: Path, most: int) -> None:
-    """Write the request body to a file. Raises ApiError (413) for more than `most` bytes."""
+@contextlib.contextmanager
+def full_disk_told(what: str) -> Iterator[None]:
+    """Raise ApiError (507) in the place of an OSError that says that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        message = f"{what} cannot be written: {error.strerror}; free some room"
+        raise ApiError(507, message, code="disk_full") from None
+
+
+async def receive(request: web.Request, target: Path, most: int) -> None:
+    """Write the request body to a file. Raises ApiError: 413 for more than `most` bytes, 507 where the disk is full."""
     size = 0
-    with target.open("wb") as file:
+    with full_disk_told("the archive"), target.open("wb") as file:
         while piece := await request.content.read(1 << 18):
             size += len(piece)
             if size > most:
@@ -248,8 +265,8 @@ class _Member(tarfile.TarInfo):
         return member
 
 
-def _unpack(archive: Path, folder: Path, most: int) -> None:
-    """Extract the two files of an adapter from an archive, and nothing else. Raises ImportRefused."""
+def unpack(archive: Path, folder: Path, most: int, names: Collection[str] = (CONFIG, WEIGHTS)) -> None:
+    """Extract the two files of an adapter, or those of `names`, and nothing else. Raises ImportRefused."""
     folder.mkdir()
     try:
         # "r:" and not "r": nothing is decompressed, so the contents cannot exceed the upload.
@@ -261,7 +278,7 @@ def _unpack(archive: Path, folder: Path, most: int) -> None:
                 # Members may overlap in the archive, so the sum of their stated sizes is what is limited.
                 most -= member.size
                 name = PurePosixPath(member.name).name
-                if name in (CONFIG, WEIGHTS):
+                if name in names:
                     _extract(tar, member, folder / name)
                 elif name.endswith((".bin", ".pt", ".pth", ".pkl", ".ckpt")):
                     # An empty file in its place, so that the refusal can name the format; its bytes are not read.

@@ -1,6 +1,7 @@
 """The aiohttp application: the routes of the table, and the checks that every request passes before its handler."""
 
 import warnings
+from functools import partial
 
 from aiohttp import web
 
@@ -10,7 +11,7 @@ from edged.api.request_log import add_request_id, request_lines
 from edged.api.routes import ROUTES
 from edged.api.services import LIFECYCLE, Lifecycle
 from edged.http.access import CALLER, Access
-from edged.http.checks import body_in_time, name_in, refuse_body, refuse_other_sites
+from edged.http.checks import body_in_time, name_in, preflight, refuse_body, refuse_other_sites, share_with_page
 from edged.http.errors import Handler
 from edged.observe.observer import Observer
 from edged.observe.stalls import StallMonitor
@@ -24,12 +25,15 @@ warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = None) -> web.Application:
     """Build the application; it answers from the start, with 503 until `lifecycle` is ready."""
     access = access or Access(settings.access, settings.api.token)
-    own_name = name_in(settings.api.listen)
+    own_name, origins = name_in(settings.api.listen), frozenset(settings.api.browser_origins)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the origin, the caller's role, the daemon's phase and the body of every request."""
-        refuse_other_sites(request, own_name, access.has_tokens)
+        refuse_other_sites(request, own_name, access.has_tokens, origins)
+        # Browsers send no token along.
+        if (answer := preflight(request, origins)) is not None:
+            return answer
         owner = getattr(request.match_info.handler, "__self__", None)
         row = owner if isinstance(owner, Route) else None
         # A route outside the table is for admins; a URL without a route needs no role and gets 404.
@@ -51,6 +55,7 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
     app = web.Application(middlewares=[request_lines, check], client_max_size=settings.api.max_body_kb * 1024)
     app[LIFECYCLE], app[metrics.OBSERVER], app[metrics.STALLS] = lifecycle, Observer(), StallMonitor()
     app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.append(partial(share_with_page, origins))
     app.on_shutdown.append(events.close_streams)
     app.cleanup_ctx.append(metrics.observing)
     for route in ROUTES:

@@ -48,10 +48,12 @@ class Chooser:
 def may_choose(services: Services, sampling: Sampling, stream: bool) -> bool:
     """Whether an answer that names neither `n` nor `best_of` may be chosen among several.
 
-    One of temperature 0, of a seed, or with log-probabilities is the model's own. Penalties count an answer's tokens,
+    One of temperature 0, of a seed, or with log-probabilities is the model's own. One that follows a grammar has a form
+    of its own, which a taste of texts does not know. Penalties count an answer's tokens,
     which the blocks of a stream are not known to have before them.
     """
     own = sampling.temperature == 0 or sampling.seed is not None or sampling.logprobs is not None
+    own = own or sampling.grammar is not None
     return services.settings.serving.by_taste and not own and not (stream and sampling.penalizes)
 
 

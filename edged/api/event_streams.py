@@ -17,7 +17,7 @@ from edged.engine.stats.iterations import Iteration
 
 log = logging.getLogger("edged.api")
 
-EventName = Literal["iterations", "status", "version", "answer", "pair", "outcomes", "load"]
+EventName = Literal["iterations", "status", "version", "answer", "pair", "outcomes", "changed", "lease", "load"]
 EVENTS: tuple[EventName, ...] = get_args(EventName)
 POLL_S = 0.2
 _STATUS_EVERY = 5
@@ -122,6 +122,14 @@ class Feed:
     def tell_answer(self, adapter: str, version: int) -> None:
         """Publish that the answer of an adapter's version, for people to compare, is on disk; returns at once."""
         self._tell([_event("answer", adapter, version=version)])
+
+    def tell_changed(self, adapter: str) -> None:
+        """Publish that pairs of an adapter came, or its user's words changed, so that copies are behind."""
+        self._tell([_event("changed", adapter)])
+
+    def tell_lease(self, adapter: str, node: str, epoch: int, version: int) -> None:
+        """Publish which node this one takes for an adapter's writer, and the version that it has itself."""
+        self._tell([_event("lease", adapter, node=node, epoch=epoch, version=version)])
 
     def tell_load(self) -> None:
         """Publish the load, on the event loop's thread."""

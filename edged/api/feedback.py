@@ -10,18 +10,34 @@ from sqlite_utils import Database
 
 from edged.align.feedback.pair_formats import export_pair
 from edged.align.feedback.pair_tokens import demand_rows
-from edged.align.feedback.signals import Feedback, FeedbackResult, record_pair, record_signal, unknown_completion
+from edged.align.feedback.signals import (
+    Feedback,
+    FeedbackError,
+    FeedbackResult,
+    record_pair,
+    record_signal,
+    unknown_completion,
+)
 from edged.api.generation import STORED_WITHIN_S
 from edged.api.models import check_tokens
-from edged.api.requests import PairRequest, SignalRequest, parse_feedback, queried_user, read_body, reading_turn
+from edged.api.requests import (
+    PairRequest,
+    RatingRequest,
+    SignalRequest,
+    parse_feedback,
+    queried_user,
+    read_body,
+    reading_turn,
+)
 from edged.api.responses import FeedbackProgress, FeedbackTaken, PairProgress
 from edged.api.services import Services, services_of
 from edged.http.access import Caller, caller_of
 from edged.http.errors import ApiError, bad_request, send_pieces
 from edged.http.json_format import dumps
 from edged.store import utc_now, utc_text
-from edged.store.completions import users_of_completion
+from edged.store.completions import answer_of_choice, newest_of_request, users_of_completion
 from edged.store.feedback import get_pairs, get_signal, pair_ids_of, progress_of
+from edged.store.fleet.leases import pairs_shown
 from edged.store.jobs.jobs import open_job_of
 from edged.store.user_quota import PairQueueFull
 
@@ -33,7 +49,7 @@ BY_ITSELF = "nothing: it goes on by itself"
 
 
 async def post_feedback(request: web.Request) -> FeedbackTaken:
-    """Take a signal or a pair; 200 means that it is on disk."""
+    """Take a signal, a pair or a rating; 200 means that it is on disk."""
     services, caller = services_of(request), caller_of(request)
     body = await read_body(request, parse_feedback)
     caller.demand_user(body.user)
@@ -42,9 +58,13 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
         raise ApiError(503, services.store.suspect, code="store_suspect")
     user = body.user or caller.tenant
     services.limits.feedback(user)
-    told: dict[str, Any] = {"chosen": body.text} if isinstance(body, SignalRequest) else body.model_dump()
-    check_tokens(services, told.get("prompt_ids") or (), "prompt_ids")
-    if services.tokenizer.rowless:
+    told: dict[str, Any]
+    if isinstance(body, SignalRequest):
+        told = {"chosen": body.text}
+    else:
+        told = {**body.model_dump(exclude_none=True), "chosen": body.chosen, "rejected": body.rejected}
+    check_tokens(services, told.get("prompt_ids") or (), "prompt_ids", of_text=True)
+    if services.tokenizer.refuses:
         async with reading_turn(caller.tenant):
             await asyncio.to_thread(demand_rows, services.tokenizer, told)
     # Shielded from the client's disconnect: feedback that was sent is stored.
@@ -59,7 +79,9 @@ async def post_feedback(request: web.Request) -> FeedbackTaken:
     )
 
 
-async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
+async def _store(
+    body: SignalRequest | PairRequest | RatingRequest, caller: Caller, services: Services
+) -> FeedbackResult:
     """Store feedback when it is its account's turn, and have it learned."""
     async with services.limits.writing(caller.tenant):
         written = services.store.write(lambda db: _record(db, body, caller, services))
@@ -73,35 +95,55 @@ async def _store(body: SignalRequest | PairRequest, caller: Caller, services: Se
         return await stored
 
 
-def _record(db: Database, body: SignalRequest | PairRequest, caller: Caller, services: Services) -> FeedbackResult:
+def _record(
+    db: Database, body: SignalRequest | PairRequest | RatingRequest, caller: Caller, services: Services
+) -> FeedbackResult:
     """Store feedback, if the caller may report it and there is room.
 
     Raises FeedbackError, StorageFull or PairQueueFull.
     """
     quota, settings = services.quota, services.settings
-    users = {body.user} if isinstance(body, PairRequest) else users_of_completion(db, body.completion_id)
-    if isinstance(body, SignalRequest) and not all(map(caller.speaks_for, users)):
-        # The same error as for an unknown one, so that it does not reveal that the completion exists.
-        raise unknown_completion(body.completion_id)
+    about, users = _completion(db, body, caller) if isinstance(body, SignalRequest) else (None, {body.user})
     for user in users:
         quota.demand_room(db, user)
     if isinstance(body, SignalRequest):
-        report = Feedback(**body.model_dump(), account=caller.tenant, named=caller.users)
+        if (found := answer_of_choice(db, str(about), body.choice)) is None:
+            several = f'completion "{about}" answers several prompts: give `choice` as its "index" in the answer'
+            raise FeedbackError(several, "bad_choice")
+        about, choice = found
+        told = body.model_dump(exclude={"request_id"}) | {"completion_id": about, "choice": choice}
+        report = Feedback(**told, account=caller.tenant, named=caller.users)
         result = record_signal(db, report, utc_now(), settings)
     else:
         messages = [message.plain() for message in body.messages] if body.messages is not None else None
         pair = (body.user, body.chosen, body.rejected)
-        about = (messages, body.prompt, body.prompt_ids)
-        by = (caller.tenant, caller.users, body.imported)
-        result = record_pair(db, *pair, utc_now(), *about, body.weight, settings, *by)
+        prompt = (messages, body.prompt, body.prompt_ids)
+        by: dict[str, Any] = {"account": caller.tenant, "named": caller.users}
+        by["imported"] = isinstance(body, PairRequest) and body.imported
+        by["single"] = isinstance(body, RatingRequest)
+        result = record_pair(db, *pair, utc_now(), *prompt, body.weight, settings, **by)
     for user in users:
         quota.learned(db, user, () if result.duplicate else result.pair_ids)
         services.reading_speeds.forget(user)
     return result
 
 
+def _completion(db: Database, body: SignalRequest, caller: Caller) -> tuple[str, set[str]]:
+    """Return the completion that a signal is about, the newest of a request's, and its users.
+
+    Raises FeedbackError for one that is unknown or another's: the same, so that it reveals nothing.
+    """
+    name = body.completion_id or newest_of_request(db, body.request_id or "", caller.speaks_for)
+    users = users_of_completion(db, name) if name is not None else set[str]()
+    if name is None or not all(map(caller.speaks_for, users)):
+        raise unknown_completion(body.completion_id or body.request_id or "")
+    return name, users
+
+
 async def get_feedback(request: web.Request) -> web.StreamResponse:
     """All pairs, or those of one user, as JSON lines.
+
+    Where another node of a fleet writes a user's adapter, that one shows the pairs that it has on its disk.
 
     Only pairs of users that the caller may speak for (or of `?user=NAME`, from `?since=` on), in the shape that
     `edged feedback import --format edged` takes. `since` is an ISO date or time in UTC.
@@ -110,7 +152,12 @@ async def get_feedback(request: web.Request) -> web.StreamResponse:
     user = queried_user(request)
     caller.demand_user(user)
     since = _since(request.query.get("since", ""))
-    ids = await asyncio.to_thread(services.store.read, lambda db: pair_ids_of(db, user, since, caller.speaks_for))
+    here = services.settings.api.node
+
+    def shown(db: Database) -> list[int]:
+        return pairs_shown(db, pair_ids_of(db, user, since, caller.speaks_for), here)
+
+    ids = await asyncio.to_thread(services.store.read, shown)
     pieces = (_export(services, ids[first : first + _EXPORT_ROWS]) for first in range(0, len(ids), _EXPORT_ROWS))
     headers = {"Content-Type": "application/jsonl; charset=utf-8"}
     return await send_pieces(request, "an export", headers, lambda: next(pieces, None))
@@ -157,6 +204,8 @@ def _progress(services: Services, caller: Caller, feedback_id: str) -> FeedbackP
         raise ApiError(404, message, "id", "unknown_feedback")
     signal, rows, job = found
     obstacles, blocked = obstacles_of(services, any(row["single"] and row["state"] == "queued" for row in rows), job)
+    if rows and services.engine.follows(rows[0]["adapter"]):
+        obstacles, blocked = [("the node of the fleet that teaches it", BY_ITSELF)], False
     pairs = [_pair_progress(row, [why for why, _ in obstacles]) for row in rows]
     waits = any(pair.waits_for for pair in pairs)
     about: dict[str, Any] = {"id": signal.id, "user": signal.user, "reason": signal.reason or None, "pairs": pairs}

@@ -20,6 +20,7 @@ from edged.settings.load import Settings
 from edged.store import Store, utc_now
 from edged.store.base_models import serve_base
 from edged.store.feedback import PairRow, count_queued, get_pairs, open_pairs, set_pair_note, set_pair_state, taken_back
+from edged.store.fleet.leases import adapters_elsewhere
 from edged.store.jobs.jobs import open_jobs
 from edged.text.tokenizer import Tokenizer, TokenizerError
 
@@ -77,6 +78,9 @@ class FeedbackIntake:
         alarm_s = self.settings.current.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
         self.engine.restore_outlier_history(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        here = self.settings.current.api.node
+        for adapter in self.store.read(lambda db: adapters_elsewhere(db, here)):
+            self.engine.follow(adapter)
         self.learn_soon(self.store.read(open_pairs))
         return self.store.read(count_queued)
 
@@ -84,6 +88,13 @@ class FeedbackIntake:
         """Submit stored pairs asynchronously, in the order of the calls."""
         if pair_ids:
             self._thread.submit(self._learn, pair_ids).add_done_callback(_report)
+
+    def learn_anew(self, adapter: str) -> None:
+        """Submit all open pairs of an adapter that this node writes from now on, as after a restart."""
+        alarm_s = self.settings.current.feedback.alarm_s
+        pasts = self.store.read(lambda db: load_pasts(db, alarm_s, utc_now(), adapter))
+        self.engine.restore_outlier_history(pasts)
+        self.learn_soon(self.store.read(lambda db: open_pairs(db, adapter=adapter)))
 
     def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:
         """Submit again the pairs that a version taken back had learned, once the store has them (`recorded`)."""
@@ -147,8 +158,8 @@ class FeedbackIntake:
         in_jobs = {job.adapter for job in self.store.read(lambda db: open_jobs(db, self.ref_model)) if not job.paused}
         for row in self._rows(pair_ids):
             adapters.add(row.adapter)
-            if row.state == "skipped":
-                # Dropped since it was to be submitted.
+            if row.state == "skipped" or self.engine.follows(row.adapter):
+                # Dropped since it was to be submitted, or learned at another node.
                 continue
             off = row.single and self.settings.current.align.unpaired == "off"
             if off or row.adapter in in_jobs:

@@ -2,15 +2,18 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import time
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
+from zlib import crc32
 
 from sqlite_utils import Database
 
@@ -19,18 +22,21 @@ from edged.align.language import repetition
 from edged.align.taste.edits import EditedText, Operator
 from edged.api.admission import LimitReached
 from edged.api.best_of import Blocks, Chooser
-from edged.api.requests import ChatRequest, CompletionRequest
+from edged.api.requests import BegunChoice, ChatRequest, CompletionRequest
 from edged.api.runs import ApplicationRun
 from edged.api.services import Services
-from edged.engine.request import EngineBusy, Event, FinishEvent, Request, RequestRefused, TokenEvent
+from edged.engine.request import EngineBusy, Event, FinishEvent, FinishReason, Request, RequestRefused, TokenEvent
 from edged.engine.sampling.params import Sampling
-from edged.http.errors import ApiError
+from edged.http.errors import ApiError, bad_request
+from edged.http.json_format import Json
 from edged.runtime.pacer import LAG_S, Pacer
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.store import StoreError, utc_now, utc_text
 from edged.store.completions import Choice, Completion, insert_completion, users_of_completion
 from edged.store.jobs.jobs import came_since
 from edged.store.user_quota import PairQueueFull, StorageFull
+from edged.text.answer_parser import ParsedAnswer
+from edged.text.grammar import NOT_FOLLOWED
 from edged.text.tokenizer import Detokenizer, StopMatcher, Tokenizer
 
 log = logging.getLogger("edged.api")
@@ -38,6 +44,8 @@ STORED_WITHIN_S = 5.0
 """Time for which an answer, or feedback, waits for the database."""
 _LEAST_WAIT_S = 0.25
 """The least time for which candidates are waited for after the first answer."""
+_PARSED_CHARS = 32
+"""Characters of an answer that are parsed at once, where nobody waits for them: each time costs as much."""
 _TEACHES_NOTHING = "completion %s teaches nothing about the answer before: %s"
 
 
@@ -65,8 +73,13 @@ class ChoiceText:
         stops: Sequence[str],
         operator: Operator | None = None,
         stream: bool = True,
+        parsed: ParsedAnswer | None = None,
+        one_call: bool = False,
     ) -> None:
-        """`operator` is the change that is made to the text: as it grows in a `stream`, else at its end."""
+        """`operator` is the change that is made to the text: as it grows in a `stream`, else at its end.
+
+        `parsed` tells the content of the text from reasoning and calls; with `one_call` the answer ends behind a call.
+        """
         self.index, self.request_id = index, request_id
         self.token_ids: list[int] = []
         self._raw = ""
@@ -76,14 +89,34 @@ class ChoiceText:
         self.version = 0
         """The adapter's version that sampled the latest token."""
         self._tokenizer, self._sampling = tokenizer, sampling
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopMatcher(stops)
+        self._detokenizer, self._stops = Detokenizer(tokenizer, parsed is not None), StopMatcher(stops)
+        self._parsed, self._one_call = parsed, one_call
+        self._unparsed = ""
+        """Text of the latest tokens that is parsed with those that follow."""
+        self._each = bool(stops) or one_call or sampling.logprobs is not None
+        """Whether it must be known at each token what the content is."""
+        self.reasoning_tokens = 0
+        self._told_reasoning = 0
+        """Characters that `take_reasoning` has returned."""
         self._taken = 0
-        """Characters that `take_text` has returned."""
+        """Characters that `take_text` has looked at."""
+        self._left = 0
+        """Characters that it has returned."""
+        self._told = 0
+        """Tokens that `take_progress` has returned."""
         self._seen = 0
         """Characters of all tokens, with those that a stop string may still remove."""
         self._logprobs: list[TokenLogprob] = []
         self.announced = False
-        """Whether a stream has sent a chunk of this choice."""
+        """Whether a client has a chunk of this choice."""
+        self.ended = False
+        """Whether it has the last one."""
+        self.told_calls = 0
+        """The number of calls that it has."""
+        self.empty = False
+        """Whether the token that is drawn is no part of it: what is asked for is the prompt's log-probabilities."""
+        self.prompt: Sequence[tuple[float, list[tuple[int, float]]]] = ()
+        """Log-probabilities and likeliest tokens of the prompt's second token and those that follow."""
         self.pacer: Pacer | None = None
         """Holds text back where the stream is to be smooth."""
 
@@ -98,19 +131,31 @@ class ChoiceText:
         return self.text != self._raw
 
     @property
+    def reasoning(self) -> str:
+        """The reasoning before the text."""
+        return self._parsed.reasoning if self._parsed is not None else ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The tools that the answer calls."""
+        return self._parsed.calls[: 1 if self._one_call else None] if self._parsed is not None else []
+
+    @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens, where they were asked for; -inf of an empty answer."""
         return fmean(entry.logprob for entry in self._logprobs) if self._logprobs else -math.inf
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
-        return self._stops.stopped_by is not None
+        """Whether a stop string was found, or the only call that is wanted."""
+        return self._stops.stopped_by is not None or (self._one_call and bool(self.calls))
 
     @property
     def reason(self) -> str:
         """The finish reason in OpenAI's words; "" while the choice runs."""
-        return "stop" if self.stopped else self.finish.reason if self.finish else ""
+        reason = "stop" if self.stopped else self.finish.reason if self.finish else ""
+        reason = "length" if reason == "stop" and self.empty else reason
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
     def push(self, event: TokenEvent) -> bool:
         """Append one sampled token; return whether it completes a stop string.
@@ -119,15 +164,24 @@ class ChoiceText:
         """
         if self.stopped:
             return False
-        self.token_ids.append(event.token_id)
-        self.version = event.version
-        if event.token_id in self._sampling.stop_token_ids:
+        self.version, self.prompt = event.version, event.prompt or self.prompt
+        if self.empty:
             return False
-        piece = self._detokenizer.push(event.token_id)
+        self.token_ids.append(event.token_id)
+        if event.token_id in self._sampling.stop_token_ids:
+            if self._sampling.prompt_logprobs and event.logprob is not None:
+                # Programs that score a prompt cut the entry of the drawn token off, whatever it is.
+                top = tuple(event.top or ())
+                self._logprobs.append(TokenLogprob(event.token_id, event.logprob, top, self._seen, self._seen))
+            return False
+        start = self._seen
+        self._add(self._detokenizer.push(event.token_id))
         if event.logprob is not None:
-            top, end = tuple(event.top or ()), self._seen + len(piece)
-            self._logprobs.append(TokenLogprob(event.token_id, event.logprob, top, self._seen, end))
-        self._add(piece)
+            self._logprobs.append(
+                TokenLogprob(event.token_id, event.logprob, tuple(event.top or ()), start, self._seen)
+            )
+        if self._parsed is not None and self._parsed.thinking:
+            self.reasoning_tokens = len(self.token_ids)
         return self.stopped
 
     def end(self, event: FinishEvent) -> None:
@@ -135,20 +189,36 @@ class ChoiceText:
         self.finish = event
         if not self.stopped:
             self._add(self._detokenizer.finish())
-        if not self.stopped:
+        if self._parsed is not None and not self.stopped:
+            # An end token may be the mark that ends a call.
+            ends = self.token_ids and self.token_ids[-1] in self._sampling.stop_token_ids
+            self._read(self._parsed.closing or self._tokenizer.mark_of(self.token_ids[-1]) if ends else "")
+            self._push_content(self._parsed.finish())
+        if self._stops.stopped_by is None:
             self._raw += self._stops.finish()
+        if self._edited is not None and self.calls and not self._edited.text:
+            # What comes with a call is served as the model wrote it.
+            self._edited = None
         if self._edited is not None:
             # Behind a stop string, and where it is cut, an answer has no end.
-            self._edited.end(self._raw, whole=event.reason == "stop" and not self.stopped)
+            self._edited.end(self._raw, whole=self.reason == "stop" and not self.stopped)
 
     def take_text(self) -> str:
         """Return the text that became final since the last call, or as much as leaves by now where it is paced."""
-        fresh, self._taken = self.text[self._taken :], len(self.text)
-        if self.pacer is None:
-            return fresh
-        now = time.monotonic()
-        self.pacer.push(fresh, now)
-        return self.pacer.finish() if self.finish or self.stopped else self.pacer.take(now)
+        self._read("")
+        # What a resumed stream's client has may be more than what its tokens so far make final.
+        fresh, self._taken = self.text[self._taken :], max(self._taken, len(self.text))
+        if self.pacer is not None:
+            now = time.monotonic()
+            self.pacer.push(fresh, now)
+            fresh = self.pacer.finish() if self.finish or self.stopped else self.pacer.take(now)
+        self._left += len(fresh)
+        return fresh
+
+    def take_reasoning(self) -> str:
+        """Return the reasoning that came since the last call."""
+        fresh, self._told_reasoning = self.reasoning[self._told_reasoning :], len(self.reasoning)
+        return fresh
 
     def take_logprobs(self) -> list[TokenLogprob]:
         """Return the log-probabilities of further tokens whose text is final."""
@@ -158,11 +228,39 @@ class ChoiceText:
         out, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         return out
 
+    def take_progress(self) -> Json:
+        """Return what a client has now: the tokens since the last call, and the characters of all.
+
+        Tokens whose log-probabilities have not left are not among them: they are drawn again, and equal.
+        """
+        token_ids = self.token_ids[: len(self.token_ids) - len(self._logprobs)]
+        fresh, self._told = token_ids[self._told :], len(token_ids)
+        return {"token_ids": fresh, "chars": self._left, "version": self.version}
+
+    def resume(self, begun: BegunChoice, version: int) -> None:
+        """Take what a client has of this choice, which was sampled elsewhere by the same `version`."""
+        for token_id in begun.token_ids:
+            self.push(TokenEvent(self.request_id, token_id, version))
+        self._read("")
+        self._taken, self._left, self._told_reasoning = begun.chars, begun.chars, len(self.reasoning)
+        self._told, self.announced, self.ended = len(self.token_ids), True, begun.ended
+        self.told_calls = begun.calls
+
+    @property
+    def ended_by(self) -> FinishReason | None:
+        """The reason why no token follows those that are there, or None."""
+        if self.stopped or (self.token_ids and self.token_ids[-1] in self._sampling.stop_token_ids):
+            return "stop"
+        return "length" if len(self.token_ids) >= self._sampling.max_tokens else None
+
     def record(self) -> Choice:
         """Return the choice as the store keeps it."""
         finish = self.finish or FinishEvent(self.request_id, "cancelled")
-        token_ids = self.token_ids
-        if self.edited:
+        token_ids, beside = self.token_ids, self._beside()
+        if beside and (self.edited or self.stopped):
+            # The chat template writes it anew where it is learned.
+            token_ids = []
+        elif self.edited:
             ending = [token for token in token_ids[-1:] if token in self._tokenizer.eos_ids]
             token_ids = [*self._tokenizer.encode_answer(self.text), *ending]
         elif self.stopped:
@@ -178,14 +276,44 @@ class ChoiceText:
             ttft_ms=finish.ttft_s * 1e3,
             total_ms=finish.total_s * 1e3,
             repetition=repetition(self.token_ids),
+            beside=beside,
         )
 
+    def _beside(self) -> dict[str, Any] | None:
+        """Return reasoning and calls, as chat templates take them: the arguments of calls are objects."""
+        beside: dict[str, Any] = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        functions = [call["function"] for call in self.calls]
+        if functions:
+            beside["tool_calls"] = [
+                {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+                for call, function in zip(self.calls, functions, strict=True)
+            ]
+        return beside or None
+
     def _add(self, piece: str) -> None:
+        if self._parsed is None:
+            return self._push_content(piece)
+        self._unparsed += piece
+        if self._each or not self._parsed.begun or len(self._unparsed) >= _PARSED_CHARS:
+            self._read("")
+
+    def _read(self, piece: str) -> None:
+        """Parse the text that is not yet, and a further piece."""
+        piece, self._unparsed = self._unparsed + piece, ""
+        if self._parsed is not None and piece and not self.stopped:
+            self._push_content(self._parsed.push(piece))
+
+    def _push_content(self, piece: str) -> None:
         self._seen += len(piece)
         # As with end tokens, stop strings have no effect before `min_tokens`.
         self._raw += piece if len(self.token_ids) <= self._sampling.min_tokens else self._stops.push(piece)
         if self._edited is not None and self._grows:
             self._edited.push(self._raw)
+
+
+def prompt_sum(token_ids: Sequence[int]) -> int:
+    """Return a checksum of a prompt's tokens: behind other ones an answer cannot go on."""
+    return crc32(array("q", token_ids))
 
 
 @dataclass(eq=False)
@@ -213,12 +341,20 @@ class Generation:
     """Whether some of the answers are the base's, so that a pick tells more than among answers that are alike."""
     operator: Operator | None = None
     """The change that the user makes to answers, which is made to those that are not the base's."""
+    kept: bool = True
+    """Whether it is stored, so that feedback can name it, and its turn may be some."""
     run: ApplicationRun = field(init=False)
     """The run of an application that it belongs to, once it is known."""
 
     def __post_init__(self) -> None:
-        self.created_s = int(time.time())
+        begun = self.body.begun
+        self.created_s = begun.created if begun is not None else int(time.time())
+        self.prompt_sum = prompt_sum(self.completion.prompt_ids)
         self.answers = [self._choice(index) for index in range(self.body.drawn)]
+        if begun is not None:
+            for answer, told in zip(self.answers, begun.choices, strict=True):
+                if told is not None:
+                    answer.resume(told, begun.version)
         self.chosen_of = 1
         """The number of answers, or of continuations of a block, that the answer was chosen from."""
         self.unchosen_tokens = 0
@@ -245,13 +381,31 @@ class Generation:
         self._written: Future[FeedbackResult | None] | None = None
 
     def _choice(self, index: int) -> ChoiceText:
-        about = index, f"{self.completion.id}-{index}", self.services.tokenizer, self.sampling, self.body.stops
-        return ChoiceText(*about, None if index in self.base_choices else self.operator, bool(self.body.stream))
+        tokenizer, known = self.services.tokenizer, self.completion
+        about = index, f"{known.id}-{index}", tokenizer, self.sampling, self.body.stops
+        operator = None if index in self.base_choices else self.operator
+        parsed, one_call = None, False
+        if isinstance(self.body, ChatRequest):
+            parsed = tokenizer.parsed(known.prompt_ids, self.tools, bool(self.body.called))
+            one_call = self.body.parallel_tool_calls is False
+        choice = ChoiceText(*about, operator, bool(self.body.stream), parsed, one_call)
+        choice.empty = self.body.answer_tokens == 0
+        return choice
+
+    @property
+    def tools(self) -> list[Any] | None:
+        """The tools that answers may call; None for none."""
+        return (self.completion.template_arguments or {}).get("tools")
 
     @property
     def edited(self) -> bool:
         """Whether an answer was edited as its user does."""
         return any(answer.edited for answer in self.answers)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another node of a fleet could go on: not where answers are edited, or some are the base's."""
+        return self.body.resume is not None and self.operator is None and not self.contrast
 
     @property
     def is_chat(self) -> bool:
@@ -300,8 +454,12 @@ class Generation:
     def _submit(self, answer: ChoiceText, asked_s: float) -> None:
         """Submit an admitted choice to the engine, and candidates beside it where there is room."""
         services = self.services
+        if reason := answer.ended_by:
+            self._inside.add(answer.request_id)
+            self._queue.put_nowait(FinishEvent(answer.request_id, reason))
+            return
         request = self._request(answer)
-        if self.chooser is not None and self.body.stream:
+        if self.chooser is not None and self.body.stream and not self.tools:
             blocks = Blocks(services, request, self.chooser, asked_s, self._queue.put_nowait)
             try:
                 begun = blocks.begin()
@@ -344,7 +502,9 @@ class Generation:
 
         Without a taste model the likeliest ones are kept, as OpenAI's API has it.
         """
-        drawn = [*self.answers, *(each for each in self._candidates.values() if each.reason in ("stop", "length"))]
+        # Taste chooses among texts: an answer with calls is not weighed against others.
+        ended = [each for each in self._candidates.values() if each.reason in ("stop", "length")]
+        drawn = [*self.answers, *([] if any(each.calls for each in self.answers) else ended)]
         self.chosen_of = self._blocks.chosen_of if self._blocks else 1
         if len(drawn) > self.body.choices:
             self.chosen_of, best = len(drawn), self._ranked(drawn)[: self.body.choices]
@@ -356,6 +516,8 @@ class Generation:
 
     def _ranked(self, drawn: list[ChoiceText]) -> list[ChoiceText]:
         """Return answers, the best first."""
+        if self.chooser is not None and any(each.calls for each in drawn):
+            return drawn
         if self.chooser is None:
             return sorted(drawn, key=lambda each: each.mean_logprob, reverse=True)
         return [drawn[at] for at in self.chooser.ranked([(each.text, True) for each in drawn])]
@@ -363,6 +525,8 @@ class Generation:
     def _request(self, answer: ChoiceText) -> Request:
         """Return an answer's request to the engine."""
         services, known, sampling = self.services, self.completion, self.sampling
+        if sampling.seed is None and self.body.resume is not None and self.chooser is None:
+            sampling = replace(sampling, seed=self.body.resume.seed)
         if sampling.seed is not None:
             # A seed must not make all choices equal.
             sampling = replace(sampling, seed=sampling.seed + answer.index)
@@ -381,6 +545,7 @@ class Generation:
             pace=self.pace,
             run=self.run.key,
             run_cost=self.run.predicted,
+            resumed_ids=tuple(answer.token_ids),
         )
 
     @property
@@ -424,7 +589,7 @@ class Generation:
 
         A completion without a user or adapter is not kept: no feedback on it is possible, and no user could erase it.
         """
-        if self.completion.adapter is None:
+        if self.completion.adapter is None or not self.kept:
             return
         try:
             stored = asyncio.wrap_future(self._write())
@@ -443,8 +608,8 @@ class Generation:
     def abandon(self) -> None:
         """Cancel all choices and store what the client has seen; for a client that left or will get an error."""
         self._cancel()
-        known = self.completion.adapter is not None
-        if known and self._written is None and any(answer.text for answer in self.answers):
+        known = self.completion.adapter is not None and self.kept
+        if known and self._written is None and any(answer.text or answer.calls for answer in self.answers):
             try:
                 self._write()
             except StoreError as error:
@@ -508,6 +673,9 @@ class Generation:
         if self._candidates.keys() & self._unfinished.keys():
             # Candidates have as long again as the first answer took.
             asyncio.get_running_loop().call_later(max(_LEAST_WAIT_S, event.total_s), self._drop_candidates)
+        if event.reason == "error" and event.error.startswith(NOT_FOLLOWED):
+            field = self.body.constraint.field if self.body.constraint is not None else "tools"
+            raise bad_request(event.error, field, "grammar_failed")
         if event.reason == "error":
             raise ApiError(500, event.error or "the engine gave this request up", code="engine_failed")
         if event.reason == "cancelled":

@@ -4,7 +4,7 @@
 Ollama, where the caller has no adapter of that name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from aiohttp import web
 
@@ -35,10 +35,10 @@ def split_model(services: Services, caller: Caller, model: str | None) -> tuple[
     return model, adapter
 
 
-def check_tokens(services: Services, ids: Iterable[int], param: str) -> None:
-    """Raise ApiError unless all are token ids of the model; `param` names their field."""
+def check_tokens(services: Services, ids: Collection[int], param: str, of_text: bool = False) -> None:
+    """Raise ApiError unless all are token ids of the model, and `of_text` none an image's; `param` is their field."""
     try:
-        services.tokenizer.check(ids)
+        (services.tokenizer.check_text if of_text else services.tokenizer.check)(ids)
     except TokenizerError as error:
         raise bad_request(str(error), param) from None
 
@@ -52,10 +52,10 @@ def _unknown(services: Services, model: str) -> ApiError:
 async def list_models(request: web.Request) -> ModelList:
     """The base model, and one model for each adapter.
 
-    Only adapters that the caller may speak for.
+    Only adapters that the caller may speak for, and those of users whom its rule or token names.
     """
     services, caller = services_of(request), caller_of(request)
-    adapters = sorted(filter(caller.speaks_for, services.engine.adapters()))
+    adapters = sorted({*filter(caller.speaks_for, services.engine.adapters()), *_granted(caller)})
     return ModelList(object="list", data=[_model(services, adapter) for adapter in (None, *adapters)])
 
 
@@ -65,9 +65,14 @@ async def get_model(request: web.Request) -> Model:
     name = request.match_info["id"]
     _, adapter = split_model(services, caller, name)
     caller.demand_user(adapter)
-    if adapter is not None and services.engine.version(adapter) is None:
+    if adapter is not None and services.engine.version(adapter) is None and adapter not in _granted(caller):
         raise _unknown(services, name)
     return _model(services, adapter)
+
+
+def _granted(caller: Caller) -> list[str]:
+    """Return the users that a caller is granted by name: they may ask before they have learned."""
+    return [user for user in caller.users if USER_NAME.fullmatch(user) and caller.speaks_for(user)]
 
 
 def _model(services: Services, adapter: str | None) -> Model:

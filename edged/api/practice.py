@@ -37,7 +37,7 @@ from edged.store.completions import latest_answers, latest_prompts
 from edged.store.feedback import LEARNED, get_preference, latest_pairs, requeue_taken_back, set_distilled
 from edged.store.jobs.jobs import open_job_of
 from edged.text.preference import prompts
-from edged.text.tokenizer import Messages, Tokenizer, TokenizerError
+from edged.text.tokenizer import Arguments, Messages, Tokenizer, TokenizerError
 
 log = logging.getLogger("edged.api")
 _PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 48, 512, 96
@@ -297,26 +297,29 @@ class Practice:
             question = question_of(row.messages, row.prompt)
             if question not in found and len(found) < _PROMPTS:
                 with contextlib.suppress(TokenizerError, UnusablePrompt):
-                    ids = tokenize_pair(self._tokenizer, row, 2 * _PROMPT_TOKENS)[0].prompt
-                    found[question] = PracticePrompt(
-                        question, ids[-_PROMPT_TOKENS:], self._preferred(row.messages, preference)
-                    )
+                    arguments = _without_tools(row.template_arguments)
+                    if arguments != row.template_arguments and row.messages:
+                        ids = tuple(self._tokenizer.render_chat(row.messages, arguments))
+                    else:
+                        ids = tokenize_pair(self._tokenizer, row, 2 * _PROMPT_TOKENS)[0].prompt
+                    preferred = self._preferred(row.messages, preference, arguments)
+                    found[question] = PracticePrompt(question, ids[-_PROMPT_TOKENS:], preferred)
         for completion in self._store.read(lambda db: latest_prompts(db, adapter, _PROMPTS)):
             question = question_of(completion.messages, completion.prompt)
             if question not in found and len(found) < _PROMPTS:
                 with contextlib.suppress(TokenizerError):
                     # Anew: another model's tokenizer may have made the stored tokens.
                     messages, text = completion.messages, completion.prompt or ""
-                    encode = self._tokenizer.encode_prompt
-                    asked = encode(text) if messages is None else self._tokenizer.render_chat(messages)
-                    preferred = self._preferred(messages, preference)
+                    arguments, encode = _without_tools(completion.template_arguments), self._tokenizer.encode_prompt
+                    asked = encode(text) if messages is None else self._tokenizer.render_chat(messages, arguments)
+                    preferred = self._preferred(messages, preference, arguments)
                     found[question] = PracticePrompt(question, tuple(asked[-_PROMPT_TOKENS:]), preferred)
         return list(found.values()), any(row.source != "edit" for row in rows)
 
-    def _preferred(self, messages: Messages | None, preference: str) -> tuple[int, ...]:
+    def _preferred(self, messages: Messages | None, preference: str, arguments: Arguments | None) -> tuple[int, ...]:
         if not (messages and preference):
             return ()
-        plain, preferred = prompts(self._tokenizer, messages, preference, 2 * _PROMPT_TOKENS)
+        plain, preferred = prompts(self._tokenizer, messages, preference, 2 * _PROMPT_TOKENS, arguments)
         return tuple(preferred) if preferred != plain else ()
 
     async def relearn(self, adapter: str) -> None:
@@ -366,8 +369,8 @@ class Practice:
         ]
         own = list(practised.adapter_answers) if practised else []
 
-        def judged(answers: Sequence[DrawnAnswer]) -> tuple[int, int]:
-            likes = [taste.likes(each.question, each.text, apart=True) > 0.5 for each in answers[-_KEPT:]]
+        def judged(answers: Sequence[DrawnAnswer]) -> tuple[float, int]:
+            likes = [taste.likes(each.question, each.text, apart=True) for each in answers[-_KEPT:]]
             return sum(likes), len(likes)
 
         told = (taste.version, [each.id for each in rows], len(own), len(base), own[-1:])
@@ -616,6 +619,11 @@ class Practice:
         """Return the KL that the evidence allows: it grows with the number of prompts that have signals."""
         evidence = taste.prompts / (taste.prompts + _EVIDENCE)
         return self._live.current.align.kl_budget * evidence if taste.prompts else -math.inf
+
+
+def _without_tools(arguments: Arguments | None) -> Arguments | None:
+    """Return the arguments of a prompt to practise by: calls are no matter of taste."""
+    return {name: value for name, value in (arguments or {}).items() if name != "tools"} or None
 
 
 def _logprobs(draw: Draw) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from aiohttp import web
 from sqlite_utils import Database
 
-from edged.api.adapters import adapter_name
+from edged.api.adapters import adapter_name, demand_writer
 from edged.api.requests import PreferenceRequest, StrikeRequest, read_body
 from edged.api.responses import Preference, Struck
 from edged.api.services import Services, services_of
@@ -49,12 +49,14 @@ async def put_preference(request: web.Request) -> Preference:
 
 async def _change(services: Services, name: str, write: Callable[[Database], None]) -> WrittenPreference | None:
     """Change a preference; what was distilled of another text is undone, and the new one is to be learned."""
+    demand_writer(services, name)
     before = await asyncio.to_thread(services.store.read, lambda db: feedback.get_preference(db, name))
     found = await asyncio.wrap_future(services.preferences.change(name, write))
     changed = before is not None and before.distilled > 0 and (found is None or found.text != before.text)
     if before is not None and changed and services.engine.version(name):
         await services.practice.undo(name, before.created_at)
     services.practice.on_taste(name)
+    services.feed.tell_changed(name)
     return found
 
 
@@ -68,6 +70,7 @@ async def strike(request: web.Request) -> Struck:
     """Have the taste model of an adapter not believe something; `undo` lets it believe that again."""
     services, name = services_of(request), _taught(request)
     body = await read_body(request, StrikeRequest.checked)
+    demand_writer(services, name)
     _count(services, name)
 
     def write(db: Database) -> tuple[set[str], bool]:
@@ -86,6 +89,7 @@ async def strike(request: web.Request) -> Struck:
     struck, changed = await asyncio.wrap_future(services.store.write(write))
     if changed:
         services.tastes.refit(name)
+        services.feed.tell_changed(name)
     if changed and believed:
         # What nothing was practised by asks for no practice anew.
         await services.practice.relearn(name)

@@ -23,7 +23,7 @@ _VALID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 """Ids that a client may give its request; they are returned in a header and logged."""
 _ID, _CHOSEN, _NOTES = "request_id", "request_id_chosen", "request_notes"
 """Keys of a request for its id, whether the client chose that, and the fields of `note`."""
-_ANSWERING = ("/v1/chat/completions", "/v1/completions")
+_ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _BAD_TEXT = "bad_text"
 """The code of refusals that a model's files may be the reason of, as a chat template that refuses every chat."""
 _FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
@@ -38,6 +38,11 @@ def name_request(request: web.Request, name: str) -> None:
     if not request.get(_CHOSEN):
         request[_ID] = name
         logs.request_id.set(name)
+
+
+def chosen_id(request: web.Request) -> str | None:
+    """Return the id that the client gave its request; None where it gave none."""
+    return str(request[_ID]) if request.get(_CHOSEN) else None
 
 
 def note(request: web.Request, **fields: Any) -> None:

@@ -1,7 +1,7 @@
 """Request bodies as pydantic models, and the fields of the query.
 
 OpenAI's fields that have no effect here are ignored (`store`, `verbosity`, ...); fields that would
-change the answer and cannot be honoured are refused (`tools`, `response_format` other than text, ...).
+change the answer and cannot be honoured are refused (`functions`, `guided_json`, ...).
 """
 
 from __future__ import annotations
@@ -10,24 +10,38 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
 from aiohttp import web
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from edged.align.feedback.signals import SIGNALS
 from edged.http.access import caller_of
+from edged.http.checks import read_unpacked
 from edged.http.errors import ApiError, bad_request
 from edged.http.loop_shares import SHARE
 from edged.runtime import bounded_json
 from edged.scheduler.reader import SPOKEN_WORDS_PER_MINUTE, TOKENS_PER_WORD, Pace
 from edged.scheduler.task import ServiceClass
 from edged.settings.access import NO_USER_NAME
-from edged.settings.load import USER_NAME, ReadingSettings
+from edged.settings.fleet import NODE_NAME
+from edged.settings.load import TEMPLATE_OWN, USER_NAME, ReadingSettings
+from edged.text.call_form import PLAIN_NAME
+from edged.text.grammar import CalledTools, Constraint
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOLD_FIELDS = 8
@@ -36,11 +50,24 @@ _MAX_STOPS = 16
 _MAX_TOKENS = 2**31
 _MAX_BIASES = 1024
 _MAX_MESSAGES = 10_000
+_MAX_TOOLS = 128
+_MAX_CALLS = 8
+"""Most calls of an answer that a grammar has call: small models would go on to the last token."""
 _MAX_LINE = 500
 """Most characters of a written preference."""
 _THREAD_BYTES = 1 << 16
 """Bodies from this size on are parsed and checked in a thread."""
-_UNSUPPORTED = ("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo")
+_UNSUPPORTED = (
+    *("tools", "functions", "tool_choice", "function_call", "audio", "web_search_options", "suffix", "echo"),
+    *("chat_template", "continue_final_message"),
+)
+_RENAMED = {
+    **{f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")},
+    "grammar": "structured_outputs.grammar",
+    "json_schema": "response_format.json_schema.schema",
+}
+"""Fields of other servers that constrain the answer, with those that do so here."""
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _NEUTRAL: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values of unsupported fields that request nothing."""
 
@@ -50,11 +77,12 @@ _FAIL_FAST = Field(fail_fast=True)
 """For lists: checked up to the first fault, since a body has room for hundreds of thousands."""
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]], _FAIL_FAST]
 T = TypeVar("T")
+G = TypeVar("G", bound="GenerationRequest")
 
 
-def _refuse(message: str) -> NoReturn:
-    """Fail validation with this sentence as the message."""
-    raise PydanticCustomError("edged", "{sentence}", {"sentence": message})
+def _refuse(message: str, field: str | None = None) -> NoReturn:
+    """Fail validation with this sentence as the message; `field` is at fault where not all of what is validated is."""
+    raise PydanticCustomError("edged", "{sentence}", {"sentence": message, "field": field})
 
 
 def _check_user(user: str) -> str:
@@ -107,34 +135,147 @@ class Body(BaseModel):
             made = cls.model_validate(body)
         except ValidationError as error:
             raise _explain(error) from None
-        made._ignored = tuple(name for name in body if name not in cls.model_fields)
+        made._ignored = tuple(name for name in body if name not in cls.model_fields) + cls._unread(body)
         return made
+
+    @classmethod
+    def _unread(cls, body: dict[str, Any]) -> tuple[str, ...]:
+        """The names of fields within fields that have no effect."""
+        return ()
+
+    @classmethod
+    def named(cls, field: str) -> str:
+        """Return the name that the client knows a field by."""
+        return field
 
 
 class TextPart(Body):
     """One part of a message's content."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": ["text", "input_text"]})]
+    type: Annotated[str, Field(json_schema_extra={"enum": [*_TEXT_PARTS]})]
     text: str | None = None
+    refusal: str | None = None
 
     @model_validator(mode="after")
     def _only_text(self) -> TextPart:
-        if self.type not in ("text", "input_text") or self.text is None:
+        if self.type not in _TEXT_PARTS or self.said is None:
             _refuse(f'content part of type "{self.type}" is not supported: this model reads text only')
         return self
 
+    @property
+    def said(self) -> str | None:
+        """The part's text."""
+        return self.refusal if self.type == "refusal" else self.text
+
+
+def _an_object(text: str) -> str:
+    with suppress(ValueError):
+        if not text.strip() or isinstance(bounded_json.loads(text), dict):
+            return text
+    _refuse("is no JSON object: give the arguments that the call came with")
+
+
+FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class CalledFunction(Body):
+    """The function of a call; `arguments` is a JSON object as text."""
+
+    name: FunctionName
+    arguments: Annotated[str, AfterValidator(_an_object)] = ""
+
+
+class ToolCall(Body):
+    """A call in a turn of the assistant's."""
+
+    id: Annotated[str, Field(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for chat templates: its arguments are an object."""
+        arguments = bounded_json.loads(self.function.arguments) if self.function.arguments.strip() else {}
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
 
 class Message(Body):
-    """One turn of a conversation."""
+    """One turn of a conversation; only the assistant's may have no content."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], _FAIL_FAST]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], _FAIL_FAST] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], _FAIL_FAST] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _is_whole(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            _refuse("has no content: give a text", "content")
+        if self.tool_calls and self.role != "assistant":
+            _refuse(f'a message of role "{self.role}" calls no tools: leave "tool_calls" out', "tool_calls")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message for chat templates and the store: `developer` becomes `system`, parts are joined."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text or "" for part in self.content]
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(parts)}
+        parts = (
+            [self.content or ""] if not isinstance(self.content, list) else [part.said or "" for part in self.content]
+        )
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
+        plain["content"] = "\n".join(parts)
+        if self.role == "assistant" and self.reasoning_content:
+            plain["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool" and self.tool_call_id:
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
+
+
+class FunctionTool(Body):
+    """A function that an answer may call; `parameters` is a JSON schema."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that is offered to the model."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool for chat templates."""
+        about, parameters = self.function, self.function.parameters or {"type": "object", "properties": {}}
+        described = {} if about.description is None else {"description": about.description}
+        return {"type": "function", "function": {"name": about.name, **described, "parameters": parameters}}
+
+
+class NamedFunction(Body):
+    """The name of a tool that must be called."""
+
+    name: FunctionName
+
+
+class NamedTool(Body):
+    """The form of `tool_choice` that names a tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _scalars(arguments: Any) -> Any:
+    if isinstance(arguments, dict):
+        for name, value in arguments.items():
+            if name in TEMPLATE_OWN:
+                _refuse(f'"{name[:80]}" is not the request\'s to say in chat_template_kwargs: leave it out')
+            if isinstance(value, list | dict):
+                _refuse(
+                    f'"{name[:80]}" is {"a list" if isinstance(value, list) else "an object"}: give a text or number'
+                )
+    return arguments
 
 
 Messages = Annotated[
@@ -154,11 +295,13 @@ def _token_keys(biases: dict[str, float] | None) -> dict[str, float] | None:
     return biases
 
 
-def _one_prompt(prompt: Any) -> Any:
+def _prompts(prompt: Any) -> Any:
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            _refuse(f"{len(prompt)} prompts in one request are not supported: send one request each")
-        prompt = prompt[0]
+        if len(prompt) > _MAX_CHOICES:
+            _refuse(f"{len(prompt)} prompts are too many: at most {_MAX_CHOICES}")
+        if not all(prompt):
+            _refuse("one of the prompts is empty")
+        prompt = prompt[0] if len(prompt) == 1 else prompt
     if len(prompt) == 0:
         _refuse("is empty")
     return prompt
@@ -182,10 +325,82 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class ResponseFormat(Body):
-    """OpenAI's `response_format`; only text can be had."""
+def _schema_text(schema: Any) -> str:
+    """Return the text of a JSON schema, which may come as such; the order of its properties is the answer's."""
+    try:
+        found = bounded_json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(found, dict):
+            return json.dumps(found)
+    except ValueError as error:
+        _refuse(f"the schema cannot be read: {str(error)[:200]}")
+    except RecursionError:
+        _refuse("the schema is nested too deeply")
+    _refuse("a schema is a JSON object")
 
-    type: Literal["text"]
+
+SchemaText = Annotated[str, BeforeValidator(_schema_text)]
+_AS_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class SchemaFormat(Body):
+    """The JSON schema of a `response_format`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: SchemaText = Field(alias="schema", json_schema_extra=_AS_OBJECT)
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`; `schema` beside `json_object` is llama.cpp's."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+    schema_: SchemaText | None = Field(None, alias="schema", json_schema_extra=_AS_OBJECT)
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            _refuse('"json_schema" is missing')
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the answer."""
+        if self.type == "json_schema" and (given := self.json_schema) is not None:
+            return Constraint("json", given.schema_, "response_format.json_schema.schema", bool(given.strict))
+        if self.type == "json_object":
+            return Constraint("json", self.schema_ or json.dumps(_AS_OBJECT), "response_format")
+        return None
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: one of its fields."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    json_: SchemaText | None = Field(None, alias="json", json_schema_extra=_AS_OBJECT)
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1), _FAIL_FAST] | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        if len(self._given) != 1:
+            _refuse("give one of json, regex, choice and grammar")
+        return self
+
+    @property
+    def _given(self) -> dict[str, str]:
+        choice = None if self.choice is None else json.dumps(self.choice)
+        each = {"json": self.json_, "regex": self.regex, "choice": choice, "grammar": self.grammar}
+        return {kind: text for kind, text in each.items() if text is not None}
+
+    @property
+    def constraint(self) -> Constraint:
+        """The constraint on the answer."""
+        ((kind, text),) = self._given.items()
+        return Constraint(cast(Any, kind), text, f"structured_outputs.{kind}")
 
 
 class _Own(Body):
@@ -227,7 +442,39 @@ class QoeRequest(_Own):
         return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
 
 
-class _Generation(Body):
+class BegunChoice(_Own):
+    """One answer of a stream as its client has it: its tokens, and how many characters of their text have left."""
+
+    token_ids: TokenIds
+    chars: Annotated[int, Field(ge=0)]
+    ended: bool
+    """Whether the client has its last chunk."""
+    calls: Annotated[int, Field(ge=0)] = 0
+    """The number of tool calls that it has."""
+
+
+class BegunStream(_Own):
+    """A stream that another node of a fleet began, and what it was made from."""
+
+    id: Annotated[str, Field(pattern=r"^(chat)?cmpl-[A-Za-z0-9.-]{8,80}$")]
+    created: Annotated[int, Field(ge=0)]
+    version: Annotated[int, Field(ge=0)]
+    """The adapter's version that sampled it; 0 is the base."""
+    prompt: int
+    """The prompt's `prompt_sum`."""
+    choices: list[BegunChoice | None]
+    """By index; None where the client has no chunk of one."""
+
+
+class ResumeRequest(_Own):
+    """The field of a fleet's ingress: any node gives the same answer for it, or goes on with one that has begun."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    """The seed of an answer whose request names none."""
+    begun: BegunStream | None = None
+
+
+class GenerationRequest(Body):
     """Fields of both kinds of completion request. vLLM's extensions are from `min_tokens` on."""
 
     model: str | None = None
@@ -245,6 +492,7 @@ class _Generation(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Biases = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=_MAX_TOKENS)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -254,22 +502,57 @@ class _Generation(Body):
     metadata: Metadata | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     service_tier: Literal["auto", "default", "priority", "scale", "fast", "flex"] | None = None
+    resume: ResumeRequest | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, body: Any) -> Any:
         for name in _UNSUPPORTED:
-            if isinstance(body, dict) and body.get(name) not in _NEUTRAL:
-                _refuse(f'"{name}" is not supported: leave it out')
+            if isinstance(body, dict) and body.get(name) not in _NEUTRAL and name not in cls.model_fields:
+                _refuse(f'"{name}" is not supported: leave it out', name)
+        for name, ours in _RENAMED.items():
+            # An empty schema is one, too: of any JSON.
+            if isinstance(body, dict) and (body.get(name) == {} or body.get(name) not in _NEUTRAL):
+                _refuse(f'"{name}" is not supported: send it as "{ours}"', name)
         return body
 
     @model_validator(mode="after")
     def _best_of_n(self) -> Self:
         if self.best_of is not None and self.best_of < self.choices:
-            _refuse(f'"best_of" = {self.best_of} is less than "n" = {self.choices}: ask for as many at least')
+            _refuse(
+                f'"best_of" = {self.best_of} is less than "n" = {self.choices}: ask for as many at least', "best_of"
+            )
         if self.best_of is not None and self.best_of > self.choices and self.stream:
-            _refuse('"best_of" over "n" cannot be streamed: an answer is chosen when all are there; leave "stream" out')
+            told = '"best_of" over "n" cannot be streamed: an answer is chosen when all are there; leave "stream" out'
+            _refuse(told, "best_of")
         return self
+
+    @model_validator(mode="after")
+    def _begun_fits(self) -> Self:
+        if (begun := self.begun) is not None and (not self.stream or len(begun.choices) != self.choices):
+            told = f'has {len(begun.choices)} choices, where "n" = {self.choices}' if self.stream else "needs a stream"
+            _refuse(f'"resume.begun" {told}: it tells of each choice of a stream')
+        return self
+
+    @property
+    def begun(self) -> BegunStream | None:
+        """The stream that this request goes on with, if it does."""
+        return self.resume.begun if self.resume is not None else None
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        if self.structured_outputs is not None and self.response_format and self.response_format.constraint:
+            _refuse('give either "response_format" or "structured_outputs"', "structured_outputs")
+        for name in ("ignore_eos", "min_tokens") if self.constraint else ():
+            if getattr(self, name):
+                _refuse(f'"{name}" would go on behind the end of an answer that follows a grammar: leave it out', name)
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the answers, if there is one."""
+        given = self.structured_outputs or self.response_format
+        return given.constraint if given is not None else None
 
     @property
     def drawn(self) -> int:
@@ -314,26 +597,80 @@ class _Generation(Body):
         return self.max_tokens
 
 
-class ChatRequest(_Generation):
+class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
+    id_prefix: ClassVar[str] = "chatcmpl-"
     messages: Messages
     max_completion_tokens: AnswerTokens = None
     logprobs: bool | None = None
     qoe: QoeRequest | None = QoeRequest()
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], _FAIL_FAST, BeforeValidator(_at_most(_MAX_TOOLS, "tools"))] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedTool, Tag("[named]")] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, str | int | float | bool | None] | None,
+        *(Field(max_length=16), BeforeValidator(_at_most(16, "arguments")), BeforeValidator(_scalars)),
+    ] = None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the answer may call, for chat templates."""
+        return [] if self.tool_choice == "none" else [tool.plain() for tool in self.tools or ()]
+
+    @property
+    def called(self) -> list[Tool]:
+        """The tools of which the answer must call one; none where the model decides."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        return list(self.tools or ()) if self.tool_choice == "required" else []
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint on the answers, if there is one; what calls a tool has no other content."""
+        if not (called := self.called):
+            return super().constraint
+        return Constraint("text", "", "tools", calls=self.calls(called, must=True))
+
+    def calls(self, tools: Sequence[Tool], must: bool = False) -> CalledTools:
+        """Return tools as a grammar calls them; unless a call `must` come, only strict ones keep to their schemas."""
+        about = [(tool.plain()["function"], bool(tool.function.strict)) for tool in tools]
+        held = [(each["name"], each["parameters"] if must or strict else {}, strict) for each, strict in about]
+        one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+        return CalledTools(json.dumps(held), 1 if one else _MAX_CALLS, must)
+
+    @model_validator(mode="after")
+    def _has_what_it_calls(self) -> ChatRequest:
+        choice = self.tool_choice
+        if (choice == "required" or isinstance(choice, NamedTool)) and not self.called:
+            named = f'the function "{choice.function.name[:80]}"' if isinstance(choice, NamedTool) else "a call"
+            _refuse(f'{named} is asked for, and "tools" has none: offer it, or send "auto"', "tool_choice")
+        for tool in self.called:
+            if not PLAIN_NAME.fullmatch(name := tool.function.name):
+                told = f'a call of "{name[:80]}" cannot be promised: name it by letters, digits, "_", "-" and "."'
+                _refuse(told, "tools")
+        return self
 
     @model_validator(mode="after")
     def _logprobs_agree(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            _refuse('"top_logprobs" needs "logprobs": true')
+            _refuse('"top_logprobs" needs "logprobs": true', "top_logprobs")
         return self
 
     @model_validator(mode="after")
     def _smooth_is_read(self) -> ChatRequest:
         if self.qoe is not None and self.qoe.deliver == "smooth" and self.reading is None:
-            _refuse('"deliver": "smooth" is for readers: it needs "stream": true, and neither "logprobs" nor "flex"')
+            told = '"deliver": "smooth" is for readers: it needs "stream": true, and neither "logprobs" nor "flex"'
+            _refuse(told, "qoe")
         return self
+
+    @classmethod
+    def _unread(cls, body: dict[str, Any]) -> tuple[str, ...]:
+        names = {name for each in body["messages"] for name, value in each.items() if value not in _NEUTRAL}
+        return tuple(f"messages.{name}" for name in sorted(names - Message.model_fields.keys()))
 
     @property
     def reading(self) -> QoeRequest | None:
@@ -352,14 +689,37 @@ class ChatRequest(_Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(_Generation):
-    """`POST /v1/completions`: one prompt, as text or as token ids."""
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`: a prompt as text or as token ids, or several."""
 
+    id_prefix: ClassVar[str] = "cmpl-"
     prompt: Annotated[
         str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST],
-        AfterValidator(_one_prompt),
+        AfterValidator(_prompts),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0)] | None, BeforeValidator(lambda most: _MAX_TOKENS if most == -1 else most)
+    ] = None
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each a text or a list of token ids."""
+        several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
+        return cast(list[Any], self.prompt) if several else [self.prompt]
+
+    @model_validator(mode="after")
+    def _is_told_whole(self) -> CompletionRequest:
+        if len(self.prompts) * self.choices > _MAX_CHOICES:
+            _refuse(
+                f"prompts x n = {len(self.prompts)} x {self.choices} are too many: at most {_MAX_CHOICES}", "prompt"
+            )
+        if self.stream and len(self.prompts) > 1:
+            _refuse(f"{len(self.prompts)} prompts cannot be streamed: send one request each", "prompt")
+        if self.stream and self.echo:
+            _refuse('a prompt is not streamed: leave it out, or "stream"', "echo")
+        return self
 
     @property
     def top_alternatives(self) -> int | None:
@@ -370,37 +730,91 @@ class CompletionRequest(_Generation):
 class SignalRequest(_Own):
     """`POST /v1/feedback` about a completion."""
 
-    completion_id: Annotated[str, Field(min_length=1, max_length=200)]
+    completion_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """The `X-Request-Id` that the client gave its request."""
     signal: Annotated[str, Field(json_schema_extra={"enum": [*SIGNALS]})]
     user: OptionalUser = None
     choice: int | None = None
     text: str | None = None
     seconds: float | None = None
 
+    @model_validator(mode="after")
+    def _names_one(self) -> SignalRequest:
+        if (self.completion_id is None) == (self.request_id is None):
+            _refuse('give either "completion_id" or "request_id"', "completion_id")
+        return self
 
-class PairRequest(_Own):
-    """`POST /v1/feedback` with an explicit pair."""
+
+class _ExplicitRequest(_Own):
+    """Feedback that brings its prompt and answers along."""
 
     user: UserName
-    chosen: str
-    rejected: str
     messages: Messages | None = None
     prompt: Annotated[str, Field(min_length=1)] | None = None
     prompt_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     weight: Annotated[float, Field(gt=0, le=1)] = 1.0
-    imported: bool = False
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> PairRequest:
+    def _one_prompt(self) -> Self:
         if sum(given is not None for given in (self.messages, self.prompt, self.prompt_ids)) != 1:
             _refuse('give either "messages", "prompt" or "prompt_ids"')
         return self
+
+
+class PairRequest(_ExplicitRequest):
+    """`POST /v1/feedback` with an explicit pair."""
+
+    chosen: str
+    rejected: str
+    imported: bool = False
+
+
+class RatingRequest(_ExplicitRequest):
+    """`POST /v1/feedback` with an explicit single rating."""
+
+    completion: str
+    label: bool
+    """Whether the answer `completion` is good."""
+
+    @property
+    def chosen(self) -> str:
+        """The answer where it is good, else an empty text."""
+        return self.completion if self.label else ""
+
+    @property
+    def rejected(self) -> str:
+        """The answer where it is bad, else an empty text."""
+        return "" if self.label else self.completion
 
 
 class RollbackRequest(_Own):
     """`POST /v1/adapters/{name}/rollback`."""
 
     version: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]
+
+
+class LeaseRequest(_Own):
+    """`PUT /v1/leases/{name}`: the one writer of an adapter, and the greatest number that any version of it has."""
+
+    node: Annotated[str, Field(pattern=f"^{NODE_NAME.pattern}$")]
+    epoch: Annotated[int, Field(ge=1)]
+    newest: Annotated[int, Field(ge=0)] = 0
+
+
+class CopiedPairsRequest(_Own):
+    """`POST /v1/leases/{name}/pairs`: rows of tables, as `GET` gives them at another node."""
+
+    signals: list[dict[str, Any]]
+    pairs: list[dict[str, Any]]
+    quarantine: list[dict[str, Any]]
+
+
+class HandedOnRequest(_Own):
+    """`PUT /v1/leases/{name}/pairs`: the pairs that the writer of an epoch has on its disk."""
+
+    origins: list[str]
+    epoch: Annotated[int, Field(ge=0)]
 
 
 def _check_preference(text: str) -> str:
@@ -438,14 +852,18 @@ class UserQuarantineRequest(QuarantineRequest):
     user: UserName
 
 
-def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest:
-    """Validate either form of feedback, distinguished by its fields. Raises ApiError."""
-    if "completion_id" in body or "signal" in body:
+def parse_feedback(body: dict[str, Any]) -> SignalRequest | PairRequest | RatingRequest:
+    """Validate a form of feedback, distinguished by its fields. Raises ApiError."""
+    if body.keys() & {"completion_id", "request_id", "signal"}:
         return SignalRequest.checked(body)
     if "chosen" in body or "rejected" in body:
         return PairRequest.checked(body)
-    pair = '{"user", "messages" or "prompt", "chosen", "rejected"}'
-    raise bad_request(f'feedback is {{"completion_id", "signal", ...}} or {pair}')
+    if "completion" in body or "label" in body:
+        return RatingRequest.checked(body)
+    explicit = (
+        '{"user", "messages" or "prompt", "chosen", "rejected"}, or "completion" and "label" in the place of these'
+    )
+    raise bad_request(f'feedback is {{"completion_id" or "request_id", "signal", ...}} or {explicit}')
 
 
 _reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -458,11 +876,26 @@ def reading_turn(caller: str) -> asyncio.Lock:
 
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:
     """Read a request's JSON object and return `check` of it. Raises ApiError."""
-    data = await request.read()
+    data = await read_unpacked(request)
     if len(data) < _THREAD_BYTES:
         return check(parse_json(data))
     async with reading_turn(caller_of(request).tenant):
         return await asyncio.wrap_future(_large_bodies.check(data, check))
+
+
+async def read_asked(request: web.Request, check: Callable[[dict[str, Any]], G]) -> G:
+    """Read a completion's body, of the user whom its caller's rule or token says. Raises ApiError."""
+    caller = caller_of(request)
+
+    def named(body: dict[str, Any]) -> G:
+        given = body.get("user")
+        if (user := caller.user_of(request.headers, given)) == given:
+            return check(body)
+        made = check(body | {"user": user})
+        made._ignored = (*made._ignored, *["user"] * bool(given))
+        return made
+
+    return await read_body(request, named)
 
 
 class _LargeBodies:
@@ -513,12 +946,13 @@ def _explain(error: ValidationError) -> ApiError:
     same_field = [item for item in found if item["loc"][:1] == found[0]["loc"][:1]]
     first = max(same_field, key=lambda item: len(_fields(item["loc"])))
     where = _fields(first["loc"])
+    where += [field] if (field := first.get("ctx", {}).get("field")) else []
     param = ".".join(map(str, where)) or None
     message = str(first["msg"])
     if first["type"] == "missing":
         return bad_request(f'"{param}" is missing', param)
     if param is None or first["type"] == "edged":
-        return bad_request(message if param is None else f'"{param}": {message}', param)
+        return bad_request(message if param is None or where == [field] else f'"{param}": {message}', param)
     return bad_request(f'"{param}" = {_short(first["input"])}: {message[0].lower() + message[1:]}', param)
 
 

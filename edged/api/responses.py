@@ -36,6 +36,12 @@ class PromptTokenDetails(Answer):
     cached_tokens: int
 
 
+class CompletionTokenDetails(Answer):
+    """How many of the answers' tokens were reasoning."""
+
+    reasoning_tokens: int
+
+
 class Usage(Answer):
     """Tokens over all choices; the prompt counts once."""
 
@@ -43,6 +49,7 @@ class Usage(Answer):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokenDetails
+    completion_tokens_details: CompletionTokenDetails
 
 
 class TokenAlternative(Answer):
@@ -66,12 +73,32 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class AnsweredFunction(Answer):
+    """The function of a call, with its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(Answer):
+    """A tool that the answer calls."""
+
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AssistantMessage(Answer):
-    """The answer's text."""
+    """The answer's text, null where there are calls alone.
+
+    `tool_calls` and `reasoning_content` are there where the answer has them.
+    """
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[AnsweredCall] = []
+    reasoning_content: str = ""
 
 
 class ChatChoice(Answer):
@@ -80,7 +107,7 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class _Completion(Answer):
@@ -467,6 +494,7 @@ class Status(Answer):
     model: dict[str, Any]
     paths: dict[str, Any]
     pages: dict[str, int]
+    states: dict[str, int] | None
     prefix: dict[str, Any]
     finetune: dict[str, Any]
     fairness: dict[str, Any]
@@ -475,6 +503,36 @@ class Status(Answer):
     governors: dict[str, Any]
     quarantine: dict[str, int | None]
     store: dict[str, Any]
+
+
+class Leases(Answer):
+    """Every adapter that this node knows: its version here, its writer, and whether that lacks pairs of this node."""
+
+    leases: list[dict[str, Any]]
+
+
+class LeaseTaken(Answer):
+    """The writer of an adapter is known, and this node has the version on its disk; 0: none."""
+
+    adapter: str
+    node: str
+    epoch: int
+    version: int
+
+
+class CopiedPairs(Answer):
+    """Pairs of an adapter that its writer may lack: rows of tables."""
+
+    signals: list[dict[str, Any]]
+    pairs: list[dict[str, Any]]
+    quarantine: list[dict[str, Any]]
+
+
+class PairsTaken(Answer):
+    """The number of pairs that were not known yet; all are on disk."""
+
+    adapter: str
+    pairs: int
 
 
 class Drained(Answer):

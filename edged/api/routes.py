@@ -12,8 +12,10 @@ from edged.api import (
     completions,
     events,
     feedback,
+    leases,
     metrics,
     models,
+    openai_responses,
     operations,
     page,
     preferences,
@@ -27,6 +29,7 @@ from edged.api import (
 from edged.api.event_streams import MAX_BACKLOG
 from edged.api.jobs import bodies, files, finetuning
 from edged.api.openapi import EVENTS, Route, document
+from edged.settings.fleet import NODE_NAME
 
 _TAR = ("application/x-tar",)
 _PAGE_FILES = ("text/css", "text/javascript", "image/svg+xml")
@@ -46,6 +49,8 @@ _PAGE: dict[str, dict[str, Any]] = {
 _FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, "maximum": files.MAX_LISTED}, **_AFTER,
           "purpose": {"type": "string"}, "order": {"type": "string", "enum": ["asc", "desc"]}}  # fmt: skip
 _JOB: dict[str, Any] = {"role": "train", "answer": bodies.Job, "errors": (404,)}
+_LEASE: dict[str, dict[str, Any]] = {
+    "node": {"type": "string", "pattern": NODE_NAME.pattern}, "epoch": {"type": "integer", "minimum": 0}}  # fmt: skip
 _SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MAX_SECONDS}}
 
 
@@ -59,10 +64,13 @@ ROUTES = (
           body=(requests.ChatRequest,), answer=responses.ChatCompletion, media=(EVENTS,), errors=(404,)),
     Route("POST", "/v1/completions", completions.completions, role="use",
           body=(requests.CompletionRequest,), answer=responses.TextCompletion, media=(EVENTS,), errors=(404,)),
+    Route("POST", "/v1/responses", completions.responses, role="use", body=(openai_responses.ResponsesRequest,),
+          answer=openai_responses.Response, media=(EVENTS,), errors=(404,)),
     Route("GET", "/v1/models", models.list_models, role="use", answer=responses.ModelList),
     Route("GET", "/v1/models/{id:.+}", models.get_model, role="use", answer=responses.Model, errors=(404,)),
     Route("POST", "/v1/feedback", feedback.post_feedback, role="train",
-          body=(requests.SignalRequest, requests.PairRequest), answer=responses.FeedbackTaken, errors=(404,)),
+          body=(requests.SignalRequest, requests.PairRequest, requests.RatingRequest),
+          answer=responses.FeedbackTaken, errors=(404,)),
     Route("GET", "/v1/feedback", feedback.get_feedback, role="train", query=_USER, media=("application/jsonl",)),
     Route("GET", "/v1/feedback/{id}", feedback.get_feedback_progress, role="use",
           answer=responses.FeedbackProgress, errors=(404,)),
@@ -77,7 +85,7 @@ ROUTES = (
           answer=responses.Examined, status=202, errors=(404, 409)),
     Route("GET", "/v1/adapters/{name}/export", adapters.export, role="train", media=_TAR, errors=(404, 409)),
     Route("POST", "/v1/adapters/{name}/import", adapters.import_adapter, role="train", streamed=True,
-          query=_REASON, answer=responses.Imported, errors=(408, 409, 413)),
+          query=_REASON, answer=responses.Imported, errors=(408, 409, 413, 507)),
     Route("GET", "/v1/adapters/{name}/preference", preferences.get_preference, role="train",
           answer=responses.Preference, errors=(404,)),
     Route("PUT", "/v1/adapters/{name}/preference", preferences.put_preference, role="train",
@@ -117,6 +125,18 @@ ROUTES = (
     Route("GET", "/v1/store", operations.store_report, answer=responses.StoreReport),
     Route("POST", "/v1/store/prune", operations.prune, answer=responses.Pruned),
     Route("POST", "/v1/store/vacuum", operations.vacuum, answer=responses.Vacuumed),
+    Route("GET", "/v1/leases", leases.list_leases, role="fleet", answer=responses.Leases),
+    Route("PUT", "/v1/leases/{name}", leases.put_lease, role="fleet",
+          body=(requests.LeaseRequest,), answer=responses.LeaseTaken, errors=(404, 409)),
+    Route("GET", "/v1/leases/{name}/state", leases.get_state, role="fleet", media=_TAR, errors=(404, 409)),
+    Route("PUT", "/v1/leases/{name}/state", leases.put_state, role="fleet", query=_LEASE, streamed=True,
+          answer=responses.LeaseTaken, errors=(404, 408, 409, 413, 507)),
+    Route("GET", "/v1/leases/{name}/pairs", leases.get_pairs, role="fleet",
+          answer=responses.CopiedPairs, errors=(404, 409)),
+    Route("POST", "/v1/leases/{name}/pairs", leases.post_pairs, role="fleet",
+          body=(requests.CopiedPairsRequest,), answer=responses.PairsTaken, errors=(404, 409)),
+    Route("PUT", "/v1/leases/{name}/pairs", leases.put_pairs, role="fleet",
+          body=(requests.HandedOnRequest,), answer=responses.PairsTaken, errors=(404,)),
     Route("GET", "/v1/status", status.status, role="use", always=True, answer=responses.Status),
     Route("GET", "/v1/settings", operations.get_settings, answer=responses.SettingsInUse),
     Route("POST", "/v1/reload", operations.reload, answer=responses.Reloaded),

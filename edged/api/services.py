@@ -31,6 +31,7 @@ from edged.store import Store
 from edged.store.maintenance import Maintenance
 from edged.store.user_quota import UserQuota
 from edged.telemetry.device import DeviceMonitor
+from edged.text.grammar import GrammarCompiler
 from edged.text.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining"]
@@ -47,6 +48,7 @@ class Services:
     engine: Engine
     store: Store
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
     event_router: EventRouter
     feed: Feed
     feedback_intake: FeedbackIntake

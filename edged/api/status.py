@@ -85,6 +85,21 @@ def queue(services: Services) -> dict[str, int]:
     return {**counts, "waiting": counts["waiting"] + services.admission.waiting}
 
 
+def has_work(services: Services) -> bool:
+    """Whether requests or jobs are under way, or pairs wait to be learned; while the database cannot be read, too.
+
+    It reads the database: not for the event loop.
+    """
+    waiting = queue(services)
+    if not services.settings.align.enabled:
+        del waiting["finetune"]
+    try:
+        jobs = services.job_runner.has_open_jobs
+    except StoreError:
+        return True
+    return any(waiting.values()) or bool(services.forgetting or services.busy) or jobs
+
+
 def refused(services: Services) -> int:
     """The number of requests since start that found the queue full."""
     return services.engine.stats.outcomes["refused"] + services.admission.refused

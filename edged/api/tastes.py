@@ -15,7 +15,7 @@ from edged.store import Store
 from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
-_SURE, _FEW = 0.55, 10
+_SURE, _FEW = 0.52, 10
 """The share of choices of one of two that are the user's from which on a taste model decides, and the number of prompts
 from which on it is asked for each topic apart."""
 _MOST_KEPT = 256

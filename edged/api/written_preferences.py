@@ -59,6 +59,8 @@ class WrittenPreferences:
         The writer thread takes changes in, in the order of their commits.
         """
         changed: Future[WrittenPreference | None] = Future()
+        # A caller who leaves takes nothing back.
+        changed.set_running_or_notify_cancel()
 
         def settle(written: Future[WrittenPreference | None]) -> None:
             try:

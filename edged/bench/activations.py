@@ -14,7 +14,7 @@ import torch
 from peft.utils import constants
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from edged.align.dpo.decoder import Branches, LoraParameters, LoraRows
 from edged.align.dpo.layout import Piece
@@ -22,7 +22,7 @@ from edged.align.dpo.lean import Keep, KeptResults
 from edged.engine.attention.paged import IMPLEMENTATION, BranchAttention, attention_pass
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.inspection import find_decoder
-from edged.engine.model.loading import ModelRefused, target_linears
+from edged.engine.model.loading import ModelRefused, read_config, target_linears
 from edged.runtime import logs
 
 _DTYPE = torch.bfloat16
@@ -63,7 +63,7 @@ class _Layer:
     def __init__(self, config: Any, peft: str, tokens: int) -> None:
         self.tokens = tokens
         self.model = AutoModelForCausalLM.from_config(config, dtype=_DTYPE, attn_implementation=IMPLEMENTATION).eval()
-        layers, _ = find_decoder(self.model)
+        layers, _, _ = find_decoder(self.model)
         self.layer, kind = layers[0], self.model.config.get_text_config().model_type
         wanted = _IA3_LINEARS.get(kind, []) if peft == "ia3" else [peft.removeprefix("lora:")]
         if len({tuple((name, weight.shape) for name, weight in layer.named_parameters()) for layer in layers}) > 1:
@@ -171,7 +171,7 @@ def account(model: Path, peft: str, tokens: int, window_tokens: int) -> dict[str
 
     with FakeTensorMode():
         try:
-            layer = _Layer(AutoConfig.from_pretrained(str(model), trust_remote_code=False), peft, tokens)
+            layer = _Layer(read_config(str(model), trust_remote_code=False)[0], peft, tokens)
         except ModelRefused:
             raise
         except Exception as error:

@@ -5,7 +5,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -155,9 +155,9 @@ class LoadRun(ABC):
             self._pairs_sent += pair is not None
             yield arrival, pair
 
-    def _submit(self, arrival: Arrival, due_s: float) -> str:
+    def _submit(self, arrival: Arrival, due_s: float, adapter: str = ADAPTER) -> str:
         """Send a request that is due at `due_s`; return its id."""
-        request = self._request(next(self._numbers), arrival)
+        request = replace(self._request(next(self._numbers), arrival), adapter=adapter)
         self.recorder.expect(request.request_id, due_s, len(arrival.prompt_ids))
         try:
             self.engine.submit(request)

@@ -13,8 +13,16 @@ import torch
 
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.model.loading import ModelRefused, pick_dtype, read_config, refusal_of
-from edged.engine.model.memory_model import BaseShape, kept_bytes, kept_kinds, needs
-from edged.engine.model.quantization import CannotQuantize, WeightForm, form_of_checkpoint, form_of_setting, method_of
+from edged.engine.model.memory_model import BaseShape, beside_states, kept_bytes, kept_kinds, needs
+from edged.engine.model.quantization import (
+    MADE_BY,
+    CannotQuantize,
+    WeightForm,
+    dequantizes,
+    form_of_checkpoint,
+    form_of_setting,
+    method_of,
+)
 from edged.settings.load import Settings
 
 SYSTEM_BYTES = {"cpu": 1 << 30, "cuda": 5 << 29}
@@ -35,8 +43,11 @@ class ModelSizes:
 
     @classmethod
     def read(cls, path: Path, settings: Settings, cuda: bool) -> ModelSizes:
-        """Read a model's sizes from a directory or a config.json. Raises ModelRefused."""
-        config = read_config(str(path), trust_remote_code=False)
+        """Read a model's sizes from a directory or a config.json, or its plain checkpoint's from a GGUF file.
+
+        Raises ModelRefused.
+        """
+        config, _ = read_config(str(path), trust_remote_code=False)
         try:
             shape = BaseShape.of_config(config, settings.align.target_modules)
         except ModelRefused:
@@ -45,6 +56,8 @@ class ModelSizes:
             raise refusal_of(error, str(path), IMPLEMENTATION) from error
         dtype = pick_dtype(settings.model.dtype, torch.device("cuda" if cuda else "cpu"))
         stored, kind = method_of(config), settings.model.quantize
+        if stored and kind in MADE_BY and dequantizes(stored):
+            stored = None
         method = str(stored.get("quant_method")) if stored else kind
         try:
             # A profile of a quantized checkpoint names the method itself.
@@ -108,6 +121,9 @@ def plan_memory(
     parts = {"system": system, **asdict(found)}
     kv_per_token = parts.pop("kv_per_token")
     adapters = {name: parts.pop(name) for name in ("loaded_adapters", "active_adapters")}
+    if budget := settings.cache.memory_mb << 20:
+        page_bytes = settings.cache.page_size * kv_per_token
+        beside_states(sizes.shape, settings, sizes.dtype, found.loaded_adapters, page_bytes, budget)
     room, wanted = device_bytes - system - found.total, context * kv_per_token
     for kind in (*kept_kinds(sizes.shape, settings.align.recompute, cuda)[1:], "full"):
         if room < wanted:
@@ -116,6 +132,7 @@ def plan_memory(
             room, parts["kept_graph"] = room + parts["kept_graph"] - less, less
     return {
         "model": str(model),
+        "architecture": sizes.architecture,
         "parameters": sizes.shape.parameters,
         "quantization": sizes.quantization,
         "device": device,
@@ -123,7 +140,7 @@ def plan_memory(
         "device_bytes": device_bytes,
         "parts": parts,
         "kv_bytes_per_1k_tokens": 1000 * kv_per_token,
-        "adapter": {"rank": settings.align.rank, **adapters},
+        "adapter": {"rank": settings.align.rank, "linears": len(sizes.shape.targets), **adapters},
         "context_tokens": context,
         "context_bytes": wanted,
         "free_bytes": room,

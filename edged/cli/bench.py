@@ -8,20 +8,18 @@ from typing import Any
 
 import click
 
+from edged.cli.bench_fleet import fleet
+from edged.cli.load_options import ABOVE_ZERO, SHARE, Values, readers_option
 from edged.cli.options import config_option, explain_os_errors, policy_option, seed_option, shown
 from edged.cli.output import Renderable, echo, make_table, number, percent, progress_bar, show_progress
 from edged.cli.settings import load_settings, settings_of
 from edged.client.client import DaemonError
 
-_ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
-_SHARE = click.FloatRange(0.0, 1.0)
 _FILE = click.Path(exists=True, dir_okay=False)
-_ANDES_TOKENS_PER_S = {"andes-text": 4.8, "andes-speech": 3.3}
-"""Mean speeds of people who read and who listen (Andes, Tables 2.1 and 2.2)."""
 pair_format_option = click.option("--format", "pair_format", type=click.Choice(["hh", "trl", "edged"]), default="hh")
 model_shape_option = click.option(
     "--model", "-m", required=True, type=click.Path(exists=True, path_type=Path), metavar="DIR_OR_CONFIG",
-    help="A model's directory, or a config.json alone (configs/models has some).",
+    help="A model's directory, a config.json alone (configs/models has some), or a GGUF file for its plain checkpoint.",
 )  # fmt: skip
 trace_option = click.option(
     "--trace", required=True, metavar="FILE",
@@ -34,51 +32,8 @@ arrivals_option = click.option(
     "INTENSITY times the rate for SHARE of each period).",
 )
 _RATE_HELP = "Requests per second; default: 70 % of a burst's."
-rate_option = click.option("--rate", "rate_per_s", type=_ABOVE_ZERO, help=_RATE_HELP)
-retrain_rate_option = click.option("--retrain-rate", type=_SHARE, default=0.1, help="Pairs per request.")
-
-
-class Values(click.ParamType):
-    """A click type for several values in one option, separated by commas; `count` is their number where it is fixed."""
-
-    name = "list"
-
-    def __init__(self, each: click.ParamType, count: int | None = None) -> None:
-        self._each, self._count = each, count
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        values = tuple(self._each.convert(part.strip(), param, ctx) for part in value.split(",") if part.strip())
-        if not values or (self._count and len(values) != self._count):
-            self.fail(f"{value!r}: give {self._count or 'one or more'} values, separated by commas", param, ctx)
-        return values if self._count else tuple(dict.fromkeys(values))
-
-
-class Readers(click.ParamType):
-    """A click type for the speed of readers; "off" becomes None."""
-
-    name = "readers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from edged.scheduler.reader import TOKENS_PER_WORD, Pace
-
-        if not isinstance(value, str) or value == "off":
-            return None if value == "off" else value
-        tokens_per_s = _ANDES_TOKENS_PER_S.get(value)
-        if tokens_per_s is None:
-            tokens_per_s = TOKENS_PER_WORD * float(click.FloatRange(0.5, 100.0)(value, param, ctx))
-        return Pace(tokens_per_s)
-
-
-readers_option = click.option(
-    "--readers",
-    "pace",
-    type=Readers(),
-    default="6",
-    metavar="SPEED",
-    help="Words a second of those who read the answers; andes-text (4.8 tokens/s), andes-speech (3.3), or off.",
-)
+rate_option = click.option("--rate", "rate_per_s", type=ABOVE_ZERO, help=_RATE_HELP)
+retrain_rate_option = click.option("--retrain-rate", type=SHARE, default=0.1, help="Pairs per request.")
 
 
 def _prepare(keep_freed_memory: bool = True) -> None:
@@ -94,6 +49,9 @@ def _prepare(keep_freed_memory: bool = True) -> None:
 @click.group()
 def bench() -> None:
     """Measure this machine with recorded loads, or simulate another."""
+
+
+bench.add_command(fleet)
 
 
 @bench.command()
@@ -174,6 +132,7 @@ _PARTS = {
     "iteration": "an iteration's activations and logits",
     "dequantized": "the one weight that is dequantized at a time",
     "decode_graphs": "captured decode iterations",
+    "states": "states that layers keep of running sequences and open steps",
 }
 
 
@@ -234,10 +193,10 @@ def activations(model: Path, peft: str, tokens: int, window_tokens: int) -> Any:
 @click.option("--config", "-c", type=_FILE, help="TOML file with further settings.")
 @click.option("--device", metavar="NAME", help="Simulate this device (edged bench simulate) instead of measuring.")
 @click.option("--policies", type=Values(click.STRING), default="fcfs,mace", metavar="NAMES", help='Policies, or "all".')
-@click.option("--retrain-rates", type=Values(_SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
-@click.option("--rates", type=Values(_ABOVE_ZERO), metavar="RATES", help="Requests per second.")
+@click.option("--retrain-rates", type=Values(SHARE), default="0.1", metavar="SHARES", help="Pairs per request.")
+@click.option("--rates", type=Values(ABOVE_ZERO), metavar="RATES", help="Requests per second.")
 @click.option(
-    "--loads", type=Values(_ABOVE_ZERO), metavar="SHARES",
+    "--loads", type=Values(ABOVE_ZERO), metavar="SHARES",
     help="Rates as shares of the requests per second of a burst, which is measured once; default: 0.7.",
 )  # fmt: skip
 @click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", metavar="NUMBERS")

@@ -1,4 +1,4 @@
-"""The commands `edged feedback`, `edged export` and `edged quarantine`: preference pairs in, out and under review."""
+"""The commands `edged feedback`, `edged export` and `edged quarantine`: preferences in, out and under review."""
 
 import json
 import shutil
@@ -58,15 +58,17 @@ class ImportedLines:
 
 @click.group()
 def feedback() -> None:
-    """Import and export preference pairs."""
+    """Import and export preference pairs and ratings."""
 
 
 @feedback.command("import")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--user", "-u", metavar="NAME", help="Whose adapter learns from the pairs; none: each line's own user.")
 @click.option(
-    "--format", "format_", type=click.Choice(["hh", "trl", "edged"]), default="edged",
-    help="hh: HH-RLHF dialogues; trl: TRL preference rows, and those of other sets; edged: what `edged export` writes.",
+    "--format", "format_", type=click.Choice(["hh", "trl", "kto", "openai", "open-webui", "edged"]), default="edged",
+    help="hh: HH-RLHF dialogues; trl: TRL preference rows, and those of other sets; kto: single ratings, TRL's"
+    " unpaired preference rows; openai: OpenAI's preference examples; open-webui: the feedback that an admin of"
+    " Open WebUI exports as JSON; edged: what `edged export` writes.",
 )  # fmt: skip
 @click.option(
     "--skip", type=click.IntRange(0), default=0, metavar="N", help="Leave out the first N pairs.", show_default=False
@@ -76,23 +78,30 @@ def feedback() -> None:
 @json_option
 @with_client
 def import_(client: Client, file: Path, user: str | None, format_: Any, as_json: bool, **how: Any) -> None:
-    """Learn from the preference pairs of FILE, and wait until each has its outcome.
+    """Learn from the preference pairs and single ratings of FILE, and wait until each has its outcome.
 
-    FILE holds JSON lines, possibly gzipped; the pairs are sent in its order. Lines that hold no pair, or whose pair
-    teaches nothing, are reported by number; the others are learned. Exit code 1 says that there were such lines, or
-    that it had to stop early.
+    FILE holds JSON lines, possibly gzipped, which are sent in its order; Open WebUI's export is one JSON array, whose
+    oldest ratings come first. Lines or items that teach nothing are reported by number; the others are learned. Exit
+    code 1 says that there were such lines, or that it had to stop early.
     Ctrl-C while the pairs are learned ends the command alone.
     """
     from edged.align.feedback.pair_formats import count_lines, read_pairs
 
     skip, limit = how["skip"], how["limit"]
-    if not user and format_ != "edged":
+    if not user and format_ not in ("edged", "open-webui"):
         raise DaemonError(f"lines of format {format_} name no user: give --user NAME")
+    taken = Counter[str]()
     with explain_os_errors(f"{file} cannot be read"):
-        total = max(0, count_lines(file) - skip)
+        found = read_pairs(file, format_, taken)
+        if format_ == "open-webui":
+            whole = list(found)
+            _demand_one_person(whole, user)
+            found, lines = iter(whole), len(whole)
+        else:
+            lines = count_lines(file)
+        total = max(0, lines - skip)
         expected = total if limit is None else min(limit, total)
-        taken = Counter[str]()
-        rows = islice(read_pairs(file, format_, taken), skip, None if limit is None else skip + limit)
+        rows = islice(found, skip, None if limit is None else skip + limit)
         with progress_bar("importing", quiet=as_json) as show:
 
             def advance(done: int, waits_for: str = "") -> None:
@@ -101,8 +110,9 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
 
             result = send(client, user, rows, advance)
             result.taken = taken
+    one = "item" if format_ == "open-webui" else "line"
     if not as_json:
-        _report(result, user)
+        _report(result, user, one)
     waits = result.feedback_ids and not (how["no_wait"] or result.stopped)
     states, why = follow(client, result.feedback_ids, user) if waits else (None, None)
     pairs, go_on = len(result.feedback_ids), skip + result.done
@@ -112,12 +122,21 @@ def import_(client: Client, file: Path, user: str | None, format_: Any, as_json:
         stopped = {"stopped": {"error": result.stopped, "line": result.line, "skip": go_on}} if result.stopped else {}
         print_json({**data, **({"taken": result.taken} if result.taken else {}), **stopped})
     elif result.stopped:
-        where = f"stopped after {pairs} pairs, at line {result.line}; go on with --skip {go_on}"
+        where = f"stopped after {pairs} pairs, at {one} {result.line}; go on with --skip {go_on}"
         echo(f"edged: {result.stopped}\n{where}", err=True)
     elif states is not None:
         echo(_outcomes(states, why))
     if result.bad or result.stopped:
         sys.exit(1)
+
+
+def _demand_one_person(rows: list[tuple[int, dict[str, Any] | str]], user: str | None) -> None:
+    """Raise DaemonError where ratings of several people would teach one user."""
+    people = Counter(row["user"] for _, row in rows if isinstance(row, dict))
+    if user and len(people) > 1:
+        told = ", ".join(f"{person} ({count})" for person, count in people.most_common(MAX_SHOWN))
+        way_out = f"""keep one by jq '[.[] | select(.user_id == "{next(iter(people))}")]' FILE"""
+        raise DaemonError(f"the ratings are of {len(people)} people, and --user names one: {way_out}; there are {told}")
 
 
 def send(
@@ -155,7 +174,8 @@ def _send(
         return "names no user: add one, or give --user NAME"
     while True:
         try:
-            answer = client.post("/v1/feedback", {**pair, "user": user or pair["user"], "imported": True})
+            body = {**pair, "user": user or pair["user"]} | ({} if "label" in pair else {"imported": True})
+            answer = client.post("/v1/feedback", body)
             break
         except Refused as error:
             if not 400 <= error.status < 500 or error.status in (401, 403):
@@ -213,8 +233,9 @@ def _outcomes(states: dict[str, int], why: str | None) -> str:
 
 @click.command()
 @click.option(
-    "--format", "format_", type=click.Choice(["jsonl", "trl", "hh"]), default="jsonl",
-    help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; hh: HH-RLHF.",
+    "--format", "format_", type=click.Choice(["jsonl", "trl", "openai", "hh"]), default="jsonl",
+    help="jsonl: all that is known of a pair, for `edged feedback import`; trl: TRL's preference rows; openai:"
+    " OpenAI's preference examples; hh: HH-RLHF.",
 )  # fmt: skip
 @click.option("--user", "-u", metavar="NAME", help="Only this user's pairs.")
 @click.option("--since", metavar="DATE", help="Only pairs from this day or moment (ISO, UTC) on.")
@@ -245,10 +266,11 @@ def _converted(
     rows: Iterator[dict[str, Any]], format_: str, texts: bool, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield the pairs in the given format; those that it cannot express are counted by reason in `left_out`."""
-    from edged.align.feedback.pair_formats import to_hh, to_trl
+    from edged.align.feedback.pair_formats import to_hh, to_openai, to_trl
     from edged.align.feedback.row_shapes import FormatError
 
-    convert: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"jsonl": dict, "trl": to_trl, "hh": to_hh}
+    convert: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]
+    convert = {"jsonl": dict, "trl": to_trl, "openai": to_openai, "hh": to_hh}
     for pair in rows:
         if format_ == "trl" and ("messages" in pair) == texts:
             left_out["about chats" if texts else "about plain prompts (--texts writes these)"] += 1
@@ -259,20 +281,20 @@ def _converted(
             left_out[str(error)] += 1
 
 
-def _report(result: ImportedLines, user: str | None) -> None:
+def _report(result: ImportedLines, user: str | None, one: str) -> None:
     lines: dict[str, list[int]] = {}
     for bad in result.bad:
         lines.setdefault(bad["error"], []).append(bad["line"])
     for error, found in islice(lines.items(), MAX_SHOWN):
-        others = f" and {len(found) - 1} more lines" if len(found) > 1 else ""
-        echo(f"line {found[0]}{others}: {error}", err=True)
+        others = f" and {len(found) - 1} more {one}s" if len(found) > 1 else ""
+        echo(f"{one} {found[0]}{others}: {error}", err=True)
     if len(lines) > MAX_SHOWN:
         echo(f"... and {len(lines) - MAX_SHOWN} more problems (--json lists all)", err=True)
-    parts = [f"{len(result.feedback_ids)} pairs imported for {user or 'the users that the lines name'}"]
+    parts = [f"{len(result.feedback_ids)} pairs imported for {user or f'the users that the {one}s name'}"]
     if result.waiting_already:
         parts.append(f"{result.waiting_already} wait for training already")
     if result.bad:
-        parts.append(f"{len(result.bad)} bad lines not learned")
+        parts.append(f"{len(result.bad)} bad {one}s not learned")
     echo(", ".join(parts))
     for told, count in result.taken.most_common():
         echo(f"in {count} lines {told}")

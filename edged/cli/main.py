@@ -41,6 +41,7 @@ COMMANDS = (
         "config",
         "token",
         "doctor",
+        "models",
         "trace",
         "profile",
         "bench",

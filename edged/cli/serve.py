@@ -34,6 +34,7 @@ def serve(config: Path | None, **flags: str | None) -> None:
     Flags win over environment variables (EDGED_SECTION__KEY), and these over the file. `edged reload`, or SIGHUP where
     no terminal is, reads them again.
     """
+    from edged.http.sockets import ListenError, tls_of
     from edged.models import ModelMissing, local_model
     from edged.refusal import refuse_start
     from edged.runtime import logs
@@ -44,7 +45,8 @@ def serve(config: Path | None, **flags: str | None) -> None:
         settings = load()
         # Before torch is imported, which takes seconds.
         local_model(settings.model)
-    except (ConfigError, ModelMissing) as error:
+        tls_of(settings.api)
+    except (ConfigError, ModelMissing, ListenError) as error:
         logs.set_up(LogSettings(), logs.secrets_of(Settings(), os.environ), os.environ, sys.stderr)
         code = refuse_start(str(error), LogSettings(), os.environ)
         logs.take_down()

@@ -173,8 +173,13 @@ def token() -> None:
 @click.argument("name")
 @click.option("--roles", default="use,train", metavar="LIST", help="Of use, train, metrics and admin.")
 @click.option("--users", metavar="LIST", help='For whom it speaks: names, beginnings with "*", or "*".')
+@click.option(
+    "--identity",
+    metavar="WHERE",
+    help="Who asks: field (of the request, the default), header:NAME, name:USER, or name for the only one of --users.",
+)
 @shown
-def new(name: str, roles: str, users: str | None) -> Any:
+def new(name: str, roles: str, users: str | None, identity: str | None) -> Any:
     """Make a token, show it this once, and print the line for the settings.
 
     The settings keep its hash alone: whoever reads them cannot use it.
@@ -189,6 +194,12 @@ def new(name: str, roles: str, users: str | None) -> Any:
     entry: dict[str, Any] = {"name": name, "sha256": token_hash(secret), "roles": _listed(roles)}
     if users:
         entry["users"] = _listed(users)
+    if identity == "name":
+        if len(entry.get("users", ())) != 1:
+            raise DaemonError("--identity name takes the user from --users: name one there, or write name:USER")
+        identity = f"name:{entry['users'][0]}"
+    if identity:
+        entry["identity"] = identity
     try:
         load_settings(environ={}, overrides={"access.tokens": [entry]})
     except ConfigError as error:
@@ -204,12 +215,17 @@ def new(name: str, roles: str, users: str | None) -> Any:
 @shown
 def list_(config: Path | None) -> Any:
     """The tokens that the settings know, without the tokens themselves."""
-    known = [token.model_dump(include={"name", "roles", "users"}) for token in settings_of(config).access.tokens]
+    known = [
+        token.model_dump(include={"name", "roles", "users", "identity"}) for token in settings_of(config).access.tokens
+    ]
     if not known:
         return {"tokens": known}, "no token yet: edged token new NAME"
     whom = ("everybody" if "admin" in item["roles"] else ", ".join(item["users"]) or "nobody" for item in known)
-    rows = ((item["name"], ", ".join(item["roles"]), users) for item, users in zip(known, whom, strict=True))
-    return {"tokens": known}, lambda: make_table("token", "roles", "speaks for", rows=rows)
+    rows = (
+        (item["name"], ", ".join(item["roles"]), users, item["identity"])
+        for item, users in zip(known, whom, strict=True)
+    )
+    return {"tokens": known}, lambda: make_table("token", "roles", "speaks for", "user from", rows=rows)
 
 
 def _listed(text: str) -> list[str]:

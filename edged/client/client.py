@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,9 +51,12 @@ class Address:
     host: str = ""
     port: int = 0
     token: str = ""
+    tls: bool = False
+    """Whether TCP is HTTPS; certificates are checked by the system's authorities, or those in SSL_CERT_FILE."""
 
     def __str__(self) -> str:
-        return f"http://{self.host}:{self.port}" if self.host else " or ".join(map(str, self.sockets))
+        scheme = "https" if self.tls else "http"
+        return f"{scheme}://{self.host}:{self.port}" if self.host else " or ".join(map(str, self.sockets))
 
 
 def find_address(
@@ -68,8 +72,9 @@ def find_address(
     if url:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         with contextlib.suppress(ValueError):  # a port that is no number, or too large
-            if parts.scheme == "http" and parts.hostname:
-                return Address(host=parts.hostname, port=parts.port or 80, token=token)
+            if parts.scheme in ("http", "https") and parts.hostname:
+                tls = parts.scheme == "https"
+                return Address(host=parts.hostname, port=parts.port or (443 if tls else 80), token=token, tls=tls)
         raise DaemonError(f'address "{url}" is not of the form http://HOST:PORT')
     return Address(sockets=socket_paths(socket_path, environ))
 
@@ -249,9 +254,12 @@ class Client:
         at = self.address
         connection: http.client.HTTPConnection = _UnixConnection(at.sockets, self.timeout_s)
         if at.host:
-            connection = http.client.HTTPConnection(at.host, at.port, timeout=self.timeout_s)
+            kind = http.client.HTTPSConnection if at.tls else http.client.HTTPConnection
+            connection = kind(at.host, at.port, timeout=self.timeout_s)
         try:
             connection.connect()
+        except ssl.SSLError as error:
+            raise DaemonError(f"{at}: {error.reason}; SSL_CERT_FILE names the authority's certificate") from None
         except OSError:
             raise NotRunning(f'no daemon answers on {at}: start it with "edged serve"') from None
         return connection

@@ -11,11 +11,12 @@ import pwd
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import unquote
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -23,7 +24,7 @@ from pydantic import BaseModel, Field
 
 from edged.http.errors import ApiError
 from edged.http.sockets import over_tcp
-from edged.settings.access import API_TOKEN, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
+from edged.settings.access import API_TOKEN, NO_USER_NAME, SELF, USER_NAME, AccessRule, AccessSettings, Role, token_hash
 from edged.store.jobs.jobs import NO_ADAPTERS, JobAdapters
 
 ADMIN_GROUP = "edged"
@@ -143,6 +144,10 @@ class Caller:
     """Adapters of all fine-tuning jobs; those that `tenant` owns are the caller's."""
     named: tuple[str, ...] = ()
     """Users that [access] names for any caller: names, and patterns but for "*"."""
+    by_fleet: bool = False
+    """Whether an ingress of a fleet asks in the caller's name."""
+    identity: str = "field"
+    """Where a completion's user comes from: the request's field `user`, "header:NAME" or "name:USER"."""
 
     def may(self, role: Role) -> bool:
         """Whether the caller has a role; admins have all."""
@@ -186,7 +191,13 @@ class Caller:
         roles = frozenset[Role](role for role in told.roles if self.may(role))
         users = tuple(user for user in told.users if any(_covers(known, user) for known in self.users))
         label, tenant = f'"{told.name}" through {self.label}', f"{self.tenant}/{told.name}"
-        return replace(self, label=label, name=told.name, tenant=tenant, roles=roles, users=users)
+        return replace(self, label=label, name=told.name, tenant=tenant, roles=roles, users=users, by_fleet=True)
+
+    def demand_fleet(self, field: str) -> None:
+        """Raise ApiError (403) for a field that only an ingress of a fleet may send."""
+        if not self.by_fleet:
+            message = f'"{field}" is for an ingress of a fleet, and {self.label} is none ({self.rule}): leave it out'
+            raise ApiError(403, message, field, "forbidden_role")
 
     def sees(self, user: str) -> bool:
         """Whether the caller may know how a user, or another tenant, is served: itself, and those it speaks for."""
@@ -203,6 +214,24 @@ class Caller:
         if self.may("admin") or user in self.users or user in named:
             return user
         return next((known for known in self.users if known != "*" and matches_user(known, user)), self.tenant)
+
+    def user_of(self, headers: Mapping[str, str], field: str | None) -> str | None:
+        """Return the user of a completion, whose request names `field`.
+
+        Raises ApiError (400) for a header that names no user, or is there twice: a proxy may have added its own.
+        """
+        kind, _, name = self.identity.partition(":")
+        if kind == "field":
+            return field
+        if kind == "name":
+            return name
+        values = [value for key, value in headers.items() if key.lower() == name.lower()]
+        if len(values) > 1:
+            raise ApiError(400, f"the header {name} is there {len(values)} times: send it once", name, "bad_user")
+        user = unquote(values[0]).strip() if values else ""
+        if user and not USER_NAME.fullmatch(user):
+            raise ApiError(400, f"the header {name}: {NO_USER_NAME.format(user[:80])}", name, "bad_user")
+        return user or None
 
     def demand_role(self, role: Role) -> None:
         """Raise ApiError (403) unless the caller has the role."""
@@ -268,7 +297,10 @@ class Access:
         """
         self._rules = [_Rule(rule, number) for number, rule in enumerate(settings.rules)]
         self._tokens = [
-            (token.sha256, _holder(token.name, token.roles, token.users, f'access.tokens, name = "{token.name}"'))
+            (
+                token.sha256,
+                _holder(token.name, token.roles, token.users, f'access.tokens, name = "{token.name}"', token.identity),
+            )
             for token in settings.tokens
         ]
         self._named = tuple({user for user in settings.granted_users if user != "*"})
@@ -323,7 +355,8 @@ class Access:
         for rule in self._rules:
             if rule.fits(peer):
                 users = tuple(own if user == SELF else user for user in rule.users if user != SELF or own)
-                return account(rule.roles, users, rule.where + taken * (SELF in rule.users))
+                told = rule.where + taken * (SELF in rule.users)
+                return account(rule.roles, users, told, identity=rule.identity)
         if self._admin_gid in peer.gids:
             return account(frozenset({"admin"}), ("*",), f'members of group "{ADMIN_GROUP}" are admins')
         return account(frozenset({"use", "train"}), (own,) if own else (), "no rule of [access] names it" + taken)
@@ -347,6 +380,7 @@ class _Rule:
         self.where = f"access.rules[{number}]"
         self.roles = frozenset(rule.roles)
         self.users = ["*"] if "admin" in rule.roles else rule.users
+        self.identity = rule.identity
         self._uids, self._gids = set[int](), set[int]()
         for peer in rule.peers:
             kind, _, name = peer.partition(":")
@@ -360,10 +394,10 @@ class _Rule:
         return peer.uid in self._uids or not self._gids.isdisjoint(peer.gids)
 
 
-def _holder(name: str, roles: Sequence[Role], users: Sequence[str], rule: str) -> Caller:
+def _holder(name: str, roles: Sequence[Role], users: Sequence[str], rule: str, identity: str = "field") -> Caller:
     """The caller that holds a token."""
     spoken_for = ("*",) if "admin" in roles else tuple(users)
-    return Caller(f'token "{name}"', name, f"token:{name}", frozenset(roles), spoken_for, rule)
+    return Caller(f'token "{name}"', name, f"token:{name}", frozenset(roles), spoken_for, rule, identity=identity)
 
 
 CALLER: str = "caller"
@@ -374,11 +408,3 @@ def caller_of(request: web.Request) -> Caller:
     """The caller of a request that passed authentication."""
     caller: Caller = request[CALLER]
     return caller
-
-
-def is_loopback(name: str) -> bool:
-    """Whether a host name is localhost or a loopback address."""
-    try:
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 from aiohttp import EMPTY_PAYLOAD, StreamReader, web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import ContentEncodingError, LineTooLong
 from aiohttp.http_parser import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
@@ -51,8 +51,8 @@ class Connection(web.RequestHandler):
     """
 
     __slots__ = (
-        *("_account", "_body", "_discards", "_framing", "_header_timer", "_limits", "_lost", "_shares"),
-        *("_stall_timer", "_work"),
+        *("_account", "_answering", "_body", "_discards", "_framing", "_header_timer", "_limits", "_lost"),
+        *("_shares", "_stall_timer", "_work"),
     )
 
     def __init__(
@@ -78,6 +78,24 @@ class Connection(web.RequestHandler):
         self._framing = 0
         """Bytes that arrived for it, without its own."""
         self._discards, self._lost = False, asyncio.Event()
+        self._answering = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request was answered to the last byte, and nothing of another has come, unread bytes included.
+
+        A client that has connected and said nothing yet is waited for, as long as `limits.header_s`.
+        """
+        if self.transport is None:
+            return True
+        waits = self._header_timer is not None or self._answering or self._messages
+        return not (waits or self.transport.get_write_buffer_size() or _polled(self._socket, select.POLLIN))
+
+    @property
+    def _socket(self) -> socket.socket:
+        assert self.transport is not None
+        found: socket.socket = self.transport.get_extra_info("socket")
+        return found
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with self._counted():
@@ -126,11 +144,16 @@ class Connection(web.RequestHandler):
     async def _handle_request(self, request: web.BaseRequest, *more: Any) -> tuple[web.StreamResponse, bool]:
         """Handle a request, from its first look at the header to the last byte, when it is its account's turn."""
         self._header_came()
-        self._work = LoopWork(partial(super()._handle_request, request, *more))
-        answered = await self._shares.of(self._account).run(self._work)
-        if not request.content.is_eof():
-            await self._discard_rest()
-        return answered
+        self._answering = True
+        try:
+            self._work = LoopWork(partial(super()._handle_request, request, *more))
+            answered = await self._shares.of(self._account).run(self._work)
+            if not request.content.is_eof():
+                await self._discard_rest()
+            return answered
+        finally:
+            self._answering = False
+            self._shares.of(self._account)
 
     async def _discard_rest(self) -> None:
         """Drop what is left of a refused body: its client may read the answer only when it has sent all, or not."""
@@ -179,6 +202,11 @@ class Connection(web.RequestHandler):
             return super().handle_error(request, status, exc, message)
         # The bytes are not logged: a header may hold a token.
         log.info("a request could not be read: %s", type(exc).__name__)
+        if isinstance(exc, ContentEncodingError):
+            told = "its Content-Encoding cannot be decoded here: send it plain, or as gzip or deflate"
+            answer = ApiError(415, told, code="unknown_encoding").response()
+            answer.force_close()
+            return answer
         long = "the address or a header is longer than 8190 bytes"
         problem = long if isinstance(exc, LineTooLong) else "it is no HTTP"
         answer = ApiError(status, f"the request could not be read: {problem}", code="bad_http").response()
@@ -252,6 +280,24 @@ class Site(web.BaseSite):
             task.cancel()
         await super().stop()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no accepted connection is answered or waits."""
+        server = self._runner.server
+        assert server is not None
+        connections = [each for each in server.connections if isinstance(each, Connection)]
+        return not self._opening and all(connection.is_idle for connection in connections)
+
+    def leave(self) -> None:
+        """Accept no more and close connections: for a moment in which it `is_idle`. New ones wait in the queue."""
+        self._loop.remove_reader(self._listener)
+        server = self._runner.server
+        assert server is not None
+        for connection in server.connections:
+            connection.force_close()
+            if connection.transport is not None:
+                connection.transport.close()
+
     def _listen(self) -> None:
         if self in self._runner.sites:
             self._loop.add_reader(self._listener, self._accept)
@@ -321,6 +367,11 @@ def _too_many() -> bytes:
 
 def _is_left(client: socket.socket) -> bool:
     """Whether the client of a connection has closed its end."""
+    return _polled(client, select.POLLRDHUP)
+
+
+def _polled(client: socket.socket, event: int) -> bool:
+    """Whether an event is seen at a socket now."""
     poll = select.poll()
-    poll.register(client, select.POLLRDHUP)
+    poll.register(client, event)
     return bool(poll.poll(0))

@@ -121,13 +121,15 @@ class LoopShares:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.active_s = clock()
+        """When an account last did something at a connection."""
         self._shares: OrderedDict[Hashable, LoopShare] = OrderedDict()
         """By account, the one that asked longest ago first."""
 
     def of(self, account: Hashable) -> LoopShare:
         """Return the share of an account that asks now."""
         share = self._shares.pop(account, None) or LoopShare(self._alone, self._clock)
-        share.asked_s = self._clock()
+        share.asked_s = self.active_s = self._clock()
         self._shares[account] = share
         if len(self._shares) > _MAX_ACCOUNTS:
             self._shares.popitem(last=False)

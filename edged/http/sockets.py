@@ -92,6 +92,8 @@ class Listeners:
     """All listening sockets of the daemon."""
 
     sockets: tuple[socket.socket, ...]
+    inherited: bool
+    """Whether all are systemd's, which goes on listening when the daemon has ended, and starts it again."""
     _held: contextlib.ExitStack
 
     @property
@@ -114,14 +116,14 @@ def take_addresses(settings: ApiSettings, has_tokens: bool, environ: Mapping[str
         inherited_tcp = [item for item in taken if item.family != socket.AF_UNIX]
         for item in inherited_tcp:
             _refuse_open_to_all(f"systemd's socket {_name(item)}", item.getsockname()[0], has_tokens)
-        needs_unix = len(inherited_tcp) == len(taken)
+        needs_unix, inherited = len(inherited_tcp) == len(taken), len(taken)
         if settings.listen and not inherited_tcp:
             taken.append(held.enter_context(tcp_socket(settings.listen, has_tokens)))
         if needs_unix:
             unix = UnixListener(socket_paths(settings.socket, environ)[0], int(settings.socket_mode, 8))
             held.callback(unix.close)
             taken.insert(0, unix.socket)
-        return Listeners(tuple(taken), held.pop_all())
+        return Listeners(tuple(taken), inherited == len(taken), held.pop_all())
 
 
 def inherited_sockets(environ: Mapping[str, str], pid: int) -> list[socket.socket]:

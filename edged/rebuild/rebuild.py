@@ -67,7 +67,7 @@ class Rebuild:
         check_trl()
         check_loss(settings.align)
         self._settings, self._data_dir, self.adapter = settings, data_dir, adapter
-        self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")
+        self._base: Any = load_pretrained(str(model_dir), settings.model, "sdpa")[0]
         if self._base.device.type == "cpu":
             CpuThreads(settings.model.threads, self._base.num_parameters())
         self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir))

@@ -46,6 +46,10 @@ _USERS = _like(
     r"\*|@self|[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\*?",
     f'names no user: give a name, a name\'s beginning with "*", "*" for all, or "{SELF}"',
 )
+_IDENTITY = _like(
+    rf"field|header:[A-Za-z0-9-]{{1,64}}|name:{USER_NAME.pattern}",
+    'is no identity: write "field", "header:NAME" with a header\'s name, or "name:USER"',
+)
 _TOKEN_NAME = _like(
     rf"(?!{re.escape(API_TOKEN)}$){USER_NAME.pattern}",
     f'cannot name a token: use letters, digits, ".", "_", "@" or "-", and not "{API_TOKEN}"',
@@ -72,15 +76,25 @@ class Section(BaseModel):
 
 
 class _Grant(Section):
-    """The roles and users that a rule or token grants."""
+    """The roles and users that a rule or token grants, and where a request says which of them asks."""
 
     roles: list[Role]
     users: list[Annotated[str, _USERS]] = [SELF]
+    identity: Annotated[str, _IDENTITY] = "field"
 
     @model_validator(mode="after")
     def _admins_speak_for_all(self) -> _Grant:
         if "admin" in self.roles and not {"*", SELF}.issuperset(self.users):
             refuse('"admin" speaks for everybody: leave "users" out')
+        return self
+
+    @model_validator(mode="after")
+    def _speaks_for_its_identity(self) -> _Grant:
+        name = self.identity.removeprefix("name:")
+        begins = (user.removesuffix("*") for user in self.users if user.endswith("*"))
+        known = {SELF, name} & {*self.users} or "admin" in self.roles or any(map(name.startswith, begins))
+        if name != self.identity and not known:
+            refuse(f'the identity "{self.identity}" is of none of its users: name "{name}" in "users"')
         return self
 
 

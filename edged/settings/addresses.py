@@ -1,8 +1,9 @@
-"""Addresses of the daemon's Unix socket, for daemon and commands.
+"""Addresses: of the daemon's Unix socket, for daemon and commands, and on loopback.
 
 Must not import anything slow: every command does.
 """
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,3 +31,11 @@ def socket_paths(named: str, environ: Mapping[str, str]) -> tuple[Path, ...]:
 def too_long(path: Path) -> bool:
     """Whether the kernel refuses a socket of that path."""
     return len(os.fsencode(path)) > MAX_PATH_BYTES
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host name is localhost or a loopback address."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -12,7 +12,7 @@ from edged.settings.access import USER_NAME
 T = TypeVar("T")
 
 
-def _from_the_environment(value: Any) -> Any:
+def from_the_environment(value: Any) -> Any:
     """Read a table as JSON where it comes from an environment variable."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -28,7 +28,7 @@ def _name_users(table: dict[str, T]) -> dict[str, T]:
     return table
 
 
-ByUser = Annotated[dict[str, T], BeforeValidator(_from_the_environment), AfterValidator(_name_users)]
+ByUser = Annotated[dict[str, T], BeforeValidator(from_the_environment), AfterValidator(_name_users)]
 
 
 def value_of(table: Mapping[str, T], user: str) -> T | None:

@@ -13,14 +13,14 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from edged.settings.access import USER_NAME as USER_NAME
 from edged.settings.access import AccessSettings as AccessSettings
 from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
-from edged.settings.by_user import ByUser
+from edged.settings.by_user import ByUser, from_the_environment
 from edged.settings.fairness import FairnessSettings as FairnessSettings
 from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
@@ -52,15 +52,27 @@ class ConfigError(ValueError):
     """A setting is unknown, of the wrong type or out of bounds; the message names it and the way out."""
 
 
+TEMPLATE_OWN = frozenset(
+    {
+        *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "padding"),
+        *("continue_final_message", "tokenize", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "bos_token", "eos_token"),
+    }
+)
+"""Names of chat templates' arguments that edged, or the model's own files, give: nobody else may."""
+TemplateArguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(from_the_environment)]
+
+
 class ModelSettings(Section):
     """Which model is served."""
 
     path: str = setting("demo", 'directory of save_pretrained, hub name, or "demo" (embedded)')
+    revision: str = setting("", "branch, tag or commit of a hub name; a commit never changes; empty: main")
     name: str = setting("", "name in the API; empty: the directory's name")
     device: str = setting("auto", '"auto", "cpu", "cuda" or "cuda:N"')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "auto: bfloat16 on CUDA, float32 on CPU")
     quantize: Literal["", "nf4", "llm-int8", "int8", "int4"] = setting(
-        "", "quantize plain weights while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
+        "", "quantize plain weights, FP8 and MXFP4 while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
@@ -79,6 +91,9 @@ class ModelSettings(Section):
     lora_kernel: Literal["auto", "torch", "native", "triton"] = setting(
         "auto", "native (CPU, float32; beside cpu_kernels) and triton (CUDA) add all adapters' updates at once"
     )
+    fused_layers: bool = setting(
+        True, "CUDA: decodes pass common layers with few launches, by merged products and Triton's kernels"
+    )
     graph_memory_mb: int = setting(512, "CUDA: most memory of captured decode graphs / 2^20; 0: none is captured", ge=0)
     keep_freed_memory: bool = setting(True, "CPU: keep freed memory for the next iteration; given back when idle")
     huge_pages: bool = setting(True, "CPU: weights in huge pages; edged serve starts itself again to have them")
@@ -86,6 +101,20 @@ class ModelSettings(Section):
     trust_remote_code: bool = setting(
         False, "run Python code that came with the model, with all of edged's rights; off: it is refused"
     )
+    chat_template_kwargs: TemplateArguments = setting(
+        {}, "arguments of the chat template where a request names no others, such as { enable_thinking = false }"
+    )
+    response_template: str = setting(
+        "",
+        "JSON file, as transformers describes it, by which calls and reasoning are read; empty: a known one that fits",
+    )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_the_templates(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if own := sorted(TEMPLATE_OWN & arguments.keys()):
+            raise PydanticCustomError("own", "{name} is edged's own to give: leave it out", {"name": own[0]})
+        return arguments
 
 
 class ServingSettings(Section):
@@ -108,6 +137,12 @@ class ServingSettings(Section):
         "hot", 'a new version reaches running answers ("hot") or only later ones ("pin")'
     )
     drain_s: Positive = setting(8.0, "how long SIGTERM waits for running answers")
+    exit_when_idle_s: float = setting(
+        0.0,
+        "with systemd's sockets alone: end after so long without a request, once all is learned; the next starts the"
+        " daemon again; 0: never",
+        ge=0.0,
+    )
 
     @property
     def by_taste(self) -> bool:
@@ -121,6 +156,7 @@ class CacheSettings(Section):
     page_size: Count = setting(16, "tokens of one page")
     memory_mb: int = setting(0, "bytes of K/V pages / 2^20; 0: derived from free memory", ge=0)
     prefix_sharing: bool = setting(True, "reuse pages of equal prompt prefixes")
+    copy_states_every: Count = setting(64, "tokens of an answer until what layers keep of it is copied for a next turn")
     share_across: Literal["all", "user"] = setting(
         "all", "whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
     )
@@ -331,6 +367,10 @@ def minutes_of(hours: str) -> tuple[int, int] | None:
     return first, end
 
 
+_ORIGIN = r"^[a-z][a-z0-9+.-]*://[a-z0-9._:\[\]-]+$"
+"""A site as browsers write it: without a path, in small letters."""
+
+
 class ApiSettings(Section):
     """The socket."""
 
@@ -344,8 +384,21 @@ class ApiSettings(Section):
     socket_mode: Literal["0600", "0660", "0666"] = setting(
         "0660", "who may open the Unix socket: its owner, its group too, everybody; [access] says for what"
     )
+    browser_origins: list[Annotated[str, StringConstraints(pattern=_ORIGIN)]] = setting(
+        [], 'sites whose web pages may use edged, such as "https://chat.example" or "app://obsidian.md"'
+    )
     max_body_kb: Count = setting(1024, "largest request body in KiB")
+    tools_without_template: Literal["ignore", "refuse"] = setting(
+        "ignore", "tools that the model's chat template cannot write: answer without them and say so, or 400"
+    )
+    task_header: str = setting(
+        "X-Edged-Task",
+        "header that marks a background task, such as a chat's title: batch class, never kept or learned from;"
+        " empty: none",
+        pattern=r"[A-Za-z0-9-]{0,64}",
+    )
     max_stop_chars: Count = setting(1024, "longest stop string")
+    max_schema_kb: int = setting(64, "largest schema or grammar of an answer in KiB", ge=1, le=512)
     max_logprobs: Count = setting(
         131_072, "log-probabilities of an answer that is no stream: n x max_tokens x (1 + alternatives)"
     )

@@ -28,7 +28,7 @@ from edged.settings.load import AlignSettings, Settings
 from edged.store.data_dir import erase_folder, path_in, sha256_of, sync
 from edged.tensors.host_copy import HostCopies
 
-_MANIFEST = "edged.json"
+MANIFEST, OPTIMIZER = "edged.json", "optimizer.safetensors"
 _DRAFT = ".draft"
 
 
@@ -299,7 +299,7 @@ class AdapterFiles:
     def _write(self, draft: Path, snapshot: Snapshot) -> None:
         (draft / CONFIG).write_text(json.dumps(self._peft_config(snapshot.form), indent=1), "utf-8")
         save_file(snapshot.weights, draft / WEIGHTS, metadata={"format": "pt"})
-        save_file(snapshot.optimizer, draft / "optimizer.safetensors")
+        save_file(snapshot.optimizer, draft / OPTIMIZER)
         sums = {path.name: sha256_of(path) for path in sorted(draft.iterdir())}
         manifest = {
             "adapter": snapshot.adapter,
@@ -309,7 +309,7 @@ class AdapterFiles:
             "sha256": sums,
             "form": dict(snapshot.form.config) if snapshot.form.imported else None,
         }
-        (draft / _MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
+        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), "utf-8")
         for path in draft.iterdir():
             sync(path)
         sync(draft)
@@ -345,8 +345,13 @@ class AdapterFiles:
         folder = self.path(adapter, version)
         if self.hidden(adapter):
             raise AdapterError(f"{folder}: the adapter was forgotten")
+        self._check_files(folder)
+        return folder
+
+    def _check_files(self, folder: Path) -> dict[str, Any]:
+        """Verify that a folder's files are a whole version that fits the base model; returns its manifest."""
         try:
-            manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
+            manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text("utf-8"))
             sums = manifest["sha256"]
             damaged = [name for name, value in sums.items() if sha256_of(folder / name) != value]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -357,7 +362,23 @@ class AdapterFiles:
             which = f'"{manifest.get("base_model")}", not "{self.spec.base_model}" as it is now'
             raise AdapterError(f"{folder}: learned on another base model ({which})")
         self._form(folder, manifest)
-        return folder
+        return manifest
+
+    def received(self, folder: Path) -> Snapshot:
+        """Read the version in a folder of files that another node sent. Raises AdapterError."""
+        manifest = self._check_files(folder)
+        try:
+            return self._read(folder, str(manifest["adapter"]), int(manifest["version"]))
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise AdapterError(f"{folder}: could not be read ({error})") from None
+
+    def has(self, adapter: str, version: int, folder: Path) -> bool:
+        """Whether a version on disk has the very weights of the one in a folder that another node sent."""
+        manifests = [path / MANIFEST for path in (self.path(adapter, version), folder)]
+        if not manifests[0].exists():
+            return False
+        mine, theirs = (json.loads(path.read_text("utf-8"))["sha256"].get(WEIGHTS) for path in manifests)
+        return bool(mine == theirs)
 
     def _form(self, folder: Path, manifest: Mapping[str, Any]) -> AdapterForm:
         """The form of the version in a folder: that of the settings, or the one it was imported with. Raises
@@ -387,9 +408,11 @@ class AdapterFiles:
 
     def read(self, adapter: str, version: int) -> Snapshot:
         """Read a version that was checked before."""
-        folder = self.path(adapter, version)
-        weights, optimizer = (load_file(folder / name) for name in (WEIGHTS, "optimizer.safetensors"))
-        form = self._form(folder, json.loads((folder / _MANIFEST).read_text("utf-8")))
+        return self._read(self.path(adapter, version), adapter, version)
+
+    def _read(self, folder: Path, adapter: str, version: int) -> Snapshot:
+        weights, optimizer = (load_file(folder / name) for name in (WEIGHTS, OPTIMIZER))
+        form = self._form(folder, json.loads((folder / MANIFEST).read_text("utf-8")))
         return Snapshot(adapter, version, weights, optimizer, form)
 
     def newest(self, adapter: str) -> tuple[int, list[str]]:

@@ -133,15 +133,16 @@ class AdapterCache:
             self.versions[state.name] = state.version
             self._places[state.name] = _Place(state, state.version, state.version)
 
-    def replace(self, state: AdapterState) -> None:
+    def replace(self, state: AdapterState, after: int = 0) -> None:
         """Make a built state the adapter's, under the next version number, which is due to be written now.
 
-        Until it is on disk a power cut would bring back the version that it replaces.
+        The number is also greater than `after`. Until it is on disk a power cut would bring back the version that it
+        replaces.
         """
         before, place = self.version(state.name), self._places.get(state.name)
         if place is None:
             place = self._places[state.name] = _Place(state, before, before)
-        state.version = state.newest_number = max(before, state.newest_number, place.state.newest_number) + 1
+        state.version = state.newest_number = max(before, after, state.newest_number, place.state.newest_number) + 1
         place.state, place.saved_at_s = state, -math.inf
         self.withdrawn.discard(state.name)
 

@@ -58,6 +58,12 @@ class LoraSpec:
     """The norms that DoRA needs; None where the base's weights cannot be read, as quantized ones."""
     dtype: torch.dtype = torch.float32
     """The slots' type."""
+    wrapper: str = ""
+    """What the checkpoint's own class calls the text decoder, "model.language_model."; "" where that is all of it."""
+
+    def exported(self, linear: str) -> str:
+        """Return what the checkpoint's own class calls a linear."""
+        return self.wrapper + linear.partition(".")[2] if self.wrapper else linear
 
     @property
     def form(self) -> AdapterForm:

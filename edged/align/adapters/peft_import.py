@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from edged.align.adapters.form import AdapterForm, LoraSpec, lora_config, measured, peft_name, served
 from edged.models.whole_files import why_not_whole
+from edged.models.wrapper_names import text_name
 from edged.runtime import bounded_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -187,9 +188,20 @@ def _by_linear(config: Mapping[str, Any], name: str, pattern: str) -> Callable[[
     for number in (config.get(name), *keys.values()):
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= _LARGEST:
             raise ImportRefused(f"its {name} is {str(number)[:40]!r}: give a number from 0 to {_LARGEST:g}")
-    known = [(re.compile(rf"(.*\.)?({key})"), float(number)) for key, number in keys.items()]
+    known = [(re.compile(rf"(.*\.)?({_own_key(key)})"), float(number)) for key, number in keys.items()]
     default = float(config[name])
     return lambda linear: next((number for key, number in known if key.fullmatch(linear)), default)
+
+
+def plain_key(key: str) -> str:
+    """Return a pattern's key as the name, or the end of one, that it stands for."""
+    return key.removeprefix("^").replace("\\.", ".")
+
+
+def _own_key(key: str) -> str:
+    """Return a key without the beginning of a wrapper's names."""
+    plain = plain_key(key)
+    return key if text_name(plain) == plain else text_name(plain)
 
 
 def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dict[str, torch.Tensor], AdapterForm]:
@@ -200,7 +212,7 @@ def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dic
         if size > max_bytes(spec):
             raise ImportRefused(f"{path.name} has {size} bytes, at most {max_bytes(spec)} can fit this model")
         with safe_open(path, "pt") as file:
-            saved = _saved_names(file.keys())
+            saved = _saved_names(file.keys(), spec)
             parts = {name: file.get_slice(own) for name, own in saved.items()}
             form = form_of(config, {name: tuple(part.get_shape()) for name, part in parts.items()}, spec)
             for name, part in parts.items():
@@ -214,13 +226,15 @@ def _weights(path: Path, config: Mapping[str, Any], spec: LoraSpec) -> tuple[dic
     return tensors, form
 
 
-def _saved_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the names in a file by those that save_pretrained writes. Raises ImportRefused for two of one weight."""
+def _saved_names(names: Iterable[str], spec: LoraSpec) -> dict[str, str]:
+    """Return the names in a file by those that save_pretrained writes of the text decoder alone, also where they are a
+    wrapper's. Raises ImportRefused for two of one weight."""
     found: dict[str, str] = {}
     for name in names:
         made = _BY_HAND.fullmatch(name)
         part = "" if made is None else {"magnitude_vector": "magnitude"}.get(made[2], made[2] or "")
-        saved = name if made is None else peft_name(made[1], part)
+        linear = "" if made is None else text_name(made[1])
+        saved = name if made is None else peft_name(linear if linear in spec.shapes else made[1], part)
         if saved in found:
             both = f"{found[saved][:200]} and {name[:200]} are one weight of two adapters"
             raise ImportRefused(f"{both}: write one of them with peft's save_pretrained(DIRECTORY)")

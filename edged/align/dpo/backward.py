@@ -38,7 +38,7 @@ def branches_of(
         begin = first - pair_forward.kept
         earlier = decoder.read_kv(layer, pair_forward.pages, begin) if begin else None
         leaves += [tensor.requires_grad_(True) for tensor in earlier or ()]
-        pieces = tuple(pair_forward.layout.pieces(begin, last - pair_forward.kept))
+        pieces = tuple(pair_forward.layout.pieces(begin, last - pair_forward.kept, decoder.keeps_states))
         branches.append(Branches(first - start, last - start, begin, pieces, earlier, micro_batch.masks))
         owners.append(pair_forward)
     return branches, owners, leaves

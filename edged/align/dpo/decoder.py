@@ -70,6 +70,8 @@ class Decoder(Protocol):
     vocab_size: int
     device: torch.device
     dtype: torch.dtype
+    keeps_states: bool
+    """Whether layers keep states: an answer goes on from the one after its prompt, and a unit covers whole pairs."""
 
     def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
         """Keys and values [kv_heads, rows, head_dim] of the first `rows` rows in `pages`."""

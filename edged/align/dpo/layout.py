@@ -57,11 +57,15 @@ class Layout:
         """Flat rows [start, stop) of each answer."""
         return list(pairwise(accumulate(self.answers, initial=self.prompt)))
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """Flat tokens [start, stop), cut where an answer begins that others are hidden from."""
+    def pieces(self, start: int, stop: int, forks: bool = False) -> Iterator[Piece]:
+        """Flat tokens [start, stop), cut where an answer begins that others are hidden from.
+
+        Prompt and first answer are one run, unless the state after the prompt is needed for its `forks`.
+        """
+        if forks and start < min(stop, self.prompt):
+            yield Piece(start, min(stop, self.prompt), start, None)
         for index, (fork, end) in enumerate(self.spans):
-            # Prompt and first answer are one run.
-            first, last = max(start, fork if index else 0), min(stop, end)
+            first, last = max(start, fork if index or forks else 0), min(stop, end)
             if first < last:
                 hidden = (self.prompt, fork) if fork > self.prompt else None
                 yield Piece(first, last, first - (fork - self.prompt), hidden)

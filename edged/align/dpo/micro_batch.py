@@ -131,7 +131,7 @@ class MicroBatch:
                 row += layout.num_tokens
                 owner += len(layout.scored_tokens)
                 kept += layout.num_tokens if keeps else 0
-        self.rows, self.kept_rows = row, kept
+        self.rows, self.kept_rows, self._forks = row, kept, decoder.keeps_states
         self.owners = owner
         """Number of all streams' scored texts: answers and, for some losses, prompts."""
         self.masks: Masks = {}
@@ -156,7 +156,8 @@ class MicroBatch:
         for pair_forward in self.pair_forwards:
             stop = pair_forward.done + min(pair_forward.left, num_tokens)
             if stop > pair_forward.done:
-                pieces += [(pair_forward, piece) for piece in pair_forward.layout.pieces(pair_forward.done, stop)]
+                own = pair_forward.layout.pieces(pair_forward.done, stop, self._forks)
+                pieces += [(pair_forward, piece) for piece in own]
                 num_tokens -= stop - pair_forward.done
         return pieces
 

@@ -56,6 +56,7 @@ class DpoStep:
             max_tokens,
             self.keeps_graph,
             len(adapter_steps),
+            decoder.keeps_states,
         )
         self.ahead: MicroBatch | None = None
         """The micro-batch after `micro_batch`, where its forward may be computed ahead."""

@@ -4,6 +4,7 @@ It has no tensors, so that a simulated step is planned as a real one.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from edged.align.dpo.layout import Layout
@@ -25,7 +26,8 @@ class StepPlan:
 
     The units are first "graph", one a layer, where the graph is kept; then windows of predictions, "score" for the
     reference and "head" for the policy; then the backward, "grad" through a kept graph or else "layer", which
-    recomputes the layer; and after the last group's the optimizers' "step".
+    recomputes the layer; and after the last group's the optimizers' "step". Where layers keep states "pairs" takes the
+    place of "layer": its windows end at pairs' ends, and are not cut.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class StepPlan:
         max_tokens: int,
         keeps_graph: bool,
         adapters: int = 1,
+        keeps_states: bool = False,
     ) -> None:
         """`max_tokens` bounds the tokens that a group's forward by one policy puts into the KV cache.
 
@@ -47,6 +50,7 @@ class StepPlan:
         self.needs_reference, self.keeps_graph = needs_reference, keeps_graph
         self.head_size = head_window_size(align.window_tokens, vocab_size)
         self._align, self._window, self._layers, self._adapters = align, align.window_tokens, layers, adapters
+        self._keeps_states = keeps_states
         self._groups = groups_of(pairs, min((1 if keeps_graph else 2) * align.window_tokens, max_tokens))
         self.groups_done = -1
         self.next_group()
@@ -71,14 +75,19 @@ class StepPlan:
         for kind, pairs in (("score", filter(self.needs_reference, self.pairs)), ("head", self.pairs)):
             scored = sum(sum(Layout.of(pair, self._align).scored_tokens) for pair in pairs)
             forward += [(kind, min(self.head_size, scored - at)) for at in range(0, scored, self.head_size)]
-        self.begin_backward([(0, self._rows)])
+        ends = list(accumulate((pair.num_tokens for pair in self.pairs), initial=0))
+        self.begin_backward(list(pairwise(ends)))
         self.units[:0] = forward
 
     def begin_backward(self, active: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Plan the backward over the rows `active`, which the losses leave; returns its windows."""
-        # A kept graph is one window: the backward of a layer covers all its rows at once.
-        windows = [(0, self._rows)] * bool(active) if self.graphed else windows_of(active, self._window)
-        kind = "grad" if self.graphed else "layer"
+        """Plan the backward over the rows `active` of each pair, which the losses leave; returns its windows."""
+        if self.graphed:
+            # A kept graph is one window: the backward of a layer covers all its rows at once.
+            kind, windows = "grad", [(0, self._rows)] * bool(active)
+        elif self._keeps_states:
+            kind, windows = "pairs", whole_pairs(active, self._window)
+        else:
+            kind, windows = "layer", windows_of(active, self._window)
         self.units: list[Work] = [(kind, stop - start) for start, stop in windows] * self._layers
         """Units of the group that are left after its forward, as far as they are known before the losses."""
         if not self._groups:
@@ -125,6 +134,17 @@ def groups_of(pairs: Sequence[TokenPair], most: int) -> list[list[TokenPair]]:
         groups[-1].append(pair)
         room -= pair.num_tokens
     return groups
+
+
+def whole_pairs(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """Windows of whole pairs, last first: neighbours share one of at most `size` rows; a longer pair has its own."""
+    windows: list[tuple[int, int]] = []
+    for start, stop in active:
+        if windows and windows[-1][1] == start and stop - windows[-1][0] <= size:
+            windows[-1] = (windows[-1][0], stop)
+        else:
+            windows.append((start, stop))
+    return windows[::-1]
 
 
 def windows_of(active: Sequence[tuple[int, int]], size: int) -> list[tuple[int, int]]:

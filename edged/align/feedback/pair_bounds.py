@@ -4,7 +4,7 @@ Words that somebody sends are refused beyond the bound, so that nothing of what 
 copy of the prompt and answers that edged served, which is cut; the completion keeps all of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, dropwhile, takewhile
 from typing import Any
@@ -15,8 +15,8 @@ from edged.store.rows import column_value
 
 CHARS_PER_TOKEN = 32
 """Characters of a text that are kept for each token of a pair: several times as many as language has."""
-Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None]
-"""A prompt: a chat, a text or bare tokens."""
+Asked = tuple[tuple[Message, ...] | None, str | None, tuple[int, ...] | None, Mapping[str, Any] | None]
+"""A prompt: a chat, a text or bare tokens, and the arguments of a chat's template."""
 
 
 def too_long(field: str, value: Any, max_tokens: int) -> str:
@@ -31,8 +31,9 @@ def too_long(field: str, value: Any, max_tokens: int) -> str:
 
 def cut_asked(asked: Asked, max_tokens: int) -> Asked:
     """Cut a prompt to its end: what is too long loses its start when it is tokenized, too."""
-    (messages, prompt, ids), most = asked, CHARS_PER_TOKEN * max_tokens
-    return messages and _last(messages, most), prompt and prompt[-most:], ids and ids[-max_tokens:]
+    (messages, prompt, ids, arguments), most = asked, CHARS_PER_TOKEN * max_tokens
+    kept = arguments if arguments and not too_long("", arguments, max_tokens) else None
+    return messages and _last(messages, most), prompt and prompt[-most:], ids and ids[-max_tokens:], kept
 
 
 def cut_side(side: Side, max_tokens: int) -> Side:

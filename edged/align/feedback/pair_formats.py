@@ -1,8 +1,9 @@
-"""Files of preference pairs: HH-RLHF, rows of TRL's and other shapes, and edged's own export.
+"""Files of preferences: HH-RLHF, rows of TRL's and other shapes, Open WebUI's export, and edged's own.
 
 A pair is a dict: `chosen` and `rejected` (the answers' texts) and either `messages` (the conversation before the
 answer, as the chat API takes it), `prompt` (plain text) or `prompt_ids` (bare tokens); edged's own format may add
-`user` and `weight`. With a user, the dict is a body of `POST /v1/feedback`.
+`user` and `weight`. A single rating has `completion` and `label` (true: good) in the place of the answers. With a user,
+the dict is a body of `POST /v1/feedback`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import codecs
 import contextlib
 import errno
 import gzip
+import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, cast
 
+from edged.align.feedback.open_webui import read_ratings
 from edged.align.feedback.row_shapes import (
     FormatError,
     Pair,
@@ -32,8 +35,9 @@ from edged.runtime import bounded_json
 if TYPE_CHECKING:
     from edged.store.feedback import PairRow
 
-Format = Literal["hh", "trl", "edged"]
+Format = Literal["hh", "trl", "kto", "openai", "open-webui", "edged"]
 
+_SIDES = ("chosen", "rejected")
 _GZIP_MAGIC = b"\x1f\x8b"
 _DAMAGE = (OSError, EOFError, zlib.error)
 _OTHER_FILES = {
@@ -45,12 +49,15 @@ _OTHER_FILES = {
 
 
 def read_pairs(path: Path, format: Format, taken: Counter[str] | None = None) -> Iterator[tuple[int, Pair | str]]:
-    """Yield (line number from 1, pair) for every line of `path`, or (line number, problem).
+    """Yield (line number from 1, pair or single rating) for every line of `path`, or (line number, problem).
 
     Gzip is recognised by its content; empty lines are skipped. `taken` counts what was read of lines in other fields
     than the format's. Raises OSError when the file cannot be opened, or holds no lines of JSON; a file that breaks off
-    yields a last problem.
+    yields a last problem. Of format "open-webui" the file is one JSON array, and numbers are those of its items.
     """
+    if format == "open-webui":
+        yield from read_ratings(_array(path))
+        return
     number = 0
     with _open(path) as file:
         try:
@@ -73,16 +80,21 @@ def count_lines(path: Path) -> int:
 def export_pair(row: PairRow) -> Pair:
     """A stored pair as one line of edged's export: the fields that `read_pairs(..., "edged")` reads, and its origin.
 
-    A single rating has `completion` and `label`, as in TRL's unpaired preference type, which no import reads.
+    A single rating has `completion` and `label`, as in TRL's unpaired preference type.
     """
     pair: Pair = {"user": row.adapter}
     if row.messages is not None:
         pair["messages"] = list(row.messages)
+        pair |= {"template_arguments": row.template_arguments} if row.template_arguments else {}
     elif row.prompt is not None:
         pair["prompt"] = row.prompt
     else:
         pair["prompt_ids"] = list(row.prompt_ids or ())
     answers: Pair = {"chosen": row.chosen.text, "rejected": row.rejected.text}
+    for name, side in (("chosen", row.chosen), ("rejected", row.rejected)):
+        # What a side has beside its content is one message with it.
+        message = {"role": "assistant", "content": side.content, **(side.beside or {})}
+        answers |= {f"{name}_message": message} if side.beside else {}
     if row.single:
         answers = {"completion": row.chosen.text or row.rejected.text, "label": bool(row.chosen.text)}
     return pair | {
@@ -97,12 +109,21 @@ def export_pair(row: PairRow) -> Pair:
 def to_trl(pair: Pair) -> Pair:
     """An exported pair as TRL's preference type with an explicit prompt: conversational for a chat, else standard.
 
+    Tools are in `tools`, other arguments of the chat template in `chat_template_kwargs`, calls in messages.
+
     Raises FormatError for a pair whose prompt is known in tokens alone, and for a message without text.
     """
     _demand_pair(pair)
     if "messages" in pair:
-        sides = {side: [{"role": "assistant", "content": pair[side]}] for side in ("chosen", "rejected")}
-        return {"prompt": messages_of(pair["messages"], "messages"), **sides}
+        plain = {side: {"role": "assistant", "content": pair[side]} for side in _SIDES}
+        sides = {side: [pair.get(f"{side}_message", message)] for side, message in plain.items()}
+        others = dict(pair.get("template_arguments", {}))
+        more = {"tools": others.pop("tools")} if "tools" in others else {}
+        more |= {"chat_template_kwargs": others} if others else {}
+        prompt = [
+            message if _is_tool_turn(message) else messages_of([message], "messages")[0] for message in pair["messages"]
+        ]
+        return {"prompt": prompt, **sides, **more}
     if "prompt" in pair:
         return {name: pair[name] for name in ("prompt", "chosen", "rejected")}
     raise FormatError("its prompt is known in tokens alone")
@@ -111,8 +132,7 @@ def to_trl(pair: Pair) -> Pair:
 def to_hh(pair: Pair) -> Pair:
     """An exported chat as HH-RLHF's two dialogues. Raises FormatError for one that would be read back differently."""
     _demand_pair(pair)
-    if "messages" not in pair:
-        raise FormatError("it is not a chat")
+    _demand_plain_chat(pair)
     messages = [{**plain, "content": plain["content"].strip()} for plain in messages_of(pair["messages"], "messages")]
     answers = {side: pair[side].strip() for side in ("chosen", "rejected")}
     names = {"user": "Human", "assistant": "Assistant"}
@@ -125,15 +145,59 @@ def to_hh(pair: Pair) -> Pair:
     return row
 
 
+def to_openai(pair: Pair) -> Pair:
+    """An exported chat as OpenAI's preference example. Raises FormatError for what jobs do not read of that format."""
+    _demand_pair(pair)
+    _demand_plain_chat(pair)
+    sides = {"preferred_output": pair["chosen"], "non_preferred_output": pair["rejected"]}
+    outputs = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+    return {"input": {"messages": messages_of(pair["messages"], "messages")}, **outputs}
+
+
+def _demand_plain_chat(pair: Pair) -> None:
+    if "messages" not in pair:
+        raise FormatError("it is not a chat")
+    if any(map(_is_tool_turn, [*pair["messages"], *(pair.get(f"{side}_message", {}) for side in _SIDES)])):
+        raise FormatError("the format has no tool calls")
+
+
+def _is_tool_turn(message: Pair) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
 def _open(path: Path) -> IO[bytes]:
+    # Damage is told with the line that it comes to.
+    with contextlib.suppress(EOFError, zlib.error), _unpacked(path) as file:
+        if problem := file_problem(file):
+            raise OSError(errno.EINVAL, problem)
+    return _unpacked(path)
+
+
+def _unpacked(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         zipped = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     unpack: Any = gzip.open if zipped else open
-    # Damage is told with the line that it comes to.
-    with contextlib.suppress(EOFError, zlib.error), unpack(path, "rb") as file:
-        if problem := file_problem(file):
-            raise OSError(errno.EINVAL, problem)
     return cast(IO[bytes], unpack(path, "rb"))
+
+
+_MOST_ARRAY_BYTES = 256 << 20
+"""A file that is one array is in memory as a whole."""
+
+
+def _array(path: Path) -> list[Any]:
+    """Parse a file that is one JSON array. Raises OSError."""
+    with _unpacked(path) as file:
+        try:
+            data = file.read(_MOST_ARRAY_BYTES + 1)
+            items = json.loads(data.decode("utf-8-sig")) if len(data) <= _MOST_ARRAY_BYTES else None
+        except (*_DAMAGE, ValueError, RecursionError) as error:
+            raise OSError(errno.EINVAL, f"it is no JSON: {error}") from None
+    if len(data) > _MOST_ARRAY_BYTES:
+        way_out = 'cut it, as `jq ".[:1000]" FILE` does'
+        raise OSError(errno.EFBIG, f"it has more than {_MOST_ARRAY_BYTES >> 20} MiB: {way_out}")
+    if not isinstance(items, list):
+        raise OSError(errno.EINVAL, f"it is a JSON {type(items).__name__}, not the array that Open WebUI exports")
+    return items
 
 
 def file_problem(file: IO[bytes]) -> str:
@@ -155,7 +219,8 @@ def _parsed(line: bytes, parse: Callable[[Pair], tuple[Pair, str]], taken: Count
     """Parse a line into its pair, or the problem with it."""
     try:
         pair, told = parse(parse_object(line))
-        checked_pair(pair)
+        if "label" not in pair:
+            checked_pair(pair)
     except FormatError as error:
         return str(error)
     if told and taken is not None:
@@ -182,19 +247,29 @@ def _demand_pair(pair: Pair) -> None:
 
 
 def _parse_edged(row: Pair) -> Pair:
-    _demand_pair(row)
     hint = "HH-RLHF's dialogues need --format hh, TRL's and other rows --format trl"
     if isinstance(row.get("chosen"), list | dict):
         raise FormatError(f'"chosen" is no string: {hint}')
-    chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
+    messages = [row.get(f"{side}_message") for side in _SIDES]
+    if any(_is_tool_turn(each) for each in messages if isinstance(each, dict)):
+        raise FormatError("an answer calls tools, which no import takes")
+    single = "label" in row
+    chosen, rejected = (
+        (text_of(row, "completion"), "") if single else (text_of(row, "chosen"), text_of(row, "rejected"))
+    )
     more = {name: row[name] for name in ("user", "weight") if row.get(name) is not None}
+    pair = _asked_edged(row, chosen, rejected, hint) | more
+    return _rating(pair, row["label"]) if single else pair
+
+
+def _asked_edged(row: Pair, chosen: str, rejected: str, hint: str) -> Pair:
     if row.get("messages") is not None:
-        return made_pair("messages", messages_of(row["messages"], "messages"), chosen, rejected) | more
+        return made_pair("messages", messages_of(row["messages"], "messages"), chosen, rejected)
     if row.get("prompt_ids") is not None:
-        return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected} | more
+        return {"prompt_ids": row["prompt_ids"], "chosen": chosen, "rejected": rejected}
     if "prompt" not in row:
         raise FormatError(f'has neither "messages" nor "prompt" nor "prompt_ids": {hint}')
-    return made_pair("prompt", text_of(row, "prompt"), chosen, rejected) | more
+    return made_pair("prompt", text_of(row, "prompt"), chosen, rejected)
 
 
 def _parse_preference(row: Pair) -> tuple[Pair, str]:
@@ -204,8 +279,27 @@ def _parse_preference(row: Pair) -> tuple[Pair, str]:
     return example.pairs[0], example.taken
 
 
+def _parse_rating(row: Pair) -> tuple[Pair, str]:
+    example = parse_row(row)
+    if example.shape == "completion":
+        raise FormatError('it has no "label": true or false')
+    if example.kind != "ratings":
+        hint = "--format trl reads pairs" if example.kind == "preferences" else "`edged finetune create` learns these"
+        raise FormatError(f'"{example.shape}" is of a file of {example.kind}: {hint}')
+    (pair,) = example.pairs
+    return _rating(pair, bool(pair["chosen"])), example.taken
+
+
+def _rating(pair: Pair, label: Any) -> Pair:
+    """Return the rating of the one answer that a pair has."""
+    asked = {name: value for name, value in pair.items() if name not in _SIDES}
+    return {**asked, "completion": pair["chosen"] or pair["rejected"], "label": label}
+
+
 _PARSERS: dict[str, Callable[[Pair], tuple[Pair, str]]] = {
     "hh": lambda row: (parse_hh(row), ""),
     "trl": _parse_preference,
+    "kto": _parse_rating,
+    "openai": _parse_preference,
     "edged": lambda row: (_parse_edged(row), ""),
 }

@@ -27,20 +27,28 @@ class PairTokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
-    def rowless(self) -> Mapping[int, str]: ...
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def refuses(self) -> bool: ...
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None
+    ) -> list[int]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
-    def encode_exchange(self, before: str | Sequence[Mapping[str, Any]], text: str) -> list[int]: ...
+    def encode_exchange(
+        self,
+        before: str | Sequence[Mapping[str, Any]],
+        text: str,
+        arguments: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
     def encode_answer(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 def demand_rows(tokenizer: PairTokenizer, pair: Mapping[str, Any]) -> None:
-    """Check that the model has a row for each token of a pair (`messages` or `prompt`, `chosen`, `rejected`).
+    """Check that the model may have each token of a pair (`messages` or `prompt`, `chosen`, `rejected`).
 
-    Texts are tokenized only where the tokenizer has tokens that lack one. Raises what the tokenizer raises.
+    Texts are tokenized only where the tokenizer refuses some. Raises what the tokenizer raises.
     """
-    if tokenizer.rowless:
+    if tokenizer.refuses:
         before = pair.get("messages") or pair.get("prompt") or ""
         for side in ("chosen", "rejected"):
             tokenizer.encode_exchange(before, pair.get(side) or "")
@@ -61,11 +69,11 @@ def tokenize_pair(tokenizer: PairTokenizer, row: PairRow, max_tokens: int) -> tu
     sides = (row.chosen, row.rejected)
     stored = [_stored_ids(tokenizer, side, max_tokens) for side in sides]
     prompt = _prompt(tokenizer, row, any(ids is not None for ids in stored))
-    fresh = [side.text for side, ids in zip(sides, stored, strict=True) if ids is None and side.text]
-    joint, answers = _fresh(tokenizer, row, prompt, fresh) if fresh else (0, {})
+    fresh = [side for side, ids in zip(sides, stored, strict=True) if ids is None and side.text]
+    joint, answers = _fresh(tokenizer, row, prompt, fresh) if fresh else (0, [])
     prompt, joined = prompt[: len(prompt) - joint], prompt[len(prompt) - joint :]
     chosen, rejected = (
-        [*joined, *ids] if ids is not None else answers.get(side.text, [])
+        [*joined, *ids] if ids is not None else answers.pop(0) if side.text else []
         for ids, side in zip(stored, sides, strict=True)
     )
     notes = []
@@ -119,6 +127,10 @@ def _stored_ids(tokenizer: PairTokenizer, side: Side, max_tokens: int) -> list[i
     ids = list(side.token_ids[:max_tokens])
     while ids and ids[-1] in tokenizer.eos_ids:
         ids.pop()
+    if side.beside:
+        decoded, names = tokenizer.decode(ids), [call["function"]["name"] for call in side.beside.get("tool_calls", ())]
+        parts = [side.content, side.beside.get("reasoning_content", ""), *names]
+        return ids if all(part in decoded for part in parts) or len(ids) == max_tokens else None
     # Tokenizers that mark words by a leading space decode the first one with or without it, by context.
     decoded, text = tokenizer.decode(ids).lstrip(), side.text.lstrip()
     # Those of a longer answer may end within a character.
@@ -127,22 +139,23 @@ def _stored_ids(tokenizer: PairTokenizer, side: Side, max_tokens: int) -> list[i
 
 
 def _fresh(
-    tokenizer: PairTokenizer, row: PairRow, prompt: Sequence[int], texts: Sequence[str]
-) -> tuple[int, dict[str, list[int]]]:
+    tokenizer: PairTokenizer, row: PairRow, prompt: Sequence[int], sides: Sequence[Side]
+) -> tuple[int, list[list[int]]]:
     """Tokenize answers as the model would have generated them: in a chat, as the template continues the prompt.
 
-    Returns how many of the prompt's last tokens the answers begin with, or what replaces these, and the tokens by text.
+    Returns how many of the prompt's last tokens the answers begin with, or what replaces these, and each one's tokens.
     """
     before = row.messages if row.messages is not None else row.prompt
     before = tokenizer.decode(prompt) if before is None else before
-    own = tokenizer.encode_prompt(before) if isinstance(before, str) else tokenizer.render_chat(before)
-    exchanges = {text: tokenizer.encode_exchange(before, text) for text in texts}
-    start = len(commonprefix([own, *exchanges.values()]))
+    about = row.template_arguments
+    own = tokenizer.encode_prompt(before) if isinstance(before, str) else tokenizer.render_chat(before, about)
+    exchanges = [tokenizer.encode_exchange(before, side.content, about, side.beside) for side in sides]
+    start = len(commonprefix([own, *exchanges]))
     joint = len(own) - start
     if joint and list(prompt[-joint:]) != own[start:]:
         # The prompt came as tokens that its text has not.
-        return 0, {text: tokenizer.encode_answer(text) for text in texts}
-    return joint, {text: ids[start:] for text, ids in exchanges.items()}
+        return 0, [tokenizer.encode_answer(side.text) for side in sides]
+    return joint, [ids[start:] for ids in exchanges]
 
 
 def _prompt(tokenizer: PairTokenizer, row: PairRow, same_tokens: bool) -> list[int]:
@@ -159,7 +172,7 @@ def _prompt(tokenizer: PairTokenizer, row: PairRow, same_tokens: bool) -> list[i
     if row.prompt_ids is not None and (same_tokens or bare):
         return list(row.prompt_ids)
     if row.messages is not None:
-        return tokenizer.render_chat(row.messages)
+        return tokenizer.render_chat(row.messages, row.template_arguments)
     return tokenizer.encode_prompt(row.prompt or "")
 
 

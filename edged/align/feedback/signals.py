@@ -46,7 +46,7 @@ from edged.store.completions import (
     get_completion,
     prompt_key,
 )
-from edged.store.feedback import PairRow, Side, Signal
+from edged.store.feedback import PairRow, Side, Signal, calls_text
 from edged.store.jobs.jobs import checkpoint_of
 
 SIGNALS = ("chosen", "rejected", "up", "down", "edit", "regenerate", "dwell", "skip")
@@ -137,32 +137,43 @@ def record_pair(
     account: str | None = None,
     named: Collection[str] = (),
     imported: bool = False,
+    single: bool = False,
 ) -> FeedbackResult:
     """Store an explicit pair about `messages`, `prompt` or bare tokens. A pair that waits already is not queued twice.
 
-    Raises FeedbackError.
+    `single`: it is a rating of one answer, good as `chosen` or bad as `rejected`, and the other text is empty. Only an
+    account that teaches the adapter (`_teaches`) has it learned. Raises FeedbackError.
     """
     if not user:
         raise FeedbackError("the pair names no user, so there is no adapter to teach: add `user`", "wrong_user")
     if not messages and not prompt and not prompt_ids:
         raise FeedbackError("the pair has no prompt: give `messages`, `prompt` or `prompt_ids`", "empty_side")
-    _check_sides(chosen, rejected)
+    if not single:
+        _check_sides(chosen, rejected)
+    elif not (chosen + rejected).strip():
+        raise FeedbackError("the rated answer is empty: nothing can be learned from it", "empty_side")
     about = {"messages": messages, "prompt": prompt, "prompt_ids": prompt_ids}
-    _check_lengths(settings, chosen=chosen, rejected=rejected, **about)
+    sides = {"completion": chosen or rejected} if single else {"chosen": chosen, "rejected": rejected}
+    _check_lengths(settings, **sides, **about)
+    source, kind = ("thumbs", "rating") if single else ("pair", "pair")
     key = prompt_key(messages, prompt, prompt_ids or ())
-    waiting = feedback.waiting_pair(db, key, user, chosen, rejected)
+    waiting = feedback.waiting_pair(db, key, user, chosen, rejected, source)
     if waiting is not None:
         pair_id, signal_id = waiting
-        return FeedbackResult(signal_id, (pair_id,), "this very pair waits already", duplicate=True)
-    why = "" if settings.feedback.weight_pair else "feedback.weight_pair is 0: explicit pairs are not learned from"
-    signal = Signal(_new_id(), utc_text(now), user, "pair", reason=why or _why_untaught(db, user), account=account)
+        return FeedbackResult(signal_id, (pair_id,), f"this very {kind} waits already", duplicate=True)
+    name = ("up" if chosen else "down") if single else "pair"
+    unweighed = weight_of(settings.feedback, name) == 0
+    why = f"feedback.weight_{source} is 0: explicit {kind}s are not learned from" if unweighed else ""
+    signal = Signal(_new_id(), utc_text(now), user, name, reason=why or _why_untaught(db, user), account=account)
+    if single and not (signal.reason or account is None or _teaches(db, signal, user in named)):
+        signal = replace(signal, reason=_only_teachers(user))
     feedback.insert_signal(db, signal)
     if signal.reason:
         return FeedbackResult(signal.id, reason=signal.reason)
     ids = None if prompt_ids is None else tuple(prompt_ids)
-    asked = (None if messages is None else tuple(messages), prompt, ids)
-    weight *= settings.feedback.weight_pair
-    pair_id = _insert(db, signal, user in named, asked, (Side(chosen), Side(rejected)), "pair", weight, imported)
+    asked = (None if messages is None else tuple(messages), prompt, ids, None)
+    weight *= weight_of(settings.feedback, name)
+    pair_id = _insert(db, signal, user in named, asked, (Side(chosen), Side(rejected)), source, weight, imported)
     feedback.set_signal_pairs(db, signal.id, [pair_id])
     return FeedbackResult(signal.id, (pair_id,))
 
@@ -180,11 +191,12 @@ def note_next_turn(
     before = answer_before(db, completion, settings) if completion else None
     if completion is None or before is None or completion.messages is None:
         return None
-    asked, asks = (content_text(completion.messages[index]) for index in (-3, -1))
+    said = [content_text(message) for message in completion.messages if message.get("role") == "user"]
+    asked, asks = said[-2] if len(said) > 1 else "", said[-1]
     learner = before.completion.adapter or ""
     if is_correction(asks) or is_rephrase(asked, asks):
-        said = cut_side(Side(asks), settings.align.max_pair_tokens).text
-        return _record(db, before, _new_signal(learner, before, "rephrase", said, None, now))
+        words = cut_side(Side(asks), settings.align.max_pair_tokens).text
+        return _record(db, before, _new_signal(learner, before, "rephrase", words, None, now))
     earlier = answer_before(db, before.completion, settings)
     complained = earlier is not None and earlier.rating is not None and earlier.rating.signal == "rephrase"
     others = rated_others(db, before)
@@ -221,8 +233,7 @@ def _record(db: Database, answer: RatedAnswer, signal: Signal, named: bool = Fal
         how = "kept" if answer.settings.align.unpaired == "off" else "learned"
         reason = f"{how} as a single rating; {reason}" if pair_ids else reason
     elif reason == UNPAIRED and signal.account and signal.signal not in _WEAK:
-        teachers = f"{signal.user}, an account that [access] names it for, or who taught the adapter first"
-        reason += f"; by itself only a rating is learned that {teachers}, gave"
+        reason += f"; {_only_teachers(signal.user)}"
     feedback.set_signal_pairs(db, signal.id, pair_ids, reason)
     return FeedbackResult(signal.id, tuple(pair_ids), reason, dropped=tuple(dropped))
 
@@ -244,7 +255,8 @@ def _direct_pairs(db: Database, answer: RatedAnswer, signal: Signal, named: bool
     weight = weight_of(answer.settings.feedback, signal.signal)
     asked = answer.asked
     if signal.signal == "edit" and weight:
-        return [_insert(db, signal, named, asked, (Side(signal.text or ""), answer.side), "edit", weight)]
+        edited = Side(signal.text or "", beside=answer.choice.beside)
+        return [_insert(db, signal, named, asked, (edited, answer.side), "edit", weight)]
     if signal.signal != "chosen" or not weight:
         return []
     candidates = [replace(answer, choice=choice).side for choice in answer.completion.choices]
@@ -278,6 +290,11 @@ def _rating_pairs(db: Database, answer: RatedAnswer, signal: Signal, named: bool
         feedback.set_signal_pairs(db, partner.rating.id, (*partner.rating.pair_ids, pair_id))
         pair_ids.append(pair_id)
     return pair_ids
+
+
+def _only_teachers(user: str) -> str:
+    teachers = f"{user}, an account that [access] names it for, or who taught the adapter first"
+    return f"by itself only a rating is learned that {teachers}, gave"
 
 
 def _counts_alone(db: Database, answer: RatedAnswer, signal: Signal, named: bool) -> bool:
@@ -332,9 +349,11 @@ def _insert(
 
     `pair` has the chosen and the rejected answer.
     """
-    about = (signal.created_at, signal.user, signal.id, source, weight, *asked)
-    row = PairRow(0, *about, *pair, state="queued", account=signal.account, direct=named)
-    return feedback.insert_pair(db, row, prompt_key(row.messages, row.prompt, row.prompt_ids or ()), imported)
+    about = (signal.created_at, signal.user, signal.id, source, weight, *asked[:3])
+    kept = PairRow(0, *about, *pair, state="queued", account=signal.account, direct=named)
+    row = replace(kept, template_arguments=asked[3])
+    key = prompt_key(row.messages, row.prompt, row.prompt_ids or (), row.template_arguments)
+    return feedback.insert_pair(db, row, key, imported)
 
 
 def _why_untaught(db: Database, adapter: str) -> str:
@@ -389,8 +408,8 @@ def _validate(answer: RatedAnswer, signal: Signal) -> None:
         raise FeedbackError('signal "edit" needs the edited answer as `text`', "bad_signal")
     _check_lengths(answer.settings, text=signal.text)
     if signal.signal == "edit":
-        _check_sides(signal.text or "", answer.choice.text)
-    if signal.signal == "chosen" and not answer.choice.text.strip():
+        _check_sides(signal.text or "", answer.side.text)
+    if signal.signal == "chosen" and not answer.side.text.strip():
         raise FeedbackError("the chosen answer is empty: nothing can be learned from it", "empty_side")
 
 
@@ -449,13 +468,16 @@ class RatedAnswer:
     @property
     def side(self) -> Side:
         """The answer as one side of a pair."""
-        side = Side(self.choice.text, self.choice.token_ids, self.completion.id, self.choice.choice)
+        text, beside = self.choice.text, self.choice.beside
+        text = text if text.strip() else calls_text(beside) or text
+        side = Side(text, self.choice.token_ids, self.completion.id, self.choice.choice, beside)
         return cut_side(side, self.settings.align.max_pair_tokens)
 
     @property
     def asked(self) -> Asked:
         """The prompt that it answers."""
-        asked = (self.completion.messages, self.completion.prompt, self.completion.prompt_ids)
+        known = self.completion
+        asked = (known.messages, known.prompt, known.prompt_ids, known.template_arguments)
         return cut_asked(asked, self.settings.align.max_pair_tokens)
 
     @property
@@ -498,10 +520,13 @@ def answer_before(db: Database, completion: Completion, settings: Settings) -> R
     messages = completion.messages
     if completion.adapter is None or messages is None or len(messages) < 3:
         return None
-    if [message.get("role") for message in messages[-3:]] != ["user", "assistant", "user"]:
+    # The results of calls are answered as a user's message is; they are no next turn themselves.
+    roles = [message.get("role") for message in messages[-3:]]
+    if roles[0] not in ("user", "tool") or roles[1:] != ["assistant", "user"]:
         return None
     shown = content_text(messages[-2]).strip()
-    for earlier in completions_of_prompt(db, prompt_key(messages[:-2], None), completion.adapter, _LOOK_BACK):
+    key = prompt_key(messages[:-2], None, (), completion.template_arguments)
+    for earlier in completions_of_prompt(db, key, completion.adapter, _LOOK_BACK):
         for choice in earlier.choices:
             if shown and choice.text.strip() == shown:
                 return answer_of(db, earlier, choice, settings)

@@ -48,8 +48,9 @@ _USUAL, _USUAL_PICKS = 0.65, 5
 """The share of choices decided right after some five picks, as measured, and how many picks it weighs as much as."""
 _AS_EXPECTED = 0.6
 """P(what was chosen is preferred to the worst beside it) from which on a signal is as the others tell."""
-_LOCAL = 6
-"""How much more the picks under a like prompt tell of a prompt: the exponent of their cosine."""
+_LOCAL, _ELSEWHERE_PICKS = 6, 3
+"""How much more the picks under a like prompt tell of a prompt: the exponent of their cosine; and as how many of them
+all picks together count."""
 _NEWEST_EDITS = 5
 """The newest edits by which it is told whether they are wanted under a prompt."""
 
@@ -139,7 +140,7 @@ class Taste:
             return 0.5
         near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
         near /= near.max()
-        return float(near @ right + self.sure) / (float(near.sum()) + 1)
+        return float(near @ right + _ELSEWHERE_PICKS * self.sure) / (float(near.sum()) + _ELSEWHERE_PICKS)
 
     @cached_property
     def doubted(self) -> bool:
@@ -250,7 +251,8 @@ class Taste:
     def _liking(self) -> tuple[float, float]:
         """The slope and the threshold of liking that explain best what was chosen of what, with prompts left out.
 
-        Of several answers one that is liked is chosen, any of them, and any at all where none is liked.
+        Of several answers one that is liked is chosen, any of them, and any at all where none is liked. A person takes
+        one answer in ten for what it is not.
         """
         design = self._design
         picks: list[np.ndarray] = []
@@ -270,7 +272,7 @@ class Taste:
         best, found = -math.inf, (1.0, 0.0)
         for slope in np.array([0.25, 0.5, 1, 2, 4, 8]) / (scores.std() + 0.1):
             for threshold in np.quantile(scores, np.linspace(0.05, 0.95, 19)):
-                liked = 0.03 + 0.94 * _sigmoid(slope * (scores - threshold))
+                liked = 0.1 + 0.8 * _sigmoid(slope * (scores - threshold))
                 first, all_of_pick = liked[starts], np.add.reduceat(liked, starts)
                 fits = np.where(rated < 0, first, np.where(rated > 0, 1 - first, first / all_of_pick))
                 if (value := float(np.log(fits).sum())) > best + 1e-9:

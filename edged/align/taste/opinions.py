@@ -16,8 +16,12 @@ MOST_OPINIONS = 1000
 
 
 def opinions_of(db: Database, adapter: str) -> list[Opinion]:
-    """A user's latest opinions, oldest first; those that are held, were dropped, or are the daemon's own are not."""
-    return [opinion_of(row) for row in latest_pairs(db, adapter, MOST_OPINIONS)]
+    """A user's latest opinions, oldest first; those that are held, were dropped, or are the daemon's own are not.
+
+    A call of a tool is right or wrong, and no matter of taste.
+    """
+    rows = latest_pairs(db, adapter, MOST_OPINIONS)
+    return [opinion_of(row) for row in rows if not (row.chosen.calls or row.rejected.calls)]
 
 
 def opinion_of(row: PairRow) -> Opinion:
@@ -28,5 +32,6 @@ def opinion_of(row: PairRow) -> Opinion:
 
 
 def question_of(messages: Sequence[Mapping[str, object]] | None, prompt: str | None) -> str:
-    """The text under which answers are compared: a chat's last message, or the prompt."""
-    return (content_text(messages[-1]) if messages else prompt or "")[-_QUESTION_CHARS:]
+    """The text under which answers are compared: a chat's last message that no tool wrote, or the prompt."""
+    said = [message for message in messages or () if message.get("role") not in ("tool", "assistant")]
+    return (content_text((said or messages)[-1]) if messages else prompt or "")[-_QUESTION_CHARS:]

@@ -270,6 +270,11 @@ class JobRunner:
         open_jobs, left = self.store.read(lambda db: jobs.open_jobs(db, self.base)), self._stop_requested
         return [job for job in open_jobs if (job.id in self._checked) is checked and not (job.paused or job.id in left)]
 
+    @property
+    def has_open_jobs(self) -> bool:
+        """Whether a job can go on by itself. Raises StoreError."""
+        return bool(self._waiting(True) or self._waiting(False))
+
     def _must_stop(self, job_id: str) -> bool:
         return self._stopping or job_id in self._stop_requested
 
@@ -640,6 +645,6 @@ def _mean(losses: Sequence[tuple[float, int]]) -> float:
 def _row(adapter: str, pair: Pair, max_tokens: int) -> PairRow:
     """A pair of a file as a stored pair has it."""
     messages = pair.get("messages")
-    asked = cut_asked((tuple(messages) if messages is not None else None, pair.get("prompt"), None), max_tokens)
+    asked = cut_asked((tuple(messages) if messages is not None else None, pair.get("prompt"), None, None), max_tokens)
     chosen, rejected = (cut_side(Side(pair.get(side, "")), max_tokens) for side in ("chosen", "rejected"))
-    return PairRow(0, "", adapter, "", "pair", 1.0, *asked, chosen, rejected, state="queued")
+    return PairRow(0, "", adapter, "", "pair", 1.0, *asked[:3], chosen, rejected, state="queued")

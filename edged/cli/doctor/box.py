@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+from edged.cli.doctor.check import lacks_for_triton
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine, in_place_of, output_of
 from edged.cli.output import size
 from edged.engine.native import INSTALL_AGAIN, why_not_built
@@ -21,7 +22,10 @@ _LIMITED_BELOW = 0.95
 """Share of a GPU's default power limit below which the limit is reported."""
 _NODES = ("dev/nvidia0", "dev/nvhost-gpu", "dev/nvgpu", "dev/nvmap")
 """Device nodes of a GPU, on desktops and on Jetsons."""
-_CUDA_TORCH = "install a torch that is built for CUDA: on a Jetson NVIDIA's own wheel, else `pip install torch`"
+_CUDA_TORCH = (
+    "install a torch that is built for this GPU: on a Jetson one of https://pypi.jetson-ai-lab.io, as "
+    "docs/operations.md says, else `pip install torch`"
+)
 
 
 def power(it: Examination) -> Finding | None:
@@ -140,9 +144,12 @@ def torch_build(it: Examination) -> Finding | None:
     seen = f"{found['torch']}, " + (f"CUDA {found['cuda_build']}" if found["cuda_build"] else "built for processors")
     if gpu_there(it) and not found["cuda_build"]:
         return broken(f"{seen}, though a GPU is there", _CUDA_TORCH)
-    if found["cuda"] and not _compiled_for(found["capability"], found["architectures"]):
+    if found["cuda"] and not _compiled_for(found["capability"], found["architectures"], it.jetson):
         major, minor = found["capability"]
         return doubtful(f"{seen}, without kernels for compute capability {major}.{minor}", _CUDA_TORCH)
+    if why := it.trials.get("product"):
+        way_out = _CUDA_TORCH if found["cuda"] else "`pip install --force-reinstall torch`"
+        return broken(f"{seen}: a product in {it.trials['dtype']} fails ({why})", way_out)
     return fine(seen)
 
 
@@ -150,9 +157,27 @@ def triton(it: Examination) -> Finding | None:
     """Check that Triton is installed where CUDA is used: edged's GPU kernels need it."""
     if not it.torch or not it.torch["cuda"]:
         return None
+    if why := it.trials.get("triton"):
+        lacking = lacks_for_triton()
+        other = 'set model.decode_attention = "padded", prefill_attention = "gathered" and lora_kernel = "torch"'
+        way_out = (
+            f"`sudo apt install {' '.join(lacking)}`" if lacking else f"install the Triton of this torch, or {other}"
+        )
+        return broken(f"installed, and a kernel fails ({why})", way_out)
     if it.torch["triton"]:
         return fine("installed: kernels for attention and adapters, captured decode iterations")
     return doubtful("not installed: the GPU is used without edged's kernels for it", "pip install triton")
+
+
+def quantized(it: Examination) -> Finding | None:
+    """Check that a model can be quantized as the settings want it."""
+    kind = it.settings.model.quantize
+    if not kind or "quantized" not in it.trials:
+        return None
+    if why := it.trials["quantized"]:
+        way_out = "`pip install 'edged[quantized]'` in edged's environment, or another model.quantize"
+        return broken(f"a model in {kind} fails ({why})", way_out)
+    return fine(f"a small model in {kind} was computed")
 
 
 def kernels(it: Examination) -> Finding | None:
@@ -164,15 +189,18 @@ def kernels(it: Examination) -> Finding | None:
     return fine("compiled: layers, attention and adapters' updates of decode steps on the processor")
 
 
-def _compiled_for(capability: list[int], architectures: list[str]) -> bool:
+def _compiled_for(capability: list[int], architectures: list[str], jetson: bool) -> bool:
     """Whether kernels for these architectures run on a GPU of this (major, minor) compute capability.
 
-    Binaries (sm) run on the same major version from their minor one on; PTX (compute) on everything later.
+    Binaries (sm) run on the same major version from their minor one on, a Jetson's on it alone; PTX (compute) on
+    everything later.
     """
     major, minor = capability
     for kind, digits in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
         built = divmod(int(digits), 10)
-        if (kind == "compute" and built <= (major, minor)) or (built[0] == major and built[1] <= minor):
+        if built == (major, minor) or (kind == "compute" and built <= (major, minor)):
+            return True
+        if not jetson and built[0] == major and built[1] <= minor:
             return True
     return False
 
@@ -182,12 +210,12 @@ def memory(it: Examination) -> Finding | None:
 
     Available memory counts only while the daemon does not run.
     """
-    if not (found := it.needs):
+    if not (found := it.needs) or "problem" in found:
         return None
-    if problem := found.get("problem"):
-        return broken(problem, "serve another model, or change what it names")
     needed, total, available = found["needed_bytes"], found["total_bytes"], found["available_bytes"]
     seen = f"{size(needed)} are needed in {found['dtype']} with {found['context_tokens']:,} tokens of context"
+    if states := found.get("state_bytes"):
+        seen += f" and {size(states)} of layers' states (prefixes are not reused, K/V is not pruned)"
     less = 'model.quantize = "nf4", fewer align.max_loaded_adapters, or a smaller model'
     if not found["fits"]:
         return broken(f"{seen}; the device has {size(total)}", less)

@@ -1,15 +1,21 @@
 """The command `edged doctor`."""
 
+from __future__ import annotations
+
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edged.cli.options import config_option, shown
-from edged.cli.output import make_table
+from edged.cli.output import Renderable, make_table
+
+if TYPE_CHECKING:
+    from edged.cli.doctor.finding import Finding
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -35,17 +41,21 @@ def doctor(config: Path | None, socket: str | None, min_free_mb: int, within_s: 
     Exit code: 0 when all is well, 1 with warnings (edged works, but not as well as it could), 2 with failures.
     """
     begun = time.monotonic()
-    from rich.box import SIMPLE_HEAD
-    from rich.text import Text
-
     from edged.cli.doctor.examine import examine
     from edged.cli.doctor.finding import EXIT_CODES, worst
 
     findings = examine(config, socket, min_free_mb << 20, within_s)
     state, took_s = worst(findings), time.monotonic() - begun
     data = {"state": state, "took_s": round(took_s, 3), "findings": [asdict(item) for item in findings]}
-    rows = ((Text(it.state, _STYLES[it.state]), it.name, Text(it.seen), Text(it.way_out)) for it in findings)
-    table = make_table("", "", "seen", "way out", rows=rows, fold=True, box=SIMPLE_HEAD, pad_edge=False)
     counts = Counter(item.state for item in findings)
     summary = f"{counts['ok']} fine, {counts['warn']} warnings, {counts['fail']} failures in {took_s:.1f} s"
-    return data, [table, summary], EXIT_CODES[state]
+    return data, lambda: [findings_table(findings), summary], EXIT_CODES[state]
+
+
+def findings_table(findings: Sequence[Finding]) -> Renderable:
+    """Return a table of findings: state, name, what was seen, and the way out."""
+    from rich.box import SIMPLE_HEAD
+    from rich.text import Text
+
+    rows = ((Text(it.state, _STYLES[it.state]), it.name, Text(it.seen), Text(it.way_out)) for it in findings)
+    return make_table("", "", "seen", "way out", rows=rows, fold=True, box=SIMPLE_HEAD, pad_edge=False)

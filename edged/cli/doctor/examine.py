@@ -12,6 +12,21 @@ from edged.settings.addresses import socket_paths
 from edged.settings.load import ConfigError, Settings
 from edged.store.data_dir import data_folder
 
+FILE_CHECKS = (
+    Check("model", model.place),
+    Check("model", model.code),
+    Check("model", model.weights),
+    Check("tokenizer", model.tokenizer),
+)
+MODEL_CHECKS = (
+    Check("served", model.served),
+    Check("trained", model.trained),
+    Check("memory", box.memory),
+    Check("tokenizer", model.tokens),
+    Check("tools", model.tools),
+    Check("reasoning", model.reasoning),
+)
+"""What a model can, by its files but for the weights."""
 CHECKS = (
     Check("units", service.units),
     Check("power mode", box.power),
@@ -24,18 +39,15 @@ CHECKS = (
     Check("database", storage.database),
     Check("adapters", storage.adapters),
     Check("language", storage.language),
-    Check("model", model.place),
-    Check("model", model.code),
-    Check("model", model.weights),
-    Check("tokenizer", model.tokenizer),
+    *FILE_CHECKS,
     # The checks from here on wait for the check process.
     Check("device", box.device),
     Check("driver", box.driver),
     Check("torch", box.torch_build),
     Check("triton", box.triton),
     Check("kernels", box.kernels),
-    Check("memory", box.memory),
-    Check("tokenizer", model.tokens),
+    Check("quantized", box.quantized),
+    *MODEL_CHECKS,
     Check("profile", model.profile),
 )
 
@@ -47,14 +59,7 @@ def examine(path: Path | None, socket: str | None, min_free_bytes: int, within_s
     would start with. If these cannot be read, that is a finding, and the defaults are used.
     """
     settings, first = settings_to_look_with(path)
-    it = Examination(
-        settings=settings,
-        data_dir=data_folder(settings.store.data_dir, os.environ),
-        sockets=socket_paths(socket or settings.api.socket, os.environ),
-        min_free_bytes=min_free_bytes,
-        within_s=within_s,
-        account=service.account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
-    )
+    it = examination(settings, path, socket, min_free_bytes, within_s)
     state, running, served = service.daemon(it)
     if served is not None and path is None:
         seen = f"those of the running daemon: model {served.model.path}, data in {served.store.data_dir}"
@@ -62,9 +67,23 @@ def examine(path: Path | None, socket: str | None, min_free_bytes: int, within_s
         it = replace(it, settings=served, data_dir=Path(served.store.data_dir))
     folder, _ = model.find(it.settings.model)
     # Importing torch is slow: another process does it while the first checks run.
-    it = replace(it, running=running, model_dir=folder, checks=CheckProcess(it.settings, folder))
+    it = replace(it, running=running, model_dir=folder, checks=CheckProcess(it.settings, folder, tries=not running))
     about = [replace(first, name="settings"), replace(state, name="daemon")]
     return about + [found for check in CHECKS if (found := check.finding(it)) is not None]
+
+
+def examination(
+    settings: Settings, path: Path | None, socket: str | None = None, min_free_bytes: int = 0, within_s: float = 60.0
+) -> Examination:
+    """Return the input of checks with the settings of the file at `path`, before anything was looked at."""
+    return Examination(
+        settings=settings,
+        data_dir=data_folder(settings.store.data_dir, os.environ),
+        sockets=socket_paths(socket or settings.api.socket, os.environ),
+        min_free_bytes=min_free_bytes,
+        within_s=within_s,
+        account=service.account(Path("/")) if os.geteuid() == 0 and means_installed(path) else None,
+    )
 
 
 def settings_to_look_with(named: Path | None) -> tuple[Settings, Finding]:

@@ -76,6 +76,11 @@ class Examination:
         """The check process's facts on the model's tokens; empty if it did not finish in time."""
         return self.checks.lines(self.left_s(self.within_s))[2] if self.checks else {}
 
+    @property
+    def trials(self) -> Mapping[str, str]:
+        """Why what was tried on the device failed; empty beside a running daemon, or if it did not finish in time."""
+        return self.checks.lines(self.left_s(self.within_s))[3] if self.checks else {}
+
     def left_s(self, most: float) -> float:
         """Return the time limit of one check in seconds: `most`, or what is left of `within_s`, at least 0.1."""
         return max(0.1, min(most, self.within_s - (time.monotonic() - self.begun_s)))

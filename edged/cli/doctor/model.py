@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fine
 from edged.cli.output import size
 from edged.models import ModelMissing, demo_model_dir, name_of
+from edged.models.gguf import is_gguf, why_not_served
+from edged.models.hub import downloaded, name_and_revision
 from edged.models.whole_files import TEXTS, demand_whole
 from edged.settings.load import ModelSettings
 
@@ -45,16 +47,17 @@ def find(settings: ModelSettings) -> tuple[Path | None, Finding | None]:
             return None, broken(str(error), "reinstall edged")
     if path.is_dir():
         return path, None
+    if is_gguf(path):
+        seen, _, way_out = why_not_served(path).rpartition(": ")
+        return None, broken(f'model.path = "{settings.path}" {seen}', way_out)
     if path.exists() or settings.path.count("/") != 1 or settings.path.startswith((".", "~", "/")):
         way_out = 'set model.path to one that save_pretrained wrote, a hub name, or "demo"'
         return None, broken(f'model.path = "{settings.path}" is not a directory', way_out)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(settings.path, local_files_only=True)), None
-    except Exception:  # any error of the hub's client means that the model is not on this machine
-        way_out = "nothing need be done where there is a network: the first start downloads it"
-        return None, doubtful(f"{settings.path} was not downloaded yet", way_out)
+    if (found := downloaded(settings)) is not None:
+        return found, None
+    name = name_and_revision(settings)
+    way_out = f"`edged models pull {name}`, or nothing where the service has a network: it downloads it"
+    return None, doubtful(f"{name} was not downloaded yet", way_out)
 
 
 def place(it: Examination) -> Finding | None:
@@ -147,7 +150,8 @@ def tokenizer(it: Examination) -> Finding | None:
     settings = _json(folder / "tokenizer_config.json") or {}
     if found[0].endswith(".json") and _json(folder / found[0]) is None:
         return broken(f"{folder / found[0]} cannot be read", _AGAIN)
-    if (folder / "chat_template.jinja").is_file() or settings.get("chat_template"):
+    of_processor = (_json(folder / "chat_template.json") or {}).get("chat_template")
+    if (folder / "chat_template.jinja").is_file() or settings.get("chat_template") or of_processor:
         return fine(f"{found[0]}, with a chat template")
     way_out = f"put a chat_template.jinja into {folder}: without one only /v1/completions answers"
     return doubtful(f"{found[0]}, without a chat template", way_out)
@@ -160,6 +164,45 @@ def tokens(it: Examination) -> Finding | None:
     if problems := it.tokens.get("problems"):
         return doubtful("; ".join(problems), f"tokenizer and model belong together: {_AGAIN}")
     return None
+
+
+def served(it: Examination) -> Finding | None:
+    """Check that a model of this architecture and these sizes can be served."""
+    if problem := it.needs.get("problem"):
+        return broken(problem, "serve another model, or change what it names")
+    if not it.needs:
+        return None
+    return fine(f"{it.needs['architecture']}, {it.needs['parameters']:,} weights, in {it.needs['dtype']}")
+
+
+def trained(it: Examination) -> Finding | None:
+    """Check that the model has linears for adapters."""
+    if (linears := it.needs.get("lora_linears")) is None:
+        return None
+    if not linears:
+        return doubtful(
+            "it has no linear layers for LoRA: it is served, not trained", "serve another one to be learned"
+        )
+    return fine(f"adapters of {linears} linears")
+
+
+def tools(it: Examination) -> Finding | None:
+    """Check whether chats may offer tools, and whether calls of them are read."""
+    if "tools" not in it.tokens:
+        return None
+    if not it.tokens["tools"]:
+        return fine("its chat template writes no tools: chats that offer some are answered without")
+    return fine("its chat template writes them, " + ("and calls are read" if it.tokens["calls"] else "calls stay text"))
+
+
+def reasoning(it: Examination) -> Finding | None:
+    """Check whether a response template is known, and whether reasoning is told apart by it."""
+    if "response_template" not in it.tokens:
+        return None
+    if it.tokens["reasoning"]:
+        return fine("a response template is known: reasoning is told apart from the answer")
+    known = "the response template that is known has none" if it.tokens["response_template"] else "no response template"
+    return fine(f"{known}: answers are given as they are")
 
 
 def profile(it: Examination) -> Finding:
