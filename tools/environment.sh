@@ -47,10 +47,10 @@ digest_of() {
 # On a Jetson an environment without NVIDIA's torch would serve on the processor alone, and nobody would be told.
 allow_cpu_torch() { # interpreter
     [ -e "$TEGRA_RELEASE" ] && [ -z "$CPU_TORCH" ] || return 0
-    fail "this is a Jetson, and $1 (Python $(version_of "$1")) has no torch: install NVIDIA's build for this JetPack and" \
-        "Python, or name the interpreter that has it, PYTHON=/path/to/python. JetPack 7 has Python 3.12; for JetPack 6," \
-        "whose wheels are for Python 3.10, build torch for 3.11 or use a container. To serve on the processor:" \
-        "--cpu (tools/env: CPU_TORCH=1)"
+    fail "this is a Jetson, and $1 (Python $(version_of "$1")) has no torch: install one with sm_87 for this JetPack and" \
+        "Python (https://pypi.jetson-ai-lab.io; NVIDIA's sbsa wheels lack it), or name the interpreter that has it," \
+        "PYTHON=/path/to/python. JetPack 7 has Python 3.12; JetPack 6, whose wheels are for Python 3.10, needs a container" \
+        "(docs/operations.md). To serve on the processor: --cpu (tools/env: CPU_TORCH=1)"
 }
 
 # A new environment in folder $1 by interpreter $2. A torch that $2 can import already is seen from it.
