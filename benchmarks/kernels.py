@@ -1,11 +1,15 @@
 """The kernels that a hybrid iteration and each kind of unit launch, and how long the device does nothing meanwhile.
 
     python -m benchmarks.kernels hh-harmless.jsonl.gz [--size 3b] [--output docs/results/kernels-135m-h100.json]
+    python -m benchmarks.kernels --count
 
 An engine in process with a random-weight Llama answers --batch requests while two adapters learn, under torch's
 profiler. For the packed forwards that hold tokens of both, for those that only decode and for each kind of unit: how
 long it takes, the share of that in which the device computes, the number of kernels, and those that take most. On the
 CPU torch's operators stand in for kernels, each with those inside it.
+
+With --count: the kernels that a decode iteration launches on CUDA for a layer of small Llama, Qwen3 and Gemma shapes,
+without and with LoRA, on any machine (`benchmarks.engine.launches`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ from __future__ import annotations
 import benchmarks.support.prepared  # noqa: F401
 
 # isort: split
+import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -30,7 +38,19 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.preemption import random_model
-from benchmarks.support.command import DEVICE, FORMAT, PAIRS, SIZE, finish, flag, option, parse, table_of
+from benchmarks.support.command import (
+    DEVICE,
+    FORMAT,
+    PAIRS,
+    SIZE,
+    finish,
+    flag,
+    make_parser,
+    markdown,
+    option,
+    resolve,
+    table_of,
+)
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import report_header
 from edged.align.dpo.step import DpoStep
@@ -167,22 +187,50 @@ def run(model: Path, options: Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    options = parse(
-        __doc__,
-        PAIRS,
+    choices = (
+        replace(PAIRS, settings={**PAIRS.settings, "nargs": "?"}),
         FORMAT,
         SIZE,
         option("--batch", "requests at once", 16, 2),
         option("--tokens", "of each answer", 24, 8),
         flag("--recompute", "align.recompute = inputs: steps' forwards are packed with those of requests"),
         DEVICE,
-        quick="a 4 M parameter model",
+        flag("--count", "count the launches of a decode iteration's layer instead: no pairs are needed"),
     )
+    parser = make_parser(__doc__, *choices, quick="a 4 M parameter model")
+    options = resolve(parser, *choices)
+    if options.count:
+        counted = count_launches()
+        finish(options, counted, table_of_counts(counted["launches"]))
+        return
+    if options.pairs is None:
+        parser.error("give a file of pairs, or --count")
     header = report_header(options.device)
     with tempfile.TemporaryDirectory(prefix="edged-bench-") as folder:
         model = random_model(Path(folder), options)
         report = {"model": options.size, "batch": options.batch, **header, "pieces": run(model, options)}
     finish(options, report, table(report))
+
+
+def count_launches() -> dict[str, Any]:
+    """Count, in a process whose Triton kernels are interpreted, what a layer of each family launches."""
+    command = [sys.executable, "-m", "benchmarks.engine.launches"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return {**report_header("cpu"), "launches": json.loads(done.stdout)}
+
+
+def table_of_counts(launches: dict[str, dict[str, dict[str, dict[str, int]]]]) -> str:
+    """Return the launches of a layer as Markdown, and the names of those with LoRA."""
+    columns = ["launches a layer", "its own", "fused", "its own, with LoRA", "fused, with LoRA"]
+    kinds = [(way, kind) for kind in ("base", "adapted") for way in ("own", "fused")]
+    rows = [[name, *(sum(found[way][kind].values()) for way, kind in kinds)] for name, found in launches.items()]
+    lines = markdown(columns, rows)
+    for name, found in launches.items():
+        for way, own in found.items():
+            told = ", ".join(f"{count} {kernel}" for kernel, count in Counter(own["adapted"]).most_common())
+            lines += ["", f"{name}, {way}: {told}"]
+    return "\n".join(lines)
 
 
 def table(report: dict[str, Any]) -> str:

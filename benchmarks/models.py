@@ -3,7 +3,8 @@
     python -m benchmarks.models [NAME ...] [--dtype bfloat16] [--results FILE] [--max-s SECONDS] [--write ROUNDED]
 
 Each runs through edged's engine in a process of its own, about three seconds long. Served: greedy answers, with a
-prompt longer than every window, one whose beginning is in the cache, and two at once, have transformers' numbers.
+prompt longer than every window, one whose beginning is in the cache, and two at once, have transformers' numbers; of a
+wrapper with towers those of the whole wrapper.
 Trained: three pairs, each one step, have the gradient that autograd gives the weights that LoRA changes, and the
 adapter's answers are those of a model with these weights. Results are added to FILE, and models that are in it are not
 run again, so that a run can be made in parts of SECONDS; `--write` makes docs/models.md of them and of ROUNDED, a FILE
@@ -28,15 +29,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.support.architectures import ARCHITECTURES, VOCAB, Architecture
+from benchmarks.support.architectures import ARCHITECTURES, PLACEHOLDERS, Architecture
 from benchmarks.support.checkout import ROOT
 from benchmarks.support.local_engine import LocalEngine
 from edged.align.adapters.adapter import AdapterState
 from edged.align.feedback.pair import TokenPair
 from edged.engine.model.loading import ModelRefused
+from edged.models.wrapper_names import text_name
 
 PAGE = ROOT / "docs" / "models.md"
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -92,7 +94,10 @@ def examine(architecture: Architecture, dtype: str = "float32") -> Row:
             return Row(name, "refused", reason=str(error).replace(str(folder), "DIR"))
         try:
             model = made.engine.model
-            own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+            auto = AutoModelForImageTextToText if architecture.text else AutoModelForCausalLM
+            twin = folder.with_name("model-plain")
+            folder = twin if twin.exists() else folder
+            own = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
             own.requires_grad_(False)
             served, rounding = _served(made, own), _rounding(own, folder, dtype)
             told = _told(served, max(exact, 2 * rounding))
@@ -117,7 +122,7 @@ def _told(worst: float, exact: float) -> str:
 
 
 def _ids(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCAB, count).tolist()
+    return np.random.default_rng(seed).integers(3, PLACEHOLDERS[0], count).tolist()
 
 
 def _served(made: LocalEngine, own: PreTrainedModel) -> float:
@@ -132,7 +137,7 @@ def _rounding(own: PreTrainedModel, folder: Path, dtype: str) -> float:
     """Return how far transformers' own forward in `dtype` is from the one in float32 at the likeliest tokens."""
     if dtype == "float32":
         return 0.0
-    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    rounded = type(own).from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     worst = 0.0
     for seed, count in enumerate((70, 150) * 4):
         with torch.no_grad():
@@ -212,10 +217,15 @@ def _merged(own: PreTrainedModel, weights: Any, scaling: float) -> PreTrainedMod
     """Return a copy whose linears hold W + scaling * B A, with a gradient, whatever they do with it."""
     merged = copy.deepcopy(own).requires_grad_(False)
     for name, (a, b) in weights.items():
-        weight = merged.get_submodule(name).weight
+        weight = _linear(merged, name).weight
         weight.data += scaling * b.float() @ a.float()
         weight.requires_grad_()
     return merged
+
+
+def _linear(own: PreTrainedModel, name: str) -> Any:
+    """Return a linear by the text decoder's name, also of a wrapper with towers."""
+    return next(module for path, module in own.named_modules() if text_name(path) == name)
 
 
 @torch.enable_grad()
@@ -231,7 +241,7 @@ def _difference(own: PreTrainedModel, step: _Gradient, pair: TokenPair, beta: fl
             margin = margin + part * _logps(model, list(pair.prompt), answer).gather(1, index).sum()
     names = list(step.weights)
     loss = -torch.nn.functional.logsigmoid(beta * margin)
-    found = torch.autograd.grad(loss, [merged.get_submodule(name).weight for name in names])
+    found = torch.autograd.grad(loss, [_linear(merged, name).weight for name in names])
     apart, size = 0.0, 0.0
     for name, gradient in zip(names, found, strict=True):
         (a, b), got = step.weights[name], step.gradients[name]
@@ -293,6 +303,18 @@ def page(rows: dict[str, Row], rounded: dict[str, Row]) -> str:
         "own forward within 1e-3 nats. Trained: the DPO gradient is autograd's within 1e-3 of its norm. *LoRA* is the",
         "share of the layers' weights that adapters change (of these tiny models); fused experts are not changed.",
         "",
+        "Of a multimodal checkpoint the text decoder alone is loaded, served and trained; the towers take no memory,",
+        "and a message with an image is refused. It is compared with the whole checkpoint by its own class. An",
+        "exported adapter has that class's names, so that PEFT loads it over the released model; an import takes",
+        "either's.",
+        "",
+        "Where layers keep a state from token to token (a convolution, a gated delta rule, Mamba-2), each running",
+        "sequence has a slot for it, and a next turn goes on from a copy (`cache.copy_states_every`). Of such models",
+        "drafts are not used, K/V is not pruned, and their backward units cover whole pairs.",
+        "",
+        "By architecture these are 48 of the 53 language-model pages of NVIDIA's Jetson AI Lab, 12 without multimodal",
+        "ones and states. Many of those pages run packed checkpoints: the last table has the formats.",
+        "",
         *_in_16_bits(rows, rounded),
         "## What people run on Jetsons",
         "",
@@ -309,7 +331,12 @@ def page(rows: dict[str, Row], rounded: dict[str, Row]) -> str:
         "## Quantized checkpoints",
         "",
         "bitsandbytes and torchao checkpoints are served and trained, and `model.quantize` makes them of plain ones",
-        "([configuration](configuration.md)). Of others, this is what a start says here:",
+        "([configuration](configuration.md)). Others are read without the packages that wrote them, and compared with",
+        "dequantized twins. Weights of 4 bits (W4A16 of compressed-tensors, GPTQ, AWQ) stay packed, as torchao's int4",
+        "with the checkpoint's numbers; columns in an order of their own (`desc_act`, `actorder`) are refused. FP8 and",
+        "MXFP4 are dequantized tensor by tensor while loading, into what `model.quantize` makes if it is set. On a",
+        "GPU the int4 of such checkpoints has not run yet: a product of each weight is compared there while loading.",
+        "A GGUF file is refused with its plain checkpoint's name; `edged bench memory -m FILE` says the memory.",
         "",
         "| `quantization_config` | served | trained | LoRA | reason |",
         "| --- | --- | --- | --- | --- |",

@@ -83,7 +83,7 @@ class PrunedDecoding(ForcedDecoding):
         runner, cache = self.parts.runner, self.parts.settings.cache
         if budget not in self._pruners:
             settings = CacheSettings.model_validate(cache.model_dump() | {"pruned_tokens": budget})
-            self._pruners[budget] = Pruner(settings, runner.kv, runner.pages)
+            self._pruners[budget] = Pruner(settings, runner.kv.stores[0], runner.pages)
         runner.pruner = self._pruners[budget]
 
 
@@ -281,7 +281,7 @@ def run(options: Namespace) -> dict[str, Any]:
         "arguments": arguments(options),
         "context_tokens": context,
         "recent_tokens": options.recent,
-        "kv_heads": driver.parts.model.shape.kv_heads,
+        "kv_heads": driver.parts.model.shape.attention[0].kv_heads,
         "tbt": {},
     }
     for count in sorted({1, options.batch}):

@@ -39,9 +39,9 @@ from edged.bench.arrivals import Arrivals
 from edged.bench.figures import SLO_FACTOR
 from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
 from edged.bench.traces import Arrival, PromptIds, RequestTrace, read_trace, scale_trace
-from edged.scheduler.cost.profile import Noise
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import load_settings
+from edged.simulator.fleet_runs import NOISE
 from edged.simulator.hardware import SimulatedHardware
 from edged.simulator.plan import SimulationPlan
 from edged.simulator.runner import SimulatedEngine
@@ -58,7 +58,6 @@ KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
 TTFT_P99, TBT_P99 = ReportFigure("ttft_ms.p99", "TTFT p99 ms", 0), ReportFigure("tbt_ms.p99", "TBT p99 ms", 0)
 QOE = ReportFigure("readers.qoe_mean", "QoE", 3)
 FIGURES = (PAIRS, ATTAINMENT, REQUESTS_IN_TIME, QOE, TTFT_P99, MEAN_TBT, TBT_P99, LEARNING)
-NOISE = Noise(jitter=0.15, decode_after_chunk=0.25)
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from benchmarks.support.packed_checkpoints import can_rewrite, rewrite
+
 VOCAB = 512
 _SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -32,10 +34,13 @@ class Architecture:
     text: str = ""
     """Model type of the text decoder that a wrapper with towers holds; `options` are the wrapper's."""
     stored: dict[str, Any] | None = None
-    """A `quantization_config` that the checkpoint claims."""
+    """A `quantization_config`: the checkpoint's linears are in this form, or it only claims to be."""
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Build the model and save it as a checkpoint. Raises what transformers raises."""
+        """Build the model and save it as a checkpoint, and beside one in another form its plain twin.
+
+        Raises what transformers raises.
+        """
         torch.manual_seed(1)
         # None leaves an option to the configuration's class.
         options = {key: value for key, value in {**_SIZES, **_TOKENS, **self.options}.items() if value is not None}
@@ -46,7 +51,9 @@ class Architecture:
         model = auto.from_config(AutoConfig.for_model(self.kind, **options), dtype=dtype)
         _spread(model)
         model.eval().save_pretrained(folder)
-        if self.stored is not None:
+        if self.stored is not None and can_rewrite(self.stored):
+            rewrite(folder, self.stored)
+        elif self.stored is not None:
             path = folder / "config.json"
             path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": self.stored}))
 
@@ -113,15 +120,23 @@ _QWEN_TOWER: dict[str, Any] = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "spatial_merge_size": 2,
     "out_hidden_size": 64,
 }  # fmt: skip
+_QWEN2_TOWER: dict[str, Any] = {
+    "depth": 1, "hidden_size": 64, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 14,
+    "spatial_merge_size": 2,
+}  # fmt: skip
+_QWEN3_TOWER: dict[str, Any] = {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
 _SECTIONS = _rope("default", 1e6, mrope_section=[2, 3, 3])
-_IDS = {
-    name: 500 + index
-    for index, name in enumerate(
+PLACEHOLDERS = range(500, VOCAB)
+"""Tokens that wrappers with towers replace by images, or that surround these."""
+_IDS = dict(
+    zip(
         ("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id",
          "boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index", "boa_token_id", "eoa_token_index",
-         "audio_token_id")
+         "audio_token_id"),
+        PLACEHOLDERS,
+        strict=True,
     )
-}  # fmt: skip
+)  # fmt: skip
 
 
 def _wrap(
@@ -131,9 +146,13 @@ def _wrap(
     return Architecture(name, kind, options, checkpoints, text)
 
 
-def _stored(**config: Any) -> Architecture:
+def _stored(architecture: str = "llama", options: dict[str, Any] | None = None, **config: Any) -> Architecture:
     name = config.get("format") or config["quant_method"]
-    return Architecture(f"stored as {name}", "llama", {}, "", stored=config)
+    return Architecture(f"stored as {name}", architecture, options or {}, "", stored=config)
+
+
+def _w4a16(**weights: Any) -> dict[str, Any]:
+    return {"group_0": {"weights": {"num_bits": 4, "type": "int", **weights}, "targets": ["Linear"]}}
 
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -256,14 +275,16 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make("hunyuan_v1_dense", "", "Hunyuan 0.5B to 7B"),
     _make("hunyuan_v1_moe", "", "Hunyuan-A13B", num_experts=4, moe_topk=2),
     _make("ernie4_5", "", "ERNIE 4.5 0.3B"),
+    _wrap("qwen2_vl", "qwen2_vl", "qwen2_vl_text", "Qwen2-VL", _QWEN2_TOWER, _SECTIONS),
     _wrap("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl_text", "Qwen2.5-VL, Cosmos-Reason 1", _QWEN_TOWER, _SECTIONS),
+    _wrap("qwen3_vl", "qwen3_vl", "qwen3_vl_text", "Qwen3-VL, Cosmos-Reason 2", _QWEN3_TOWER, _SECTIONS),
     _wrap(
-        "qwen3_vl",
-        "qwen3_vl",
-        "qwen3_vl_text",
-        "Qwen3-VL, Cosmos-Reason 2",
-        {**_QWEN_TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        _SECTIONS,
+        "qwen3_vl_moe",
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        "Qwen3-VL-30B-A3B",
+        _QWEN3_TOWER,
+        {**_SECTIONS, **_EXPERTS, "moe_intermediate_size": 48},
     ),
     _wrap("smolvlm", "smolvlm", "llama", "SmolVLM", {**_TOWER, "model_type": "smolvlm_vision"}, scale_factor=2),
     _wrap("llava", "llava", "llama", "LLaVA", {**_TOWER, "model_type": "clip_vision_model"}),
@@ -336,6 +357,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     _make(
         "kimi_linear",
         **{**_LATENT, "q_lora_rank": None},
+        layer_types=_LINEAR3,
         linear_head_dim=16,
         linear_num_heads=4,
         num_experts=4,
@@ -476,14 +498,19 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "",
         {**_TOWER, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
     ),
-    # -- forms of checkpoints, of which only what is said at start counts: the weights are plain here
-    _stored(quant_method="compressed-tensors", format="pack-quantized", config_groups={}),
+    # -- forms of checkpoints; of those that are refused only what is said at start counts, their weights are plain here
+    _stored(
+        quant_method="compressed-tensors",
+        format="pack-quantized",
+        config_groups=_w4a16(symmetric=False, strategy="group", group_size=32),
+    ),
+    _stored(quant_method="compressed-tensors", format="float-quantized"),
     _stored(quant_method="compressed-tensors", format="nvfp4-pack-quantized", config_groups={}),
     _stored(quant_method="modelopt", quant_algo="NVFP4"),
-    _stored(quant_method="mxfp4"),
-    _stored(quant_method="fp8", weight_block_size=[128, 128]),
-    _stored(quant_method="gptq", bits=4, group_size=128),
-    _stored(quant_method="awq", bits=4, group_size=128),
+    _stored("gpt_oss", {**_ALTERNATING, **_LOCAL}, quant_method="mxfp4"),
+    _stored(quant_method="fp8", weight_block_size=[48, 40]),
+    _stored(quant_method="gptq", bits=4, group_size=64, sym=False),
+    _stored(quant_method="awq", bits=4, group_size=32),
     _stored(quant_method="bitnet"),
     _stored(quant_method="auto-round", bits=4, group_size=128),
 )
