@@ -45,13 +45,44 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16},
     "gemma3_text": {"sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma4_text": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gpt_oss": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "phi3": {},
 }
+STATEFUL: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "ssm_state_size": 16},
+    },
+    "falcon_h1": {
+        **{"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1},
+        **{"mamba_d_head": 16, "mamba_chunk_size": 16},
+    },
+}
+"""Models whose layers keep states: a convolution, a gated delta rule, Mamba-2, and Mamba-2 beside attention."""
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a three-layer model of `kind` (a transformers model type)."""
-    return AutoConfig.for_model(kind, **{**_SHAPE, **ARCHITECTURES[kind], **changes})
+    return AutoConfig.for_model(kind, **{**_SHAPE, **(ARCHITECTURES | STATEFUL)[kind], **changes})
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:

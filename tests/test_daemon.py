@@ -264,6 +264,7 @@ def test_a_daemon_that_downloads_its_model_answers_and_stops_when_it_is_told_to(
         assert not daemon.socket.exists()
 
 
+@pytest.mark.slow
 def test_each_base_model_finds_what_it_had_learned(tmp_path: Path, model: Path) -> None:
     other = save_tiny(tmp_path / "other", seed=7, max_position_embeddings=4096)
     first = learn_on(tmp_path, model, "good")
@@ -283,6 +284,7 @@ def test_each_base_model_finds_what_it_had_learned(tmp_path: Path, model: Path) 
         assert path.parent == Path(next(v["path"] for v in first["versions"] if v["path"])).parent
 
 
+@pytest.mark.slow
 def test_another_base_model_is_refused_until_it_is_asked_for_and_then_leaves_earlier_pairs_alone(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,6 +370,7 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, model: Path) -> None:
         assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 def test_a_restart_counts_the_pairs_that_wait_and_no_others(tmp_path: Path, model: Path) -> None:
     """Held-out pairs and those that are replayed are read again, too."""
     learning = {"store__save_every_s": 0.1, "guard__held_out_share": 0.25}

@@ -18,6 +18,7 @@ from tests.cli.conftest import edged
 
 INSTALL = Path(__file__).parents[1] / "tools" / "install"
 UNITS = Path("usr/local/lib/systemd/system")
+FLEET = "try-restart edged-fleet.service edged-ray.service"
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
 
@@ -111,7 +112,7 @@ def test_uninstalling_keeps_data_unless_it_is_told_otherwise(tmp_path: Path, ven
         run("--root", root, "--uninstall", "--purge")
         assert [path.name for path in (root / "var/lib").iterdir()] == ["edgeduser"]
         assert not (root / "etc/edged").exists()
-        assert "edged:" not in (root / "etc/passwd").read_text()
+        assert "edged" not in (root / "etc/passwd").read_text()  # nor "edged-ray"
 
 
 def test_a_dry_run_changes_nothing(tmp_path: Path, venv: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, venv: Path) -> None:
     [
         (["--bogus"], 'unknown option "--bogus"', 2),
         (["--purge"], "goes with --uninstall alone", 1),
-        (["--with", "rebuild,nothing"], "--with rebuild,nothing: give some of rebuild, quantized, report", 1),
+        (["--with", "rebuild,nothing"], "--with rebuild,nothing: give some of rebuild, quantized, report, fleet", 1),
         (["--with"], "--with needs a list", 1),
         (["--root"], "--root needs a folder", 1),
         (["--root", "/tmp/x", "--venv", "/no/such"], "--venv /no/such has no bin/edged", 1),
@@ -180,9 +181,10 @@ def test_an_upgrade_that_changes_the_socket_opens_it_anew_and_starts_what_ran(
         subprocess.run(["bash", "-c", script, "bash", str(INSTALL), str(root)], check=True)
         return [line for line in told.read_text().splitlines() if not line.startswith(("--version", "is-active"))]
 
-    assert upgrade() == ["daemon-reload", "enable --now edged.socket", "try-restart edged.service"]
+    assert upgrade() == ["daemon-reload", "enable --now edged.socket", "try-restart edged.service", FLEET]
     (root / UNITS / "edged.socket").write_text("[Socket]\nSocketMode=0660\n")
-    *stopped, last = upgrade()
+    *stopped, last, fleet = upgrade()
+    assert fleet == FLEET
     assert stopped == ["daemon-reload", "stop edged.socket edged.service", "enable --now edged.socket"]
     assert last == ("try-restart edged.service" if state == "inactive" else "start edged.service")
     assert "SocketMode=0666" in (root / UNITS / "edged.socket").read_text()

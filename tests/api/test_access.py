@@ -96,6 +96,8 @@ def test_a_refusal_names_the_user_the_caller_and_the_rule(ann: Client) -> None:
         ("POST", "/v1/completions", {"prompt": "a", "model": "tiny:NAME", "user": ANN}),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "user": "NAME"}),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "model": "tiny:NAME"}),
+        ("POST", "/v1/responses", {"input": "a", "user": "NAME"}),
+        ("POST", "/v1/responses", {"input": "a", "model": "tiny:NAME"}),
         ("GET", "/v1/models/tiny:NAME", None),
         ("POST", "/v1/feedback", {"user": "NAME", **PAIR}),
         ("POST", "/v1/feedback", {"user": "NAME", "completion_id": "cmpl-0", "signal": "up"}),

@@ -73,6 +73,7 @@ class Load(threading.Thread):
         self.join()
 
 
+@pytest.mark.slow
 def test_a_backup_under_load_restores_to_a_daemon_that_has_everything(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny")
     with running(tmp_path / "first", model, **SETTINGS) as daemon, daemon.http() as http:

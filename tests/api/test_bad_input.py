@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
+import zlib
 from typing import Any
 
 import httpx2
@@ -14,6 +16,9 @@ from tests.api.live import LiveDaemon
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+SCHEMA = "response_format.json_schema.schema"
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+DEEP = json.loads('{"items":' * 300 + "{}" + "}" * 300)
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -73,6 +78,35 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str
         ("repetition_penalty", 1e-45, "repetition_penalty"),
         ("presence_penalty", 2.5, "presence_penalty"),
         ("frequency_penalty", -9, "frequency_penalty"),
+        ("response_format", {"type": "xml"}, "response_format.type"),
+        ("response_format", {"type": "json_schema"}, "response_format"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": []}}, SCHEMA),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, SCHEMA),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "text"}}}, SCHEMA),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": ENDLESS}}, SCHEMA),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": DEEP}}, SCHEMA),
+        ("response_format", {"type": "json_object", "schema": {"enum": []}}, "response_format"),
+        ("structured_outputs", {}, "structured_outputs"),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ("structured_outputs", {"choice": []}, "structured_outputs.choice"),
+        ("structured_outputs", {"regex": "a", "backend": "x"}, "structured_outputs.backend"),
+        ("structured_outputs", {"json": "{"}, "structured_outputs.json"),
+        ("structured_outputs", {"json": "[" * 60_000}, "structured_outputs.json"),
+        ("structured_outputs", {"regex": "("}, "structured_outputs.regex"),
+        ("structured_outputs", {"regex": "(?=a)b"}, "structured_outputs.regex"),
+        ("structured_outputs", {"regex": "(" * 30_000}, "structured_outputs.regex"),
+        ("structured_outputs", {"regex": "a" * 70_000}, "structured_outputs.regex"),
+        ("structured_outputs", {"grammar": "start: x"}, "structured_outputs.grammar"),
+        ("structured_outputs", {"grammar": 'start: "a" start'}, "structured_outputs.grammar"),
+        ("structured_outputs", {"grammar": 'root ::= "a" root'}, "structured_outputs.grammar"),
+        ("structured_outputs", {"grammar": "start: " + "(" * 30_000}, "structured_outputs.grammar"),
+        ("structured_outputs", {"choice": ["yes", "</s>"]}, "structured_outputs.choice"),
+        ("structured_outputs", {"regex": r"a<\/s>"}, "structured_outputs.regex"),
+        ("structured_outputs", {"json": {"const": "a</s>"}}, "structured_outputs.json"),
+        ("response_format", {"type": "json_object", "schema": {"properties": {"</s>": {}}}}, "response_format"),
+        ("guided_json", {"type": "object"}, "guided_json"),
+        ("guided_json", {}, "guided_json"),
+        ("grammar", 'root ::= "a"', "grammar"),
         ("n", 0, "n"),
         ("n", 10**9, "n"),
         ("seed", 2**70, "seed"),
@@ -84,15 +118,23 @@ def test_a_body_that_is_no_json_object_is_refused(http: httpx2.Client, path: str
         ("logit_bias", {"259": 1.0}, "logit_bias"),
         ("logit_bias", {"a": 1.0}, "logit_bias"),
         ("logit_bias", {"5": 200.0}, "logit_bias.5"),
-        ("top_logprobs", 2, None),
+        ("top_logprobs", 2, "top_logprobs"),
         ("user", "../../etc/passwd", "user"),
         ("user", "x" * 65, "user"),
         ("user", "a b", "user"),
         ("user", 7, "user"),
         ("stream", "yes", "stream"),
         ("stream_options", {"include_usage": True}, "stream_options"),
-        ("tools", [{"type": "function"}], None),
-        ("response_format", {"type": "json_object"}, "response_format.type"),
+        ("tools", [{"type": "function"}], "tools.0.function"),
+        ("tools", 5, "tools"),
+        ("tool_choice", "sometimes", "tool_choice"),
+        ("tool_choice", {"type": "function"}, "tool_choice.function"),
+        ("tool_choice", "required", "tool_choice"),
+        ("functions", [{"name": "a"}], "functions"),
+        ("continue_final_message", True, "continue_final_message"),
+        ("modalities", ["text", "audio"], "modalities.1"),
+        ("best_of", 17, "best_of"),
+        ("chat_template_kwargs", {"tokenize": False}, "chat_template_kwargs"),
     ],
 )
 def test_a_bad_field_of_a_chat_is_named(http: httpx2.Client, field: str, value: Any, param: str | None) -> None:
@@ -103,16 +145,57 @@ def test_a_bad_field_of_a_chat_is_named(http: httpx2.Client, field: str, value: 
 
 
 @pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("not", {"not": {"type": "string"}}),
+        ("if", {"if": {"type": "string"}, "then": {"maxLength": 2}}),
+        ("uniqueItems", {"type": "array", "uniqueItems": True}),
+        ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        ("format", {"type": "string", "format": "regex"}),
+        ("pattern", {"type": "string", "pattern": "^(?!a)"}),
+    ],
+)
+def test_a_keyword_that_cannot_be_kept_is_named_where_the_schema_is_strict(
+    http: httpx2.Client, keyword: str, schema: dict[str, Any]
+) -> None:
+    def asked(strict: bool) -> dict[str, Any]:
+        format_ = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": strict}}
+        return {**HELLO, "max_tokens": 2, "response_format": format_}
+
+    error = refused(http.post(CHAT, json=asked(True)), 400)
+    assert error["param"] == SCHEMA
+    assert f'"{keyword}"' in error["message"]
+    answer = http.post(CHAT, json=asked(False))
+    assert answer.status_code == 200, answer.text
+    assert keyword in answer.headers["X-Edged-Ignored-Keywords"].split(", ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 3}, "min_tokens"),
+    ],
+)
+def test_what_does_not_go_with_a_grammar_is_named(http: httpx2.Client, fields: dict[str, Any], param: str) -> None:
+    asked = {**HELLO, "max_tokens": 9, "structured_outputs": {"regex": "[a-z]{3}"}}
+    assert refused(http.post(CHAT, json={**asked, **fields}), 400)["param"] == param
+    neutral = {"response_format": {"type": "text"}, "ignore_eos": False, "min_tokens": 0}
+    assert len(http.post(CHAT, json={**asked, **neutral}).json()["choices"][0]["message"]["content"]) == 3
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"prompt": ""},
         {"prompt": []},
-        {"prompt": ["a", "b"]},
+        {"prompt": ["a", "b"], "stream": True},
         {"prompt": [1, "a"]},
         {"prompt": [259]},
         {"prompt": [-1]},
         {"prompt": 5},
-        {"prompt": "a", "echo": True},
+        {"prompt": "a", "echo": True, "stream": True},
         {"prompt": "a", "best_of": 4, "n": 5},
         {"prompt": "a", "logprobs": 21},
         {"prompt": "a", "logprobs": 20, "n": 128, "max_tokens": 100},
@@ -167,6 +250,34 @@ def test_unknown_urls_and_methods_are_told_apart(http: httpx2.Client) -> None:
 def test_bytes_that_are_not_http_do_no_harm(daemon: LiveDaemon) -> None:
     assert b"400" in daemon.send(b"\x00\x01\x02 nonsense\r\n\r\n", wait_for=b"400")
     daemon.send(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+
+
+def test_a_body_that_cannot_be_decoded_is_told_so(http: httpx2.Client) -> None:
+    response = http.post(CHAT, content=b"\x0b\x02\x80{}\x03", headers={"Content-Encoding": "br"})
+    assert refused(response, 415)["code"] == "unknown_encoding"
+
+
+PACKED = {"gzip": gzip.compress, "deflate": zlib.compress}
+
+
+@pytest.mark.parametrize("encoding", PACKED)
+def test_a_packed_body_is_read_like_a_plain_one(http: httpx2.Client, encoding: str) -> None:
+    def post(content: bytes) -> httpx2.Response:
+        return http.post(CHAT, content=content, headers={"Content-Encoding": encoding})
+
+    body = json.dumps({**HELLO, "max_tokens": 1}).encode()
+    packed = PACKED[encoding](body)
+    assert post(packed).json()["usage"]["completion_tokens"] == 1
+    for wrong in (body, packed[:-5], b""):
+        assert refused(post(wrong), 400)["code"] == "bad_encoding"
+    told = refused(post(PACKED[encoding](b'{"prompt": "' + b"x" * 30_000_000 + b'"}')), 413)
+    assert (told["code"], "unpacked" in told["message"]) == ("body_too_large", True)
+
+
+def test_a_refusal_in_parts_is_text(http: httpx2.Client) -> None:
+    parts = [{"type": "refusal", "refusal": "I must not."}]
+    messages = [*HELLO["messages"], {"role": "assistant", "content": parts}, *HELLO["messages"]]
+    assert http.post(CHAT, json={"messages": messages, "max_tokens": 1}).status_code == 200
 
 
 def test_unknown_and_ignored_fields_do_not_matter(http: httpx2.Client) -> None:

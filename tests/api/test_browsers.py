@@ -119,3 +119,61 @@ async def test_other_sites_pages_are_refused_over_a_forwarded_unix_socket_whatev
 ) -> None:
     assert await answer(headers, unix=tmp_path / "s") == (403, code)
     assert await answer(headers, unix=tmp_path / "s", token="secret") == (403, code)
+
+
+LISTED = ("app://obsidian.md", "https://chat.example")
+
+
+async def asked(method: str, headers: dict[str, str], token: str = "") -> tuple[int, dict[str, str]]:
+    """Status and headers of the answer to a page where two sites' pages may use edged."""
+    settings = Settings(api=ApiSettings(token=token, browser_origins=list(LISTED)))
+    runner, port = web.AppRunner(make_app(settings, Lifecycle())), unused_port()
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        async with (
+            aiohttp.ClientSession() as client,
+            client.request(method, f"http://127.0.0.1:{port}/v1/chat/completions", headers=headers) as response,
+        ):
+            return response.status, dict(response.headers)
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+@pytest.mark.parametrize("origin", [*LISTED, "APP://obsidian.md"])
+async def test_a_listed_sites_pages_ask_first_and_read_the_answer(token: str, origin: str) -> None:
+    wants = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    status, told = await asked("OPTIONS", {"Origin": origin, **wants, "Sec-Fetch-Site": "cross-site"}, token)
+    assert status == 204
+    assert told["Access-Control-Allow-Origin"] == origin
+    assert told["Access-Control-Allow-Headers"] == wants["Access-Control-Request-Headers"]
+    assert "POST" in told["Access-Control-Allow-Methods"]
+    sent = {"Origin": origin, "Authorization": f"Bearer {token}", "Sec-Fetch-Site": "cross-site"}
+    status, told = await asked("POST", sent, token)
+    assert status == 503, "the model is being loaded, and the page may read that"
+    assert (told["Access-Control-Allow-Origin"], told["Vary"]) == (origin, "Origin")
+    assert "X-Request-Id" in told["Access-Control-Expose-Headers"]
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://chat.example.evil", "http://chat.example", "null", "https://other.example"]
+)
+async def test_pages_of_other_sites_get_no_leave(origin: str) -> None:
+    wants = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    for token, statuses in (("", (403, 403)), ("secret", (503, 401))):
+        for method, wanted in zip(("OPTIONS", "POST"), statuses, strict=True):
+            status, told = await asked(method, wants, token)
+            assert status == wanted
+            assert "Access-Control-Allow-Origin" not in told
+
+
+async def test_a_rebound_name_is_refused_whatever_its_origin() -> None:
+    status, _ = await asked("POST", {"Host": "evil.example", "Origin": LISTED[0]})
+    assert status == 403
+
+
+@pytest.mark.parametrize("origin", ["*", "https://chat.example/", "chat.example", "null"])
+def test_an_origin_is_written_as_browsers_send_it(origin: str) -> None:
+    with pytest.raises(ValueError, match="browser_origins"):
+        ApiSettings(browser_origins=[origin])

@@ -197,6 +197,7 @@ def answer_of(http: httpx2.Client, user: str) -> str:
     return str(response.json()["choices"][0]["text"])
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_deleted_answer_nobody_and_are_tried_again_until_they_go(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "tiny", max_position_embeddings=512)
     settings = {"store__save_every_s": 0.1, "guard__held_out_share": 0.0, "align__learning_rate": 0.05}

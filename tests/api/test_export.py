@@ -42,7 +42,9 @@ async def test_an_export_that_fails_midway_ends_without_a_second_response(
         store.write(lambda db, i=i: record_pair(db, "ann", f"good {i}", "bad", utc_now(), prompt="q")).result()
     feed = SimpleNamespace(close=lambda: None)
     jobs = SimpleNamespace(adapters=NO_ADAPTERS)
-    services = SimpleNamespace(store=Failing(store), engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs)
+    services = SimpleNamespace(
+        store=Failing(store), engine=SimpleNamespace(error=None), feed=feed, job_runner=jobs, settings=Settings()
+    )
     runner = web.AppRunner(make_app(Settings(), Lifecycle("ready", cast(Services, services))))
     await runner.setup()
     path = str(tmp_path / "s")

@@ -253,3 +253,17 @@ def test_an_answer_of_the_base_model_teaches_nobody_and_is_not_kept(
     ask(client, "mia")
     assert rows(daemon, "SELECT count(*) FROM completions WHERE user = 'mia'") == [(1,)]
     assert rows(daemon, "SELECT id FROM completions WHERE user IS NULL AND adapter IS NULL") == []
+
+
+def test_a_choice_of_another_prompt_is_named_by_its_index(http: httpx2.Client, daemon: LiveDaemon) -> None:
+    body = {"prompt": ["one", "two", "three"], "n": 2, "seed": 5, "user": "mul", "max_tokens": 8, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body, headers={"X-Request-Id": "of-several"}).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    about = {"completion_id": answer["id"], "signal": "chosen"}
+    post(http, **about, choice=3)
+    post(http, request_id="of-several", signal="chosen", choice=4)
+    found = rows(daemon, "SELECT prompt, chosen, rejected FROM pairs WHERE adapter = 'mul' ORDER BY id")
+    assert found == [("two", texts[3], texts[2]), ("three", texts[4], texts[5])]
+    for wrong in ({}, {"choice": 6}, {"choice": -1}):
+        told = error(http, **about, **wrong)
+        assert (told["code"], "give `choice` as its" in told["message"]) == ("bad_choice", True)

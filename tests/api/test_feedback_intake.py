@@ -35,6 +35,9 @@ class Taken:
     def adapters(self) -> dict[str, int]:
         return {}
 
+    def follows(self, adapter: str) -> bool:
+        return False
+
     def test_with(self, pairs: Any) -> None: ...
 
     def restore_outlier_history(self, pasts: Any) -> None: ...

@@ -62,6 +62,9 @@ class Engine:
         self.may_forget = threading.Event()
         self._store = store
 
+    def follows(self, adapter: str) -> bool:
+        return False
+
     def submit_pairs(self, pairs: list[Any]) -> None:
         self.calls.append("submit")
 

@@ -96,6 +96,7 @@ async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their
         def __init__(self) -> None:
             """A request whose body has come."""
             self._state = {CALLER: SimpleNamespace(tenant=next(callers))}
+            self._cache = {"headers": {}}
 
         async def read(self) -> bytes:
             return json.dumps({"prompt": "x" * MANY, "user": self[CALLER].tenant}).encode()
@@ -148,7 +149,7 @@ def with_context(tokens: int, tokenizer: Tokenizer | None = None) -> Services:
 async def test_what_no_context_holds_is_refused_before_it_is_tokenized(body: dict[str, Any], said: str) -> None:
     checked = (ChatRequest if "messages" in body else CompletionRequest).checked(body)
     with pytest.raises(ApiError, match=f"the prompt has {said}.* 100 tokens .* 3200 characters") as refused:
-        await _record(with_context(100), checked, "tiny", None, "ann")
+        await _record(with_context(100), checked, "cmpl-1", "tiny", None, "ann")
     assert refused.value.code == "context_length_exceeded"
 
 
@@ -157,14 +158,16 @@ def test_many_empty_messages_are_rendered_beside_the_event_loop() -> None:
     threads: list[threading.Thread] = []
 
     class Watched(Tokenizer):
-        def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        def render_chat(
+            self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None
+        ) -> list[int]:
             threads.append(threading.current_thread())
-            return super().render_chat(messages)
+            return super().render_chat(messages, arguments)
 
     services = with_context(2_000, Watched(byte_tokenizer(), "watched"))
     for many in (3, 1_000):
         body = ChatRequest.checked({"messages": [{"role": "user", "content": ""}] * many})
-        completion, _ = asyncio.run(_record(services, body, "watched", None, "ann"))
+        completion, *_ = asyncio.run(_record(services, body, "cmpl-1", "watched", None, "ann"))
         assert len(completion.prompt_ids) > 5 * many
     assert threads[0] is threading.main_thread()
     assert threads[1] is not threading.main_thread()

@@ -50,6 +50,7 @@ def refusing(tmp_path: Path) -> Iterator[LiveDaemon]:
     daemon.stop()
 
 
+@pytest.mark.slow
 def test_a_daemon_that_refuses_every_chat_says_so_and_refusals_of_bad_requests_do_not_count(
     refusing: LiveDaemon,
 ) -> None:

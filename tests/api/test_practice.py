@@ -77,6 +77,7 @@ def test_a_line_that_is_struck_is_believed_no_more(practising: LiveDaemon) -> No
         assert adapter(http, "sue")["struck"] == [beliefs[0]["key"]]
 
 
+@pytest.mark.slow
 def test_edits_that_agree_are_imitated_where_answers_are_served_as_they_are(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "llama")
     settings = {"align__practice": "true", "guard__held_out_share": "0.0", "serving__best_of": "off"}

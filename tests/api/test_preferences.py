@@ -12,8 +12,10 @@ import httpx2
 import openai
 import pytest
 
+from edged.api.written_preferences import WrittenPreferences
 from edged.store import Store
-from edged.store.feedback import set_distilled
+from edged.store.feedback import WrittenPreference, set_distilled, set_preference
+from edged.text.tokenizer import Tokenizer
 from tests.api.accounts import ANN, BOB, Client, open_folder, root_only
 from tests.api.live import LiveDaemon, running
 from tests.models import byte_tokenizer, save_tiny
@@ -136,6 +138,20 @@ def test_lines_are_struck_and_that_is_undone(http: httpx2.Client) -> None:
     assert strike(key="likes: short", undo=True) == ["avoids: you"]
     assert http.post("/v1/adapters/wil/strike", json={"key": ""}).status_code == 400
     assert http.post("/v1/adapters/wil/strike", json={"key": "a", "what": 1}).status_code == 400
+
+
+def test_who_stops_waiting_for_a_change_undoes_nothing_and_breaks_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(tmp_path / "edged.db")
+    preferences = WrittenPreferences(store, Tokenizer(byte_tokenizer(), "bytes"))
+    written = WrittenPreference("ann", TEXT, "2026-01-01T00:00:00Z", "ann")
+    changed = preferences.change("ann", lambda db: set_preference(db, written))
+    changed.cancel()
+    store.write(lambda db: None).result()
+    store.close()
+    assert changed.result(10) == written
+    assert caplog.records == []
 
 
 def test_it_is_in_no_log_line_and_no_metric(http: httpx2.Client, daemon: LiveDaemon) -> None:

@@ -113,6 +113,7 @@ def test_a_burst_is_held_shown_and_decided_about(daemon: LiveDaemon) -> None:
         assert daemon.status()["finetune"]["alarms"] == []
 
 
+@pytest.mark.slow
 def test_what_is_held_and_the_alarm_survive_a_restart(tmp_path: Path, model: Path) -> None:
     with running(tmp_path / "run", model, **SETTINGS) as daemon, daemon.http() as http:
         attack(http)

@@ -78,14 +78,32 @@ def test_the_opposite_rating_makes_a_pair_that_takes_the_ratings_place(live: Liv
         assert same["pair_id"] == pair["pair_id"]
 
 
-def test_an_export_has_ratings_as_trl_has_them_and_no_import_reads_them(live: LiveDaemon) -> None:
+def test_an_export_has_ratings_as_trl_has_them(live: LiveDaemon) -> None:
     with live.http() as http:
         rate(live, http, "up", "one")
         rate(live, http, "down", "two")
         lines = [json.loads(line) for line in http.get("/v1/feedback").text.splitlines()]
         assert [line["label"] for line in lines] == [True, False]
         assert all(line["completion"] and line["messages"] and "chosen" not in line for line in lines)
-        assert error(http, 400, **{**lines[0], "user": "ann"})
+
+
+def test_a_rating_that_brings_its_prompt_is_learned_once_and_by_who_teaches(live: LiveDaemon) -> None:
+    rating = {"user": "ann", "messages": [{"role": "user", "content": "hello"}], "completion": "Hi!", "label": True}
+    with live.http() as http:
+        taken = post(http, **rating, weight=0.5)
+        (pair,) = settled(live, http, taken["id"])
+        assert (pair["state"], pair["version"], taken["reason"]) == ("trained", 1, None)
+        post(http, **{**rating, "messages": None, "prompt_ids": [70, 71], "label": False})
+        for wrong, field in (
+            ({"label": 1}, "label"),
+            ({"label": None}, "label"),
+            ({"completion": ""}, None),
+            ({"prompt": "hello"}, None),
+            ({"imported": True}, "imported"),
+        ):
+            assert error(http, 400, **{**rating, **wrong})["param"] == field
+    found = rows(live, "SELECT chosen, rejected, source, weight FROM pairs")
+    assert found == [("Hi!", "", "thumbs", 0.5), ("", "Hi!", "thumbs", 1.0)]
 
 
 def test_forgetting_a_user_leaves_no_rating(live: LiveDaemon) -> None:
@@ -97,6 +115,7 @@ def test_forgetting_a_user_leaves_no_rating(live: LiveDaemon) -> None:
         assert http.get("/v1/feedback").text == ""
 
 
+@pytest.mark.slow
 def test_ratings_wait_while_they_are_switched_off_and_are_learned_once_they_are_on(tmp_path: Path, model: Path) -> None:
     folder = tmp_path / "run"
     with running(folder, model, **SETTINGS, align__enabled="false") as daemon, daemon.http() as http:
@@ -133,6 +152,7 @@ def test_what_was_rated_while_ratings_were_off_is_learned_once_they_are_on(
             assert settled(daemon, http, taken["id"])[0]["state"] == "trained"
 
 
+@pytest.mark.slow
 def test_kills_lose_no_rating_and_teach_none_twice(tmp_path: Path, model: Path) -> None:
     folder, acknowledged = tmp_path / "run", set[int]()
     for moment in (1, 4, 7):

@@ -63,6 +63,7 @@ def test_it_tells_what_was_learned_undone_and_what_each_version_answers(tmp_path
         assert http.get("/v1/adapters/bob/story").json()["error"]["code"] == "unknown_adapter"
 
 
+@pytest.mark.slow
 def test_a_tested_version_that_a_stop_kept_from_answering_answers_after_the_next_start(
     tmp_path: Path, model: Path
 ) -> None:

@@ -66,8 +66,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "peft", "refusal"),
     [
-        ("vit", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
-        ("t5", "lora:all", "has no configuration that can be read: Unrecognized configuration class"),
+        ("vit", "lora:all", "is no causal language model of transformers"),
+        ("t5", "lora:all", "is no causal language model of transformers"),
         ("gpt2", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),
         ("olmo2", "ia3", "--peft ia3: the model has no linear named by PEFT: use lora:all"),
         ("qwen3_moe", "lora:down_proj", "--peft lora:down_proj: the model has no linear named down_proj: use lora:all"),

@@ -63,6 +63,7 @@ def test_every_request_is_answered_and_every_pair_learnt_meanwhile(model_dir: Pa
     json.dumps(report)
 
 
+@pytest.mark.slow
 def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Path, trace: Path, pairs: Path) -> None:
     report = replay(plan(model_dir, trace, pairs))
     assert len(report["series"]) == report["alignment"]["pairs"]
@@ -85,6 +86,7 @@ def test_the_report_tells_how_learning_and_the_load_went_over_time(model_dir: Pa
     assert sum(report["prefix"]["requests_by_tenth"]) == report["requests"]["finished"]
 
 
+@pytest.mark.slow
 def test_shared_prefixes_of_the_trace_hit_the_cache(model_dir: Path, trace: Path, pairs: Path) -> None:
     report = replay(plan(model_dir, trace, pairs, retrain_rate=0.0))
     # Half of the prompts start with a block (of 222 tokens after scaling) that an earlier one had.
@@ -92,6 +94,7 @@ def test_shared_prefixes_of_the_trace_hit_the_cache(model_dir: Path, trace: Path
     assert report["finetune"]["pairs_sent"] == 0
 
 
+@pytest.mark.slow
 def test_without_a_rate_the_machine_is_measured_first(model_dir: Path, trace: Path, pairs: Path) -> None:
     lines: list[str] = []
     report = replay(plan(model_dir, trace, pairs, rate_per_s=None, retrain_rate=0.0, seconds=1.0), lines.append)
@@ -109,6 +112,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(model_dir: Path, tra
         replay(plan(model_dir, tmp_path / "absent.csv", empty))
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_report_as_json_and_as_a_table(model_dir: Path, trace: Path, pairs: Path) -> None:
     arguments = ["bench", "replay", "--trace", str(trace), "--pairs", str(pairs), "--model", str(model_dir)]
     arguments += ["--rate", "6", "--seconds", "1", "--policy", "fcfs"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from edged.client.client import Address, Client, DaemonError
+from tests.command import Command
 from tests.models import save_tiny
 
 
@@ -60,19 +61,10 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("daemon")
     model = save_tiny(folder / "tiny")
     log = folder / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "edged.cli", "serve", "--model", os.path.relpath(model)),
-                *("--socket", str(folder / "edged.sock"), "--data-dir", str(folder / "data")),
-            ],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            # Without practice, so that a user's version stays the same once his pairs are learned.
-            env=clean_environment(
-                EDGED_CACHE__MEMORY_MB="64", EDGED_STORE__SAVE_EVERY_S="0.1", EDGED_ALIGN__PRACTICE="false"
-            ),
-        )
+    place = ["--socket", str(folder / "edged.sock"), "--data-dir", str(folder / "data")]
+    # Without practice, so that a user's version stays the same once his pairs are learned.
+    settings = {"EDGED_CACHE__MEMORY_MB": "64", "EDGED_STORE__SAVE_EVERY_S": "0.1", "EDGED_ALIGN__PRACTICE": "false"}
+    process = Command(["serve", "--model", os.path.relpath(model), *place], log, clean_environment(**settings))
     running = Daemon(folder / "edged.sock")
     try:
         wait_for(lambda: process.poll() is not None or ready(running), log)

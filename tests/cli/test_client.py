@@ -248,7 +248,12 @@ def test_a_url_and_token_reach_a_tcp_listener() -> None:
     assert result.stderr == "edged: the daemon answered 401 Unauthorized\n"
 
 
-@pytest.mark.parametrize("url", ["https://box:1", "http://", "http://box:99999", "ftp://box"])
+def test_an_ingress_with_tls_is_asked_by_https() -> None:
+    address = find_address(url="https://box", environ={})
+    assert (address.port, address.tls, str(address)) == (443, True, "https://box:443")
+
+
+@pytest.mark.parametrize("url", ["ws://box:1", "https://", "http://", "http://box:99999", "ftp://box"])
 def test_a_malformed_url_is_refused(url: str) -> None:
     with pytest.raises(DaemonError, match="HOST:PORT"):
         find_address(url=url)

@@ -66,8 +66,8 @@ def test_show_is_toml_of_file_and_environment_with_the_changes_marked(
 
 def test_show_writes_rules_and_tokens_as_they_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "edged.toml"
-    rules = [{"roles": ["admin"], "users": ["@self"], "peers": ["group:ops"]}]
-    tokens = [{"roles": ["use"], "users": ["a*"], "name": "web", "sha256": "0" * 64}]
+    rules = [{"roles": ["admin"], "users": ["@self"], "identity": "field", "peers": ["group:ops"]}]
+    tokens = [{"roles": ["use"], "users": ["a*"], "identity": "header:X-A", "name": "web", "sha256": "0" * 64}]
     path.write_text(f"[access]\nrules = {to_toml_value(rules)}\ntokens = {to_toml_value(tokens)}\n")
     shown = run("config", "show", "--config", str(path))
     assert tomllib.loads(shown)["access"] == {"rules": rules, "tokens": tokens}

@@ -171,6 +171,7 @@ def test_a_user_is_forgotten_in_the_folder_of_a_stopped_daemon(daemon: Daemon, i
     assert list((folder / "adapters").glob("*")), "the others' are there"
 
 
+@pytest.mark.slow
 def test_a_stopped_daemons_database_is_pruned(daemon: Daemon, ida: str, tmp_path: Path) -> None:
     file, folder, kept = tmp_path / "all.tar", tmp_path / "stopped", tmp_path / "kept.toml"
     daemon.run("backup", str(file))

@@ -39,7 +39,7 @@ def examination(folder: Path, **changes: Any) -> Examination:
         "sockets": (folder / "edged.sock",),
         "min_free_bytes": 0,
         "within_s": 20.0,
-        "checks": Told(*(changes.pop(name, {}) for name in ("torch", "needs", "tokens"))),
+        "checks": Told(*(changes.pop(name, {}) for name in ("torch", "needs", "tokens", "trials"))),
         **changes,
     }
     return Examination(**values)
@@ -99,6 +99,7 @@ def test_without_a_daemon_a_table_says_what_to_do(tmp_path: Path) -> None:
     assert " 0 failures in " in result.stdout
 
 
+@pytest.mark.slow
 def test_settings_that_cannot_be_are_a_failure_and_the_rest_is_looked_at(tmp_path: Path) -> None:
     (tmp_path / "edged.toml").write_text("[cache]\npage_sise = 16\n")
     arguments = ("doctor", "--json", "--config", str(tmp_path / "edged.toml"), "--socket", str(tmp_path / "s"))
@@ -233,6 +234,7 @@ def test_files_that_are_not_whole_are_found(tiny: Path) -> None:
     assert model.place(looked_at(tiny)) is None
 
 
+@pytest.mark.slow
 def test_tokens_that_do_not_fit_the_model_are_found(tmp_path: Path) -> None:
     tiny = save_tiny(tmp_path / "tiny")
     tokenizer = byte_tokenizer()
@@ -258,6 +260,8 @@ def test_a_tokenizer_without_template_or_without_sense_is_found(tiny: Path) -> N
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         (tiny / name).unlink(missing_ok=True)
     assert states_of(tiny)["tokenizer"].state == "warn"
+    (tiny / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+    assert states_of(tiny)["tokenizer"].state == "ok"
     (tiny / "tokenizer.json").write_text("{")
     assert states_of(tiny)["tokenizer"].state == "fail"
     (tiny / "tokenizer.json").unlink()
@@ -396,7 +400,7 @@ def test_a_database_of_a_newer_or_older_edged_is_told_apart(tmp_path: Path) -> N
     assert "m999_future" in newer.seen
 
 
-@pytest.mark.parametrize(("version", "told"), [(9, "up to date (10 migrations)"), (10, "up to date (9 migrations)")])
+@pytest.mark.parametrize(("version", "told"), [(9, "up to date (13 migrations)"), (10, "up to date (12 migrations)")])
 def test_a_database_from_before_the_first_release_is_well(tmp_path: Path, version: int, told: str) -> None:
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "edged.db"

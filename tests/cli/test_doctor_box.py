@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edged.cli.doctor import box, service
+from edged.cli.doctor import box, model, service
+from edged.cli.doctor.check import CheckProcess
+from edged.cli.doctor.finding import Finding
 from edged.engine import native
 from edged.settings.load import load_settings
 from tests.cli.test_doctor import examination, only
@@ -148,7 +152,8 @@ def test_memory_that_does_not_suffice_is_found(tmp_path: Path) -> None:
     assert found(short) == "warn"
     assert found(short, running=True) == "ok"
     assert found({**needs, **room, "fits": False}) == "fail"
-    assert found({"problem": "model: no linears"}) == "fail"
+    problem = examination(tmp_path, needs={"problem": "model: no linears"})
+    assert (box.memory(problem), only(model.served(problem)).state) == (None, "fail")
 
 
 UNIT = "[Unit]\nDescription=edged\n\n[Service]\nExecStart=/bin/true\n{}\n"
@@ -223,3 +228,98 @@ def test_a_daemon_that_systemds_socket_would_start_is_left_asleep(
             assert f"the first request on {path} starts it" in finding.seen
             with pytest.raises(BlockingIOError):
                 listener.accept()
+
+
+def test_on_a_jetson_binaries_for_another_gpu_of_its_kind_do_not_do(tmp_path: Path) -> None:
+    it = examination(tmp_path, torch={**GPU, "capability": [8, 7], "architectures": ["sm_80", "sm_90"]}, root=tmp_path)
+    assert only(box.torch_build(it)).state == "ok"
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "nv_tegra_release").write_text("# R36 (release), REVISION: 4.0\n")
+    assert only(box.torch_build(it)).state == "warn"
+    assert "https://pypi.jetson-ai-lab.io" in only(box.torch_build(it)).way_out
+
+
+# -- what is tried -----------------------------------------------------------------------------------------------------
+
+_STUB_TORCH = """
+import types
+__version__, float32, bfloat16, device = "2.8.0", "fp32", "bf16", str
+version = types.SimpleNamespace(cuda="12.6")
+gpu = types.SimpleNamespace(name="Orin", major=8, minor=7, is_integrated=True, total_memory=32 << 30)
+cuda = types.SimpleNamespace(
+    is_available=lambda: True, get_device_properties=lambda device: gpu, get_arch_list=lambda: ["sm_87"]
+)
+
+class ones:
+    def __init__(self, *sizes, dtype=None, device=None):
+        self.dtype = dtype
+
+    def __matmul__(self, other):
+        if PROBLEM and self.dtype == "bf16":
+            raise RuntimeError(PROBLEM)
+        return self
+
+    def __getitem__(self, place):
+        return 64.0
+
+    def sum(self):
+        return 128.0
+"""
+_STUB_TRITON = """
+class Kernel:
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            if PROBLEM:
+                raise RuntimeError(PROBLEM)
+        return launch
+
+jit = lambda function: Kernel()
+"""
+
+
+@pytest.mark.parametrize("problem", ["", "it does not work"])
+@pytest.mark.parametrize("broken", ["torch", "triton"])
+def test_a_product_and_a_kernel_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, problem: str
+) -> None:
+    for name, stub in (("torch", _STUB_TORCH), ("triton", _STUB_TRITON)):
+        (tmp_path / name).mkdir()
+        text = f"PROBLEM = {problem if name == broken else ''!r}\n{stub}"
+        (tmp_path / name / "__init__.py").write_text(text)
+    (tmp_path / "triton" / "language.py").write_text("constexpr = int\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    it = examination(tmp_path, checks=CheckProcess(load_settings(environ={}), None, tries=True), within_s=60.0)
+    found = {"torch": only(box.torch_build(it)), "triton": only(box.triton(it))}
+    assert {name: each.state for name, each in found.items()} == {
+        **{"torch": "ok", "triton": "ok"},
+        **({broken: "fail"} if problem else {}),
+    }
+    assert not problem or f"fails (RuntimeError: {problem})" in found[broken].seen
+    ways_out = {"torch": "https://pypi.jetson-ai-lab.io", "triton": 'model.decode_attention = "padded"'}
+    assert not problem or ways_out[broken] in found[broken].way_out
+    # In a folder without programs there is no compiler.
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if broken == "triton" and problem:
+        assert only(box.triton(it)).way_out.startswith("`sudo apt install gcc")
+
+
+@pytest.mark.slow
+def test_a_model_is_quantized_where_that_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(environ={}, overrides={"model.quantize": "nf4"})
+
+    def found() -> Finding:
+        checks = CheckProcess(settings, None, tries=True)
+        return only(box.quantized(examination(tmp_path, settings=settings, checks=checks, within_s=120.0)))
+
+    assert found().state == "ok"
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes" / "__init__.py").write_text("raise ImportError('libcudart.so is not there')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert found().state == "fail"
+    assert "pip install 'edged[quantized]'" in found().way_out
+
+
+def test_triton_compiles_the_kernel_that_is_tried() -> None:
+    code = "from edged.tensors.triton_trial import try_triton; try_triton('cpu')"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -14,6 +14,7 @@ import pytest
 
 from edged.cli.feedback import send
 from edged.client.client import Client, Refused
+from tests.align.feedback.test_open_webui import item
 from tests.api.live import LiveDaemon, running
 from tests.cli.conftest import Daemon, clean_environment, edged
 from tests.cli.test_client import peer
@@ -213,3 +214,24 @@ def test_a_file_that_holds_no_json_lines_is_refused_in_one_sentence(daemon: Daem
     for skip in ([], ["--skip", "1"]):
         refused = daemon.run("feedback", "import", str(path), "--user", "ann", *skip, code=1)
         assert refused.stderr == f"edged: {path} cannot be read: {told}\n"
+
+
+def test_single_ratings_and_the_thumbs_of_open_webui_are_imported(daemon: Daemon, tmp_path: Path) -> None:
+    good = {"prompt": "A:", "completion": " one", "label": True}
+    path = write(tmp_path / "ratings", good, {**good, "label": "yes"}, {**good, "prompt": "B:", "label": False})
+    arguments = ("--user", "kto", "--format", "kto", "--json")
+    result = json.loads(daemon.run("feedback", "import", str(path), *arguments, code=1).stdout)
+    assert result["bad_lines"] == [{"line": 2, "error": "\"label\" is 'yes': it may be true or false"}]
+    assert sum(result["outcomes"].values()) == result["pairs"] == 2
+    assert [row["label"] for row in exported(daemon, "kto")] == [True, False]
+
+    items = [item("a1", 1, 1), item("a2", -1, 2), item("a3", 1, 3, user="u-2"), {}]
+    (tmp_path / "export.json").write_text(json.dumps(items))
+    arguments = (str(tmp_path / "export.json"), "--format", "open-webui")
+    refused = daemon.run("feedback", "import", *arguments, "--user", "ann", code=1).stderr
+    assert refused.startswith("edged: the ratings are of 2 people, and --user names one: keep one by jq '[.[] | ")
+    result2 = daemon.run("feedback", "import", *arguments, "--no-wait", code=1)
+    assert result2.stderr == 'item 4: "data" is NoneType, not an object\n'
+    assert result2.stdout == "2 pairs imported for the users that the items name, 1 bad items not learned\n"
+    assert [row["chosen"] for row in exported(daemon, "u-1")] == ["The Rhine."]
+    assert [row["completion"] for row in exported(daemon, "u-2")] == ["The Oder."]

@@ -31,6 +31,15 @@ def test_what_new_prints_goes_into_the_settings_and_does_not_hold_the_token(tmp_
     assert (token.name, token.roles, token.users) == ("web", ["use", "train"], ["ann", "bo*"])
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [("name", "name:ann"), ("header:X-User", "header:X-User"), ("field", "field")]
+)
+def test_a_token_says_where_its_users_come_from(tmp_path: Path, given: str, kept: str) -> None:
+    made = json.loads(run("new", "tablet", "--users", "ann", "--identity", given, "--json"))
+    (tmp_path / "edged.toml").write_text(made["toml"])
+    assert load_settings(tmp_path / "edged.toml", environ={}).access.tokens[0].identity == kept
+
+
 def test_tokens_are_never_alike_and_have_256_random_bits() -> None:
     made = {json.loads(run("new", "web", "--json"))["token"] for _ in range(5)}
     assert len(made) == 5
@@ -42,9 +51,12 @@ def test_list_shows_names_roles_and_users(tmp_path: Path) -> None:
     made = json.loads(run("new", "web", "--users", "ann", "--json"))
     path.write_text(made["toml"])
     assert json.loads(run("list", "-c", str(path), "--json")) == {
-        "tokens": [{"name": "web", "roles": ["use", "train"], "users": ["ann"]}]
+        "tokens": [{"name": "web", "roles": ["use", "train"], "users": ["ann"], "identity": "field"}]
     }
+    made = json.loads(run("new", "web", "--users", "ann", "--identity", "name", "--json"))
+    path.write_text(made["toml"])
     table = run("list", "-c", str(path))
+    assert "name:ann" in table
     assert "use, train" in table
     assert made["sha256"] not in table
     path.write_text("")
@@ -63,6 +75,9 @@ def test_a_token_for_prometheus_reads_metrics_alone() -> None:
         (("new", "a/b"), '"a/b" cannot name a token'),
         (("new", "web", "--users", "a/b"), '"a/b" names no user'),
         (("new", "web", "--users", "@self"), "a token has no name of its own"),
+        (("new", "web", "--identity", "name"), "--identity name takes the user from --users"),
+        (("new", "web", "--users", "ann,ben", "--identity", "name"), "--identity name takes the user from --users"),
+        (("new", "web", "--users", "ann", "--identity", "name:eve"), 'the identity "name:eve" is of none of its users'),
         (("new", "web", "--roles", "admin", "--users", "ann"), '"admin" speaks for everybody'),
     ],
 )

@@ -6,6 +6,7 @@ kernels in its interpreter: what a graph would replay, launched again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,15 +14,18 @@ import pytest
 import torch
 
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.attention.selection import Backends
+from edged.engine.kv.state import ZEROS
 from edged.engine.kv.store import KvStore
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.served_model import ServedModel
 from edged.engine.sampling.params import Sampling, SamplingRow, TokenCounts
 from edged.engine.sampling.sampler import sample
 from edged.settings.load import AlignSettings
-from tests.models import tiny_model
+from edged.text.grammar import Constraint, GrammarMatcher
+from tests.engine.sampling.test_grammars import compiled
+from tests.models import STATEFUL, tiny_model
 
 pytest.importorskip("triton")
 from edged.engine import cuda_graphs
@@ -76,14 +80,14 @@ class Rig:
                 for name, linear in self.model.lora.linears.items()
             }
             self.model.lora.load(slot, weights, dict.fromkeys(weights, 1.0))
-        self.kv: KvStore = self.model.new_kv(1 + WIDTH * len(CONTEXTS), PAGE)
+        self.kv: KvStore = self.model.new_kv(1 + WIDTH * len(CONTEXTS), PAGE, 2 * len(CONTEXTS))
         self.tables = [np.arange(1 + WIDTH * i, 1 + WIDTH * (i + 1)) for i in range(len(CONTEXTS))]
         random = np.random.default_rng(0)
         self.slots = [0, NO_SLOT, 2, 0, 1]
         self.ids = [random.integers(3, 250, context + 1).tolist() for context in CONTEXTS]
         chunks = [
-            Segment(ids[:-1], 0, table, slot)
-            for ids, table, slot in zip(self.ids, self.tables, self.slots, strict=True)
+            Segment(ids[:-1], 0, table, slot, states=(ZEROS, state))
+            for state, (ids, table, slot) in enumerate(zip(self.ids, self.tables, self.slots, strict=True), 1)
             if len(ids) > 1
         ]
         self.launch(chunks)
@@ -91,7 +95,7 @@ class Rig:
     def launch(self, segments: list[Segment]) -> torch.Tensor:
         with torch.inference_mode():
             batch = pack(segments, self.kv, DEVICE)
-            with attention_pass(PagedAttention(batch, self.kv, "padded")), self.model.lora.packed(batch.runs):
+            with attention_pass(attention_over(batch, self.kv, "padded")), self.model.lora.packed(batch.runs):
                 return self.model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
 
     def decodes(self, which: list[int], base: bool = False) -> list[Segment]:
@@ -104,10 +108,20 @@ class Rig:
                 NO_SLOT if base else self.slots[i],
                 position=CONTEXTS[i],
                 samples=True,
+                # The state after a token is kept aside, so that the token can be computed again.
+                states=(1 + i if CONTEXTS[i] else ZEROS, 1 + i + len(CONTEXTS)),
             )
             for i in which
         ]
         return sorted(segments, key=lambda segment: segment.slot)
+
+    def states(self, which: list[int]) -> list[torch.Tensor]:
+        """What the layers keep after the next token of some sequences, in float32."""
+        slots = torch.tensor([1 + i + len(CONTEXTS) for i in which], device=DEVICE)
+        read = (
+            [self.kv.states.read(module, slots) for module in range(len(self.model.states))] if self.kv.states else []
+        )
+        return [state.float() for both in read for state in both if state is not None]
 
     def graphs(self, made_by: CudaGraphRecorder | Again) -> DecodeGraphs:
         return DecodeGraphs(self.model, self.kv, Backends("triton"), made_by, 3, WIDTH)
@@ -120,16 +134,27 @@ def row(step: int, **sampling: object) -> SamplingRow:
     return SamplingRow(options, seed=11, step=step, counts=counts if options.penalizes else None)
 
 
+(WORD,) = compiled(Constraint("regex", "[x-z]{3}", ""))
+
+
+def following(step: int, **sampling: object) -> SamplingRow:
+    return replace(row(step, **sampling), matcher=GrammarMatcher(WORD, [], 0))
+
+
 KINDS = {
     "greedy": [row(i) for i in range(5)],
     "drawn": [row(i, temperature=t) for i, t in enumerate((0.0, 0.7, 1.0, 1.3, 0.0))],
     "min-p": [row(i, temperature=1.5, min_p=0.2 * i) for i in range(5)],
     "truncated": [row(0, temperature=1.0, top_k=3), row(1, temperature=1.0, top_p=0.5), row(2), row(3), row(4)],
+    "grammars": [following(0, logprobs=2), row(1), following(2, temperature=1.0), row(3, temperature=0.7)],
     "penalties": [row(i, repetition_penalty=1.5, logit_bias={9: 4.0}, logprobs=2) for i in range(5)],
 }
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gemma2", *STATEFUL)]
+
+
+@pytest.fixture(scope="module", params=["llama", *SLOW])
 def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(request.param)
 
@@ -146,6 +171,7 @@ BATCHES = {
     "base": ([4, 0, 2], True, "greedy"),
     "min-p": ([4, 3, 0, 2], False, "min-p"),
     "truncated": ([3, 0, 1], False, "truncated"),
+    "grammars": ([4, 3, 0, 2], False, "grammars"),
     "penalties": ([4, 1], False, "penalties"),
 }
 
@@ -155,8 +181,9 @@ def test_a_replay_draws_what_launches_draw(
     rig: Rig, captured: DecodeGraphs, which: list[int], base: bool, kind: str
 ) -> None:
     rows = KINDS[kind][: len(which)]
-    wanted = sample(rig.launch(rig.decodes(which, base)), rows).read()
+    wanted, states = sample(rig.launch(rig.decodes(which, base)), rows).read(), rig.states(which)
     got = captured.run(rig.decodes(which, base), rows).read()
+    torch.testing.assert_close(rig.states(which), states, atol=1e-4, rtol=1e-4)
     assert got.token_ids == wanted.token_ids
     for a, b in zip(got.logprobs, wanted.logprobs, strict=True):
         assert (a is None) == (b is None)

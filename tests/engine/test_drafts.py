@@ -64,6 +64,7 @@ def test_an_answer_that_repeats_itself_takes_fewer_iterations(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.slow
 def test_little_memory_changes_nothing(tmp_path: Path) -> None:
     requests = [request(f"r{seed}", repetitive(seed, 8), 300) for seed in range(6)]
     few = {"cache__memory_mb": 1, "cache__page_size": 8}

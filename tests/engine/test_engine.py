@@ -408,7 +408,7 @@ def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: P
         "torch",
     )
     assert paths["why_not"] == {
-        **({} if kernels() else {"decode": why_no_kernels()}),
+        **({} if kernels() else dict.fromkeys(("decode", "layers"), why_no_kernels())),
         "lora": "Triton has no kernels for cpu"
         if importlib.util.find_spec("triton")
         else "the package triton is not installed: pip install triton",

@@ -144,6 +144,21 @@ def test_pairs_wait_while_fine_tuning_is_paused_and_two_users_learn_apart(tmp_pa
         assert min(engine.adapters().values()) >= 1
 
 
+def test_pairs_that_were_read_before_another_node_learned_them_wait_for_nobody(tmp_path: Path) -> None:
+    with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
+        engine.submit_pairs(random_pairs(2))
+        client.wait(lambda: len(client.of(PairRetired)) == 2)
+        engine.follow("ann").result(10)
+        engine.submit_pairs(random_pairs(3, seed=1, first_id=10) + random_pairs(2, "bob", seed=4, first_id=50))
+        client.wait(lambda: len(client.of(PairRetired)) == 4)
+        wait_idle(engine)
+        # Who was forgotten begins anew, wherever the writer was.
+        engine.forget("ann").result(10)
+        engine.submit_pairs(random_pairs(2, seed=2, first_id=20))
+        client.wait(lambda: len(client.of(PairRetired)) == 6)
+        assert {each.pair_id for each in client.of(PairRetired)} == {1, 2, 50, 51, 20, 21}
+
+
 def test_pairs_longer_than_the_batch_and_the_window_are_trained_in_chunks(tmp_path: Path) -> None:
     long = TokenPair(1, "ann", tuple(random_ids(90, 1)), (*random_ids(70, 2), 2), (*random_ids(60, 3), 2))
     settings = {"serving__max_batch_tokens": 16, "align__window_tokens": 20, "guard__held_out_share": 0.0}
@@ -450,6 +465,7 @@ def test_an_import_is_answered_after_its_row_is_written(tmp_path: Path) -> None:
         assert answered.result(20) == engine.adapters()["ann"]
 
 
+@pytest.mark.slow
 def test_a_rollback_that_cannot_be_written_is_served_and_said_to_be_in_danger(tmp_path: Path) -> None:
     with running_engine(tmp_path, guard__held_out_share=0.0) as (engine, client):
         engine.submit_pairs(random_pairs(2))

@@ -113,6 +113,7 @@ def test_pairs_that_three_users_bring_at_once_are_learnt_by_the_units_of_one_ste
         assert_same_weights(apart, joint, name)
 
 
+@pytest.mark.slow
 def test_only_as_many_share_a_step_as_fit_its_window_and_the_setting(tmp_path: Path) -> None:
     # A pair has 34 tokens.
     settings = {"align__replay_share": 0.0}
@@ -137,6 +138,7 @@ def test_those_who_share_a_step_leave_half_of_the_slots_to_requests(
     assert {r.state for r in second_round(client)} == {"trained"}
 
 
+@pytest.mark.slow
 def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "broken") as (engine, client, watch):
@@ -198,6 +200,7 @@ def test_a_user_who_is_forgotten_in_the_middle_of_a_shared_step_leaves_the_other
         assert_same_weights(whole, client, name)
 
 
+@pytest.mark.slow
 def test_a_user_who_is_rolled_back_in_the_middle_of_a_shared_step_learns_with_the_others_again(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "back", **MIDDLE) as (engine, client, watch):
@@ -236,6 +239,7 @@ def test_what_fails_together_is_tried_apart(tmp_path: Path, monkeypatch: pytest.
     assert "no room" in client.of(StepSkipped)[0].reason
 
 
+@pytest.mark.slow
 def test_an_outcome_that_cannot_be_taken_in_leaves_the_others_theirs(tmp_path: Path) -> None:
     whole, _ = learn_together(tmp_path, "whole")
     with three_users(tmp_path, "stranded") as (engine, client, watch):

@@ -30,7 +30,8 @@ def taste(count: int, first_id: int = 1) -> list[TokenPair]:
     ]
 
 
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_flip_of_the_users_own_signals_is_followed_and_one_from_elsewhere_is_held(
     direct: bool, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_pairs_that_teach_nothing_are_confusion_in_the_end() -> None:
     assert turn.verdict == "confusion"
 
 
+@pytest.mark.slow
 def test_direct_signals_that_contradict_each_other_are_taken_back_to_before_them_and_held(tmp_path: Path) -> None:
     with running_engine(tmp_path, **SETTINGS) as (engine, client):
         engine.test_with([TokenPair(-1, "", (3, 4), (5, 6), (7, 8))])

@@ -121,6 +121,26 @@ def test_one_that_comes_when_its_part_is_computed_does_not_wait(tmp_path: Path) 
         assert client.finished["late"].cached_tokens == len(common)
 
 
+def test_nobody_waits_for_a_prompt_that_has_become_late(tmp_path: Path) -> None:
+    common = random_ids(4 * PAGE, 1)
+    prompts = {
+        "late": (common + random_ids(40 * PAGE, 2), 15.0),
+        "other": (random_ids(20 * PAGE, 3), 0.0),
+        "short": (common + random_ids(5, 4), 0.0),
+    }
+    # A target is at least 10 s, and a late prompt waits for twice its own before it goes first.
+    with running_engine(tmp_path, serving__max_batch_tokens=40, scheduler__ttft_floor_ms=10_000) as (engine, client):
+
+        def come() -> None:
+            for name, (prompt, ago_s) in prompts.items():
+                engine.built.sequences.add(request(name, prompt, tokens=2), time.monotonic() - ago_s)
+
+        engine.built.commands.post(come)
+        client.wait(lambda: len(client.finished) == len(prompts))
+    assert client.finished["short"].cached_tokens == 0
+    assert list(client.finished)[-1] == "late"
+
+
 def test_nested_prefixes_are_computed_once_each(tmp_path: Path) -> None:
     root, branch = random_ids(10 * PAGE, 1), random_ids(10 * PAGE, 2)
     prompts = [root + random_ids(12, 3), root + branch + random_ids(5, 4), root + branch + random_ids(6, 5)]

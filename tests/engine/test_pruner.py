@@ -136,7 +136,7 @@ def test_captured_iterations_are_left_to_those_that_are_not_pruned(
     kept = Recompute(monkeypatch)
     driver = forced(tmp_path)
     runner = driver.parts.runner
-    paths = runner._paths = Backends("triton")
+    paths = runner._backends = Backends("triton")
     runner.model.lora.runs.kernel = "triton"
     runner.graphs = DecodeGraphs(runner.model, runner.kv, paths, recorder(), 1, 20)
     ids = random_ids(90, 1)

@@ -64,6 +64,7 @@ def finetune_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return spent
 
 
+@pytest.mark.slow
 def test_under_overload_fine_tuning_keeps_its_share_of_the_engines_time(
     tmp_path: Path, finetune_s: list[float]
 ) -> None:

@@ -51,6 +51,7 @@ def test_pairs_versions_and_series_keep_their_order(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="the clock that jumps is written in C")
 @pytest.mark.parametrize(
     "jumps",

@@ -199,6 +199,7 @@ def test_a_start_that_needs_a_damaged_table_is_refused(tmp_path: Path, model: Pa
         assert "Traceback" not in daemon.log
 
 
+@pytest.mark.slow
 def test_damage_that_is_met_while_serving_is_told_and_answers_go_on(tmp_path: Path, model: Path, lived: Path) -> None:
     for copy in ("whole", "damaged"):
         shutil.copytree(lived / "data", tmp_path / copy / "data")

@@ -19,7 +19,7 @@ PLAIN = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_bl
 @pytest.mark.timeout(900)
 def test_whatever_three_accounts_do_in_turn_the_promises_hold() -> None:
     run_state_machine_as_test(
-        ThreeAccounts, settings=settings(max_examples=1, stateful_step_count=30, derandomize=True, **PLAIN)
+        ThreeAccounts, settings=settings(max_examples=1, stateful_step_count=12, derandomize=True, **PLAIN)
     )
 
 

@@ -104,6 +104,7 @@ def killed(folder: Path, moments: Iterator[Callable[[Path], None]], examples: in
         assert all(one[name].equal(other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     killed(tmp_path, waits(2, seed=1), examples=30)
 
@@ -132,6 +133,7 @@ def noted(step: int) -> Callable[[Path], Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_survives_a_kill_while_it_is_made_and_before_the_next_step(tmp_path: Path) -> None:
     moments = [until(noted(10)), until(lambda data: [*data.glob("adapters/*/made@10/v*")]), until(noted(20))]
     killed(tmp_path, iter(moments), examples=20)

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from tests.api.live import LiveDaemon, running
 from tests.faults.test_disk import until
@@ -18,6 +19,7 @@ def stored(live: LiveDaemon, table: str) -> set[str]:
         return {row_id for (row_id,) in db.execute(f"SELECT id FROM {table}")}
 
 
+@pytest.mark.slow
 def test_an_answer_does_not_wait_for_another_programs_lock_and_its_record_is_written_later(tmp_path: Path) -> None:
     with running(tmp_path / "run", save_tiny(tmp_path / "tiny")) as live, live.http() as http:
         http.timeout = httpx2.Timeout(20.0)

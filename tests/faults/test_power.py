@@ -232,6 +232,7 @@ def test_without_one_of_the_syncs_a_promise_is_broken(life: Life, tmp_path: Path
     assert any(problem(life, tmp_path / "kept", now_s) for now_s in moments)
 
 
+@pytest.mark.slow
 def test_a_disk_that_does_not_sync_ends_the_daemon_and_takes_no_feedback_until_somebody_looked(tmp_path: Path) -> None:
     model, taken = save_tiny(tmp_path / "tiny"), set[int]()
     with logged_daemon(tmp_path, model, DISKLOG_FAIL="fsync:30:5:.db-wal") as (http, process):

@@ -182,6 +182,7 @@ def teach(daemon: LiveDaemon, first: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("cache_mib", [40])
+@pytest.mark.slow
 def test_caches_make_room_for_a_neighbour_and_grow_again(daemon: LiveDaemon, group: Group) -> None:
     """The first step and the way back, in a few seconds."""
 

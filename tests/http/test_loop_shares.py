@@ -155,6 +155,7 @@ async def test_one_connection_with_many_requests_waits_as_many_connections_do() 
 
 
 @root_only
+@pytest.mark.slow
 async def test_who_is_alone_waits_for_nobody() -> None:
     async with serving() as daemon:
         clients = daemon.connect(ANN, MANY)

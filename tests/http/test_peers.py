@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession, UnixConnector, web
 
-from edged.http.access import Access, AccessError, Accounts, Caller, Peer, is_loopback, loopback_uid, unix_peer
+from edged.http.access import Access, AccessError, Accounts, Caller, Peer, loopback_uid, unix_peer
 from edged.http.errors import ApiError
 from edged.settings.access import AccessToken, token_hash
+from edged.settings.addresses import is_loopback
 from edged.settings.load import AccessSettings
 from edged.store.jobs.jobs import JobAdapters
 

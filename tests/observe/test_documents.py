@@ -242,6 +242,7 @@ def alert_test(changes: dict[str, str], *firing: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @needs_promtool
 def test_each_alert_fires_for_its_ailment_alone_and_none_for_a_healthy_box(tmp_path: Path) -> None:
     assert {name for name, _ in AILMENTS} == {rule["alert"] for rule in RULES}

@@ -101,6 +101,7 @@ def stalled(daemon: LiveDaemon, name: str, **labels: str) -> bool:
     return at_most < all_of_them
 
 
+@pytest.mark.slow
 def test_a_daemon_that_was_stopped_for_a_second_says_so(daemon: LiveDaemon) -> None:
     daemon.signal(signal.SIGSTOP)
     time.sleep(1.0)
@@ -126,6 +127,7 @@ def test_a_database_that_another_program_locks_is_told(daemon: LiveDaemon) -> No
     assert "the database's writer stood still" in daemon.log
 
 
+@pytest.mark.slow
 def test_an_account_that_teaches_much_has_two_writes_with_the_writer_at_once(tmp_path: Path) -> None:
     """Others' writes wait behind those that are queued; many that share a commit were queued together."""
     with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), align__enabled="false") as live, live.http() as http:

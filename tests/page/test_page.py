@@ -392,6 +392,7 @@ def test_axe_finds_nothing(daemon: LiveDaemon, browser: Browser, port: int, sche
         accessible(page)
 
 
+@pytest.mark.slow
 def test_a_phone_needs_no_sideways_scrolling(daemon: LiveDaemon, browser: Browser, port: int) -> None:
     with opened(browser, port, viewport=PHONE, has_touch=True, is_mobile=True) as page:
         fits(page)

@@ -37,7 +37,8 @@ def test_a_reload_keeps_what_is_known_of_nodes_that_stay() -> None:
 
 
 def test_a_home_is_remembered_until_its_node_has_told_otherwise() -> None:
-    homes = Homes("abc", {}, {"ann": "b", "ben": "b", "cat": "gone"})
+    homes = Homes("abc", {})
+    homes.remembered |= {"ann": "b", "ben": "b", "cat": "gone"}
     assert (homes.of("ann"), homes.of("cat")) == ("b", rendezvous("cat", "abc")[0])
     homes.learn("a", {"eve": 1})
     assert (homes.of("ann"), homes.changed) == ("b", True)

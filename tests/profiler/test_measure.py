@@ -58,6 +58,7 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
     assert 0.0 < profile.noise.jitter < 2.0
 
 
+@pytest.mark.slow
 def test_its_random_pairs_are_never_held_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     # Steps so large that such pairs soon look poisoned.
     odd = {"align.learning_rate": 0.1, "feedback.suspicious_deviations": 1e-9, "feedback.burst_share": 0.01}
@@ -66,6 +67,7 @@ def test_its_random_pairs_are_never_held_back(tmp_path: Path, caplog: pytest.Log
     assert "quarantined" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_a_rest_costs_is_measured(tmp_path: Path) -> None:
     recorder = ReplayRecorder()
     settings = load_settings(environ={}, overrides=SETTINGS)

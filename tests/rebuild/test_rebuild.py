@@ -59,6 +59,7 @@ def rebuilt(stopped: tuple[Path, Path, int]) -> tuple[Rebuild, Any, list[int]]:
     return work, work.train(Recipe(epochs=2, learning_rate=2e-3), lambda step, of, loss: steps.append(step)), steps
 
 
+@pytest.mark.slow
 def test_both_adapters_are_measured_on_pairs_that_neither_and_that_both_were_trained_on(
     rebuilt: tuple[Rebuild, Any, list[int]], stopped: tuple[Path, Path, int]
 ) -> None:
@@ -197,6 +198,7 @@ def test_the_command_compares_and_changes_nothing_unless_told(stopped: tuple[Pat
     assert f"v{json.loads(adopted.stdout)['adopted_version']:06d}" not in before
 
 
+@pytest.mark.slow
 def test_the_command_takes_model_and_folder_of_the_daemon_that_runs_unless_told_others(
     stopped: tuple[Path, Path, int], tmp_path: Path
 ) -> None:

@@ -6,11 +6,13 @@ systemd is played by real sockets: a datagram socket that receives, a listening 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -19,6 +21,7 @@ from typing import Protocol
 
 import pytest
 
+from edged.client.client import Address, Client
 from edged.runtime.systemd import notify, watchdog_s
 from edged.store import Store
 from tests.api.live import crowd, started
@@ -242,6 +245,7 @@ def test_a_tcp_socket_of_systemds_beyond_loopback_needs_a_token(tmp_path: Path, 
     assert "set api.token" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_an_idle_engine_feeds_the_watchdog_and_a_hung_one_starves_it(tmp_path: Path, model: Path) -> None:
     manager = Manager(str(tmp_path / "notify"))
     timed = {"WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6)), "EDGED_API__SOCKET": str(tmp_path / "s")}
@@ -278,3 +282,67 @@ def test_a_hangup_reloads_and_says_so(tmp_path: Path, model: Path) -> None:
         manager.wait("READY", "1")
         assert daemon.process.is_alive()
     assert "serving.max_queue = 9" in daemon.log
+
+
+@pytest.mark.slow
+def test_a_daemon_with_nothing_to_do_learns_saves_and_leaves_its_socket_to_systemd(tmp_path: Path, model: Path) -> None:
+    path, manager = tmp_path / "systemd.sock", Manager(f"@edged-idle-{os.getpid()}")
+    settings = {"SERVING__EXIT_WHEN_IDLE_S": "0.5", "ALIGN__ACCUMULATE_S": "3", "ALIGN__PRACTICE": "false"}
+    with socket.socket(socket.AF_UNIX) as unix, Client(Address(sockets=(path,)), timeout_s=60.0) as client:
+        unix.bind(str(path))
+        unix.listen()
+        named = {f"EDGED_{name}": value for name, value in settings.items()}
+        with service(tmp_path, model, manager, (unix,), **named) as daemon:
+            # The first answer is 503, and what follows has the daemon wait for one who is there.
+            manager.wait("READY", "1")
+            pair = {"chosen": "good day", "rejected": "go away"}
+            client.post("/v1/feedback", {"user": "ann", "prompt": "hello", **pair})
+            manager.wait("STOPPING", "1")
+            assert daemon.wait(60) == 0
+        with closing(sqlite3.connect(tmp_path / "data" / "edged.db")) as db:
+            assert db.execute("SELECT state FROM pairs").fetchall() == [("trained",)]
+        assert list((tmp_path / "data" / "adapters").glob("*/ann/v*"))
+        assert '"event": "idle_exit"' in (tmp_path / "log").read_text()
+        with socket.socket(socket.AF_UNIX) as late:
+            late.connect(str(path))
+            late.sendall(b"GET ")
+            accepted, _ = unix.accept()
+            with accepted:
+                assert accepted.recv(4) == b"GET "
+
+
+@pytest.mark.slow
+def test_every_request_is_answered_while_daemons_leave_and_are_started_again(tmp_path: Path, model: Path) -> None:
+    path, asked, ended = tmp_path / "systemd.sock", 12, threading.Event()
+    answers: list[bytes] = []
+    starts = 0
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(str(path))
+        unix.listen()
+
+        def ask_now_and_then() -> None:
+            # Pauses about as long as a daemon waits: requests come before, in and after the moment of leaving.
+            for number in range(asked):
+                answers.append(ask(str(path), "/healthz"))
+                time.sleep(0.8 + 0.05 * number)
+            ended.set()
+
+        client = threading.Thread(target=ask_now_and_then)
+        client.start()
+        while not ended.is_set():
+            # As systemd does: a socket that is readable starts the daemon.
+            if select.select([unix], [], [], 0.1)[0]:
+                starts += 1
+                with service(tmp_path, model, None, (unix,), EDGED_SERVING__EXIT_WHEN_IDLE_S="0.2") as daemon:
+                    assert daemon.wait(120) == 0
+        client.join()
+    assert [answer[:12] for answer in answers] == [b"HTTP/1.1 200"] * asked
+    assert starts > 1
+
+
+def test_a_daemon_with_a_socket_of_its_own_does_not_leave(tmp_path: Path, model: Path) -> None:
+    with started(tmp_path, model, serving__exit_when_idle_s=0.1) as daemon:
+        daemon.wait_until_ready()
+        assert "systemd's sockets alone start edged again" in daemon.log
+        time.sleep(2.5)
+        assert daemon.process.is_alive()

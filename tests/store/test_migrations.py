@@ -142,9 +142,10 @@ BETWEEN = [pytest.param(version, marks=pytest.mark.slow) for version in VERSIONS
 """Their migrations are the last ones of the oldest version's."""
 
 
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("version", [None, VERSIONS[0], *BETWEEN, *VERSIONS[-1:]])
-def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(version, tmp_path):
-    """A child process migrates and is killed at its n-th statement, for every n there is; None: a new file."""
+def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(version, step, tmp_path):
+    """A child process migrates and is killed at its n-th statement, for each `step`-th n there is; None: a new file."""
     cuts = 0
     while True:
         path = tmp_path / f"cut-{cuts}" / "edged.db"
@@ -153,7 +154,7 @@ def test_a_power_cut_at_any_moment_of_a_migration_loses_nothing(version, tmp_pat
             schemas.load(version, path)
         if migrate_and_die(path, statements=cuts + 1) == 0:
             break
-        cuts += 1
+        cuts += step
         check(path, version, tmp_path)
     missing = len(MIGRATIONS) if version is None else len(MIGRATIONS) - 1 - VERSIONS.index(version)
     assert cuts > 3 * (missing + (version in FROM_BEFORE))

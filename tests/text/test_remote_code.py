@@ -48,7 +48,7 @@ def test_a_models_own_code_is_refused_unless_the_operator_trusts_it(tmp_path: Pa
     with pytest.raises(TokenizerError, match="needs Python code of its own"):
         Tokenizer.load(folder)
     assert not mark.exists()
-    model = load_pretrained(str(folder), ModelSettings(device="cpu", trust_remote_code=True), "eager")
+    model, _ = load_pretrained(str(folder), ModelSettings(device="cpu", trust_remote_code=True), "eager")
     assert type(model).__name__ == "OwnModel"
     assert mark.exists()
 

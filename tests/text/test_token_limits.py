@@ -67,6 +67,18 @@ def test_no_route_gives_a_token_without_a_row(route: str, text: str, rows: int) 
         assert all(token < rows for token in ROUTES[route](tokenizer, text) or ())
 
 
+@pytest.mark.parametrize("route", ["prompt", "stored prompt", "pair's prompt"])
+def test_a_token_that_stands_for_an_image_is_refused_and_its_name_in_a_message_is_text(route: str) -> None:
+    tokenizer = Tokenizer(extended(special=True), "wrapper", placeholders=[VOCAB + 1])
+    assert tokenizer.problems() == []
+    with pytest.raises(
+        TokenizerError, match=rf'token id {VOCAB + 1} \("frown"\) stands for an image, a video or a sou'
+    ):
+        ROUTES[route](tokenizer, "a frown")
+    for text in ROUTES.keys() - {"prompt", "stored prompt", "pair's prompt"}:
+        assert VOCAB + 1 not in (ROUTES[text](tokenizer, "a frown") or ())
+
+
 @pytest.mark.parametrize("rows", [VOCAB + 2, VOCAB + 3, VOCAB + 4])
 def test_ids_are_held_against_the_models_rows(rows: int) -> None:
     tokenizer = with_rows(rows)

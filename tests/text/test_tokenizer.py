@@ -393,3 +393,23 @@ def test_stops_cut_the_same_text_wherever_the_pieces_end(text: str, stops: list[
     found = [(text.index(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     expected = text if not found else text[: min(found)[0] + min(found)[1]]
     assert stop_stream(stops, pieces)[0] == expected
+
+
+STRINGS = "{% for m in messages %}<s>{{ m.role + ':' + m.content }}{% endfor %}"
+PARTS = "{% for m in messages %}<s>{{ m.role + ':' }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+EITHER = (
+    "{% for m in messages %}<s>{{ m.role + ':' }}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+ALL_TURNS = "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}" + STRINGS
+
+
+@pytest.mark.parametrize("template", [STRINGS, PARTS, EITHER, ALL_TURNS])
+def test_a_chat_template_gets_texts_in_the_form_that_it_writes(template: str) -> None:
+    plain = byte_tokenizer()
+    plain.chat_template = template
+    tokenizer = Tokenizer(plain, "any")
+    turns = [{"role": "system", "content": "é <s>"}, {"role": "user", "content": "b"}]
+    assert tokenizer.decode(tokenizer.render_chat(turns)) == "system:é <s>user:b"
+    assert tokenizer.decode(tokenizer.encode_exchange(turns, "c")) == "system:é <s>user:bassistant:c"

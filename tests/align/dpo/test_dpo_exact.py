@@ -27,7 +27,7 @@ from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import TokenPair
 from edged.engine.attention.packed_batch import pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.kv.store import KvStore
 from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
@@ -117,7 +117,7 @@ def take_step(
     base.requires_grad_(False).to(DEVICE).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(align, slots=4)
-    kv = model.new_kv(80, 8)
+    kv = model.new_kv(80, 8, steps=1)
     tap, decoder = LayerTap(model), PagedDecoder(model, kv)
     states = begun or {name: trained_adapter(model, align, name) for name in pairs}
     if broken:
@@ -156,11 +156,11 @@ def compute_chunk(
     """Compute the next `chunk` tokens of a micro-batch as the engine does, on pages from `free`."""
     n = min(chunk, micro_batch.tokens_left)
     taken = micro_batch.next_pieces(n)
-    segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]))
+    segments = segments_of(taken, slots, 8, lambda k: np.array([free.pop() for _ in range(k)]), (1, 2))
     with torch.inference_mode():
         batch = pack(segments, kv, DEVICE)
         tap.arm([capture_plan_of(micro_batch, taken, segments, DEVICE)])
-        with attention_pass(PagedAttention(batch, kv)), model.lora.packed(batch.runs):
+        with attention_pass(attention_over(batch, kv)), model.lora.packed(batch.runs):
             model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
         tap.arm([])
     micro_batch.advance(n)
@@ -504,7 +504,7 @@ def test_memory_while_stepping_grows_with_one_layers_window_not_with_depth_times
         with torch.inference_mode():
             batch = pack(segments, kv, DEVICE)
             tap.arm([capture_plan_of(step.micro_batch, taken, segments, DEVICE)])
-            with attention_pass(PagedAttention(batch, kv)):
+            with attention_pass(attention_over(batch, kv)):
                 model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             tap.arm([])
         step.micro_batch.advance(step.micro_batch.tokens_left)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.align.feedback.pair_formats import count_lines, export_pair, read_pairs, to_hh, to_trl
+from edged.align.feedback.pair_formats import count_lines, export_pair, read_pairs, to_hh, to_openai, to_trl
 from edged.align.feedback.row_shapes import FormatError
 from edged.align.feedback.signals import record_pair
 from edged.store import Store
@@ -224,6 +224,7 @@ def test_a_chat_that_is_exported_for_trl_or_hh_is_read_back_as_it_was(read):
     wanted = {"messages": TALK, "chosen": "Blue ☀.", "rejected": "Green."}
     assert read("trl", to_trl(pair)) == [(1, wanted)]
     assert read("hh", to_hh(pair)) == [(1, wanted)]
+    assert read("openai", to_openai(pair)) == [(1, wanted)]
     assert read("trl", to_trl(TEXT)) == [(1, {"prompt": "2+2 =", "chosen": " 4", "rejected": " 5"})]
 
 
@@ -237,6 +238,7 @@ def test_content_in_parts_is_exported_as_its_text(read):
     [
         (to_trl, {"prompt_ids": [1], "chosen": "a", "rejected": "b"}, "in tokens alone"),
         (to_hh, TEXT, "not a chat"),
+        (to_openai, TEXT, "not a chat"),
         (to_hh, {**CHAT, "messages": [{"role": "system", "content": "Be kind"}, *SKY]}, 'no role "system"'),
         (to_hh, {**CHAT, "messages": SKY + SKY}, "do not alternate"),
         (to_hh, {**CHAT, "messages": said("Hi")}, "follows no human turn"),
@@ -301,3 +303,34 @@ def test_the_module_starts_without_heavy_imports():
     root = Path(__file__).parents[3]
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_kto_line_is_a_single_rating(read):
+    chat = {"prompt": SKY, "completion": said("Blue."), "label": True}
+    text = {"prompt": "The sky is", "completion": " green", "label": False}
+    assert read("kto", chat, text) == [
+        (1, {"messages": SKY, "completion": "Blue.", "label": True}),
+        (2, {"prompt": "The sky is", "completion": " green", "label": False}),
+    ]
+    good = {"prompt": "a", "completion": "b"}
+    wrong = [{**good, "label": 1}, good, {"prompt": "a", "chosen": "b", "rejected": "c"}, {**good, "completion": " "}]
+    told = ['"label" is 1: it may be true or false', 'it has no "label": true or false']
+    told += ['"chosen" is of a file of preferences: --format trl reads pairs', "the completion is empty"]
+    assert read("kto", *wrong) == list(enumerate(told, 1))
+
+
+def test_an_exported_rating_is_read_back(read):
+    row = {"user": "ada", "completion": "Blue.", "label": False, "weight": 0.5, "source": "thumbs", "state": "trained"}
+    kept = {"user": "ada", "completion": "Blue.", "label": False, "weight": 0.5}
+    assert read("edged", {**row, "messages": SKY}, {**row, "prompt_ids": [1]}) == [
+        (1, {"messages": SKY, **kept}),
+        (2, {"prompt_ids": [1], **kept}),
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    # What is no message is as if it were not there.
+    assert read(
+        "edged", {**row, "messages": SKY, "rejected_message": called}, {**row, "messages": SKY, "chosen_message": "x"}
+    ) == [
+        (1, "an answer calls tools, which no import takes"),
+        (2, {"messages": SKY, **kept}),
+    ]

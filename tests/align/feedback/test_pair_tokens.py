@@ -64,7 +64,7 @@ class MergingCodec(Tokenizer):
 
     YES = 7
 
-    def encode_exchange(self, before, text):
+    def encode_exchange(self, before, text, arguments=None, beside=None):
         return [*self.encode_prompt(before), self.YES] if text == "yes" else super().encode_exchange(before, text)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edged.align.feedback.pair import PairRetired
+from edged.align.feedback.signals import FeedbackError
+from edged.settings.load import FeedbackSettings
 from edged.store import Store, feedback, quarantine
 from edged.store.base_models import serve_base
 from edged.store.jobs import jobs
@@ -179,3 +181,24 @@ def test_a_rating_that_a_pair_replaced_is_learned_on_no_other_base_either(desk):
     pair = desk.report("b", "down").pair_ids
     desk.store.write(lambda db: serve_base(db, "two", learn=True)).result()
     assert resumed(desk) == list(pair)
+
+
+def test_an_explicit_rating_is_queued_once_and_only_of_who_teaches(desk):
+    def rate(good, answer="hello", account="ada"):
+        sides = (answer, "") if good else ("", answer)
+        return desk.pair("ada", *sides, prompt="How are you?", account=account, single=True, weight=0.5)
+
+    first = rate(True)
+    assert (desk.pairs(first), first.reason) == ([("hello", "", "thumbs", 0.5)], "")
+    again = rate(True)
+    assert (again.pair_ids, again.duplicate, again.reason) == (first.pair_ids, True, "this very rating waits already")
+    assert desk.pairs(rate(False)) == [("", "hello", "thumbs", 0.5)]
+    stranger = rate(True, "bye", "eve")
+    assert stranger.pair_ids == ()
+    assert stranger.reason.startswith("by itself only a rating is learned that ada,")
+    with pytest.raises(FeedbackError, match="the rated answer is empty"):
+        rate(True, " ")
+    with pytest.raises(FeedbackError, match='"completion" has 1000000'):
+        rate(False, "x" * 10**6)
+    desk.settings = FeedbackSettings(weight_thumbs=0)
+    assert rate(True, "new").reason == "feedback.weight_thumbs is 0: explicit ratings are not learned from"

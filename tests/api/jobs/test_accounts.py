@@ -137,6 +137,7 @@ def test_an_adapter_is_not_of_the_account_that_later_gets_its_name_nor_of_one_th
 
 
 @root_only
+@pytest.mark.slow
 def test_no_person_is_taken_for_an_adapter_of_anothers_job() -> None:
     rules = [{"peers": [f"user:{BOB}"], "roles": ["use", "train"], "users": ["*"]}]
     settings: dict[str, Any] = {**SETTINGS, "api__socket_mode": "0666", "access__rules": json.dumps(rules)}
@@ -254,6 +255,7 @@ def test_an_account_keeps_a_bounded_number_of_files_bytes_and_jobs(tiny: LiveDae
         assert "running" in states
 
 
+@pytest.mark.slow
 def test_a_check_delays_no_cancel_and_no_stop(tmp_path: Path) -> None:
     content = lines([{"prompt": f"word {number}", "completion": "b"} for number in range(400_000)])
     with running(tmp_path / "run", save_tiny(tmp_path / "tiny"), **SETTINGS) as live:

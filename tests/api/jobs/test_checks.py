@@ -20,6 +20,7 @@ LINE = b'{"prompt":"a","completion":"b"}\n'
 
 
 @root_only
+@pytest.mark.slow
 def test_a_small_file_is_not_checked_after_anothers_large_one() -> None:
     settings: dict[str, Any] = {**SETTINGS, "api__socket_mode": "0666"}
     with open_folder() as folder:
@@ -33,6 +34,7 @@ def test_a_small_file_is_not_checked_after_anothers_large_one() -> None:
             assert ann.fine_tuning.jobs.retrieve(large.id).status == "validating_files"
 
 
+@pytest.mark.slow
 def test_the_index_of_a_jobs_file_is_in_its_owners_quota(tmp_path: Path) -> None:
     live = running(tmp_path / "run", save_tiny(tmp_path / "tiny"), jobs__files_mb=1, **SETTINGS)
     with live as daemon, daemon.openai() as client:

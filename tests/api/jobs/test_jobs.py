@@ -358,6 +358,7 @@ def test_a_paused_job_stands_still_and_goes_on(client: openai.OpenAI, tiny: Live
     assert metrics == list(range(40, 0, -1))
 
 
+@pytest.mark.slow
 def test_a_job_waits_while_its_file_cannot_be_read(client: openai.OpenAI, tiny: LiveDaemon) -> None:
     file_id = upload(client, chats(1))
     path, kept = tiny.data / "files" / file_id, tiny.data / "kept"
@@ -435,6 +436,7 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\
 FILE = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
 
 
+@pytest.mark.slow
 def test_what_a_job_left_stays_on_disk_over_a_restart_and_can_be_gone_back_to(tmp_path: Path) -> None:
     settings = {**SETTINGS, "store__save_every_s": 0.01, "store__keep_versions": 1, "guard__held_out_share": 0}
     folder, model = tmp_path / "run", save_tiny(tmp_path / "tiny")

@@ -58,6 +58,7 @@ def test_one_accounts_signals_leave_room_for_anothers_on_the_same_answer(shared:
     assert len(rate(bob, answer, "edit", text="my own words")["pair_ids"]) == 1
 
 
+@pytest.mark.slow
 def test_a_paused_job_withholds_nothing_and_goes_on_behind_what_was_learned_meanwhile(shared: LiveDaemon) -> None:
     bob = Client(BOB, shared.socket)
     pair = {"user": "soup", "prompt": "q?", "chosen": "good", "rejected": "bad"}
@@ -77,7 +78,7 @@ def test_a_paused_job_withholds_nothing_and_goes_on_behind_what_was_learned_mean
 
 def test_who_speaks_for_an_adapter_may_cancel_the_job_that_makes_it(shared: LiveDaemon) -> None:
     with speaking(shared, ANN) as ann, speaking(shared, BOB) as bob, shared.openai() as admin:
-        assert Client("root", shared.socket).call("DELETE", "/v1/adapters/soup").status == 200
+        assert Client("root", shared.socket).call("DELETE", "/v1/adapters/soup").status in (200, 404)
         file_id = upload(ann, preferences(40))
         own = ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix=f"{ANN}-own", method=LONG)
         made = ann.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="soup", method=LONG)
@@ -91,18 +92,19 @@ def test_who_speaks_for_an_adapter_may_cancel_the_job_that_makes_it(shared: Live
         assert upload(bob, chats(1))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_paused_and_resumed_amid_anothers_pairs_loses_no_step_and_no_pair(shared: LiveDaemon) -> None:
     bob = Client(BOB, shared.socket)
-    assert Client("root", shared.socket).call("DELETE", "/v1/adapters/soup").status == 200
+    assert Client("root", shared.socket).call("DELETE", "/v1/adapters/soup").status in (200, 404)
     method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 1, "n_epochs": 1}}}
     taught = []
     with speaking(shared, ANN) as ann:
         jobs = ann.fine_tuning.jobs
-        made = jobs.create(model="tiny", training_file=upload(ann, preferences(400)), suffix="soup", method=method)
+        made = jobs.create(model="tiny", training_file=upload(ann, preferences(160)), suffix="soup", method=method)
         until(lambda: any("training loss" in event.message for event in jobs.list_events(made.id).data))
-        for turn in range(8):
+        for turn in range(4):
             jobs.pause(made.id)
-            for number in range(16):
+            for number in range(8):
                 pair = {
                     "user": "soup",
                     "prompt": f"{turn} {number}? " + "word " * 120,

@@ -16,6 +16,7 @@ from edged.settings.load import Settings
 from tests.bench.conftest import tiny_workload
 
 
+@pytest.mark.slow
 def test_each_pair_is_judged_by_the_version_that_was_served_when_it_came(workload_files: Path) -> None:
     settings = Settings.model_validate(
         {"cache": {"memory_mb": 8}, "guard": {"held_out_share": 0.0}, "align": {"learning_rate": 0.01}}

@@ -65,6 +65,7 @@ def claim(found: list[Claim], start: str) -> Claim:
     return one
 
 
+@pytest.mark.slow
 def test_the_command_draws_every_figure_of_real_runs(compared: Path, tmp_path: Path) -> None:
     scheduler = tmp_path / "scheduler.json"
     # As --policy all prints them.
@@ -114,6 +115,7 @@ def test_ten_policies_over_a_long_window_stay_small_enough_for_git(tmp_path: Pat
     assert drawing.stat().st_size < LARGEST_DRAWING_BYTES
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_error_tells_what_to_install(compared: Path, tmp_path: Path) -> None:
     program = "import sys; sys.modules['matplotlib'] = None; from benchmarks.report.__main__ import report; report()"
     command = [sys.executable, "-c", program, str(compared), "--output", str(tmp_path)]
@@ -123,6 +125,7 @@ def test_without_matplotlib_the_error_tells_what_to_install(compared: Path, tmp_
 
 
 @pytest.mark.parametrize("content", [None, "[]", "{", '{"policy": "mace"}', "[3]"])
+@pytest.mark.slow
 def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared: Path, content: str | None) -> None:
     arguments = ["--output", str(tmp_path / "report")]
     if content is None:
@@ -136,6 +139,7 @@ def test_what_is_no_comparison_is_refused_with_its_name(tmp_path: Path, compared
 
 
 @pytest.mark.parametrize("content", ["{}", '{"tbt": {}, "quality": {}}', '{"policy": "mace", "mixes": {}}'])
+@pytest.mark.slow
 def test_a_pruning_file_of_another_benchmark_is_an_error(tmp_path: Path, compared: Path, content: str) -> None:
     file = tmp_path / "pruning.json"
     file.write_text(content)
@@ -145,6 +149,7 @@ def test_a_pruning_file_of_another_benchmark_is_an_error(tmp_path: Path, compare
     assert "is not what python -m benchmarks.pruning" in result.stderr
 
 
+@pytest.mark.slow
 def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(compared, folder)
@@ -167,6 +172,7 @@ def test_damaged_runs_are_errors_with_their_names(tmp_path: Path, compared: Path
     assert (result.exit_code, 'no "workload"' in result.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_folders_of_one_name_are_refused(tmp_path: Path, compared: Path) -> None:
     folder = tmp_path / compared.name
     shutil.copytree(compared, folder)
@@ -182,6 +188,7 @@ def test_absolute_paths_are_told_by_their_last_names() -> None:
     assert without_folders(told) == wanted
 
 
+@pytest.mark.slow
 def test_runs_that_the_command_implies_and_nobody_made_are_named(compared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(compared, folder)

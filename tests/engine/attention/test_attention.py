@@ -13,7 +13,14 @@ import torch.nn.functional as F
 
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attend, attention_pass
+from edged.engine.attention.paged import (
+    IMPLEMENTATION,
+    PagedAttention,
+    attend,
+    attention_over,
+    attention_pass,
+    paged_attention,
+)
 from edged.engine.attention.selection import Backends, pick_paths, selftest
 from edged.engine.kv.store import KvStore
 from edged.engine.model.served_model import ServedModel
@@ -64,7 +71,7 @@ def test_chunks_and_decodes_of_a_mixed_batch_match_the_models_own_forward(kind: 
         for spans in passes:
             segments = [Segment(texts[s][a:b], a, tables[s], position=a, samples=True) for s, a, b in spans]
             batch = pack(segments, kv, device, paths.tile_tokens)
-            with attention_pass(PagedAttention(batch, kv, paths.decode)):
+            with attention_pass(attention_over(batch, kv, paths.decode)):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
             for (s, _, b), row in zip(spans, logits.log_softmax(-1).cpu(), strict=True):
                 got[s, b - 1] = row
@@ -80,6 +87,7 @@ SHAPES = {
     "a window": (1, 1, 64, 24, None, [3, 30, 77]),
     "a soft cap, an odd head size": (2, 2, 24, None, 30.0, [200, 1]),
     "both, large heads": (2, 4, 256, 40, 50.0, [90]),
+    "the largest heads": (1, 3, 512, None, None, [37]),
 }
 
 
@@ -194,6 +202,88 @@ def test_chunks_attend_to_what_they_may_see(shape: tuple, spans: list, dtype: to
         torch.testing.assert_close(rows, wanted, atol=tolerance, rtol=tolerance)
 
 
+SINKS = {
+    "grouped heads": (2, 3, None, None, 24),
+    "one KV head, a window": (1, 4, 12, None, 24),
+    "a head of its own, a window and a cap": (3, 1, 20, 5.0, 24),
+    "the largest heads": (1, 2, None, None, 512),
+}
+
+
+@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS.keys())
+@pytest.mark.parametrize("shape", SINKS.values(), ids=SINKS.keys())
+def test_a_sink_takes_its_share_of_every_querys_attention(
+    shape: tuple[int, int, int | None, float | None, int], paths: Backends
+) -> None:
+    if paths.decode == "triton":
+        pytest.importorskip("triton")
+    kv_heads, group, window, cap, size = shape
+    device = DEVICE if paths.decode == "triton" else CPU
+    torch.manual_seed(0)
+    # No sink at the first head.
+    sinks = torch.cat((torch.tensor([-torch.inf]), 2 * torch.randn(kv_heads * group - 1))).to(device)
+    scale = 1.5 * size**-0.5
+    call = AttentionCall(0, scale, window, cap, sinks)
+    kv = KvStore(16, 8, 1, kv_heads, size, torch.float32, device)
+    texts = [(33, np.array([1, 2, 3, 4, 5])), (40, np.array([6, 7, 8, 9, 10]))]
+    parts = [torch.randn(heads, 73, size, device=device) for heads in (kv_heads * group, kv_heads, kv_heads)]
+    got = torch.empty(73, kv_heads * group, size, device=device)
+    # Chunks from nothing and over a context, decodes beside a chunk, and decodes alone.
+    for spans in ([(0, 0, 20), (1, 0, 37)], [(0, 20, 31), (1, 37, 38)], [(0, 31, 32), (1, 38, 39)], [(0, 32, 33)]):
+        segments = [Segment([0] * (stop - first), first, texts[index][1]) for index, first, stop in spans]
+        batch = pack(segments, kv, device, paths.tile_tokens)
+        at = torch.empty(batch.input_ids.shape[1], dtype=torch.long, device=device)
+        for segment, (index, first, stop) in zip(segments, spans, strict=True):
+            at[segment.rows] = torch.arange(first, stop, device=device) + 33 * index
+        got[at] = PagedAttention(batch, kv, paths.decode).attend(call, *(part[:, at] for part in parts))
+    for first, stop in ((0, 33), (33, 72)):
+        query, key, value = (part[:, first:stop] for part in parts)
+        scores = scale * query @ key.repeat_interleave(group, 0).mT
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        behind = torch.arange(stop - first)[:, None] - torch.arange(stop - first)
+        hidden = ((behind < 0) | (behind >= (window or 10**9))).to(device)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        # As transformers' gpt-oss: a column of scores that is dropped after the softmax.
+        whole = torch.cat((scores, sinks[:, None, None].expand(-1, stop - first, 1)), -1).softmax(-1)
+        wanted = whole[..., :-1] @ value.repeat_interleave(group, 0)
+        torch.testing.assert_close(got[first:stop], wanted.transpose(0, 1), atol=2e-6, rtol=2e-5)
+    assert selftest(kv, group, paths, sinks=True) == ""
+
+
+@pytest.mark.parametrize("paths", PATHS.values(), ids=PATHS.keys())
+def test_values_may_be_shorter_than_keys(paths: Backends) -> None:
+    if paths.decode == "triton":
+        pytest.importorskip("triton")
+    device = DEVICE if paths.decode == "triton" else CPU
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, *shape, device=device) for shape in ((4, 30, 24), (2, 30, 24), (2, 30, 16)))
+    module = torch.nn.Identity()
+    module.layer_idx = 0  # type: ignore[assignment]
+    kv, pages, outs = KvStore(8, 8, 1, 2, 24, torch.float32, device), np.arange(1, 6), []
+    # A chunk, one over a context, and a decode.
+    for first, stop in ((0, 20), (20, 29), (29, 30)):
+        batch = pack([Segment([0] * (stop - first), first, pages)], kv, device, paths.tile_tokens)
+        with attention_pass(PagedAttention(batch, kv, paths.decode)):
+            out, _ = paged_attention(module, *(part[:, :, first:stop] for part in (query, key, value)), None, 0.3)
+        outs.append(out)
+    wanted = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(torch.cat(outs, 1), wanted.transpose(1, 2), atol=2e-6, rtol=2e-5)
+
+
+def test_tiles_of_smaller_heads_are_split_for_the_largest() -> None:
+    triton = pytest.importorskip("edged.engine.attention.triton")
+    pytest.importorskip("triton")
+    shape, spans = (1, 8, 512, 16, None, None), [(20, 13, (3, 9)), (0, 9, None)]
+    kv, segments, batch, query, key, value = written(shape, spans, torch.float32, 8)
+    assert triton.tile_tokens(kv, 8) < 8
+    got = PagedAttention(batch, kv).attend(AttentionCall(1, 0.3), query, key, value)
+    for segment in segments:
+        wanted = torchs_own(kv, segment, query, None, None).transpose(0, 1)
+        rows = got[segment.start : segment.start + len(segment.token_ids)]
+        torch.testing.assert_close(rows, wanted, atol=2e-5, rtol=2e-5)
+
+
 def test_empty_tiles_write_nothing() -> None:
     triton = pytest.importorskip("edged.engine.attention.triton")
     pytest.importorskip("triton")
@@ -250,9 +340,9 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatc
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     kv, plain = (KvStore(4, 8, 1, 1, 8, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
     with caplog.at_level("INFO"):
-        assert pick_paths(kv, ModelSettings(), 1) == Backends("padded")
-        assert pick_paths(plain, ModelSettings(), 1).decode == ("native" if kernels() else "ragged")
-        assert pick_paths(plain, ModelSettings(decode_attention="padded"), 1) == Backends("padded")
+        assert pick_paths([(kv, 1)], ModelSettings()) == Backends("padded")
+        assert pick_paths([(plain, 1)], ModelSettings()).decode == ("native" if kernels() else "ragged")
+        assert pick_paths([(plain, 1)], ModelSettings(decode_attention="padded")) == Backends("padded")
     assert [record.getMessage() for record in caplog.records] == [
         "decode attention gathers pages (native is not used: the compiled kernels are for float32 on the CPU, not for "
         "torch.bfloat16 on cpu)"
@@ -260,7 +350,7 @@ def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: py
     caplog.clear()
     with caplog.at_level("INFO"):
         settings = ModelSettings(decode_attention="triton", prefill_attention="triton")
-        assert pick_paths(plain, settings, 1) == Backends("padded")
+        assert pick_paths([(plain, 1)], settings) == Backends("padded")
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind} attention gathers pages (triton is not used: Triton has no kernels for cpu)"
         for kind in ("decode", "prefill")

@@ -16,7 +16,15 @@ SMALLEST_SHARED_BYTES = 99 << 10
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "group"),
-    [(87, "bfloat16", 64, 3), (80, "bfloat16", 256, 8), (86, "float16", 96, 7), (90, "float32", 256, 4)],
+    [
+        (87, "bfloat16", 64, 3),
+        (80, "bfloat16", 256, 8),
+        (86, "float16", 96, 7),
+        (90, "float32", 256, 4),
+        (87, "bfloat16", 512, 8),
+        (90, "bfloat16", 512, 2),
+        (90, "bfloat16", 128, 4),
+    ],
 )
 def test_the_trials_at_start_compile_all_that_iterations_need(
     capability: int, dtype: str, head_dim: int, group: int
@@ -39,6 +47,9 @@ def test_the_trials_at_start_compile_all_that_iterations_need(
         "_join_parts",
         "_shrink",
         "_expand",
+        "_add_and_norm",
+        "_rotate_and_store",
+        "_activate",
     }
     assert max(size for _, size in report["shared_bytes"]) <= SMALLEST_SHARED_BYTES
     assert report["compiled_later"] == []

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from edged.engine.kv.offload import DiskOffload, HostOffload, KvOffload, pick_offload
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import KvStore, LayerHeads, PagedKv, store_of
 from edged.settings.load import CacheSettings
 from tests.engine.harness import BuiltEngine, random_ids, request, running_engine
 from tests.engine.test_engine import generated, learned
@@ -30,7 +30,7 @@ def make_kv(dtype: torch.dtype = torch.float32) -> KvStore:
     return kv
 
 
-def make(kind: str, kv: KvStore, folder: Path, capacity: int = 4) -> KvOffload:
+def make(kind: str, kv: PagedKv, folder: Path, capacity: int = 4) -> KvOffload:
     return HostOffload(kv, capacity) if kind == "host" else DiskOffload(kv, capacity, folder)
 
 
@@ -50,6 +50,23 @@ def test_a_page_comes_back_bit_for_bit_wherever_it_is_put(kind: str, dtype: torc
         for store, before in ((kv.keys, keys), (kv.values, values)):
             assert torch.equal(store[:, 2 * target : 2 * target + 2], before[:, 2 * source : 2 * source + 2])
     assert not kv.keys[:, 2:8].any(), "no other page was written"
+    offload.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_of_layers_of_unlike_shapes_comes_back_in_all_of_them(kind: str, tmp_path: Path) -> None:
+    kv = store_of([LayerHeads(4, 2, 8, 0), LayerHeads(4, 1, 24, 1), LayerHeads(4, 2, 8, 2)], 4, 4, torch.float32, CPU)
+    parts = [(store.kv_heads, part.normal_()) for store in kv.stores for part in (store.keys, store.values)]
+    before = [part.clone() for _, part in parts]
+    offload = make(kind, kv, tmp_path)
+    handle = offload.save(1)
+    assert handle is not None
+    for _, part in parts:
+        part.zero_()
+    assert offload.load(handle, 2)
+    for (heads, part), was in zip(parts, before, strict=True):
+        assert torch.equal(part[:, 2 * heads : 3 * heads], was[:, heads : 2 * heads])
+        assert not part[:, : 2 * heads].any()
     offload.close()
 
 

@@ -6,7 +6,7 @@ import mmap
 
 import torch
 
-from edged.engine.kv.store import KvStore
+from edged.engine.kv.store import KvStore, KvStores, LayerHeads, kv_per_token, store_of
 
 PAGES, SIZE, LAYERS, HEADS, WIDTH = 5, 4, 3, 2, 8
 
@@ -89,3 +89,26 @@ def test_pages_that_are_given_back_are_zeros_and_the_others_stay() -> None:
     kv.give_back(1)
     for store in (kv.keys, kv.values):
         assert store.amax(dim=(2, 3)).tolist() == [[1, 0, 0, 0]] * 2
+
+
+def test_layers_of_unlike_shapes_share_pages_and_readers_have_no_rows_of_their_own() -> None:
+    width = mmap.PAGESIZE // 4
+    layers = [LayerHeads(4, 2, width, 0), LayerHeads(4, 1, 2 * width, 1), LayerHeads(4, 2, width, 0)]
+    kv = store_of(layers, 3, 1, torch.float32, torch.device("cpu"))
+    assert isinstance(kv, KvStores)
+    assert kv.page_bytes == kv_per_token(layers, torch.float32) == 2 * 4 * (2 * width + 2 * width)
+    (first, own), (second, _), (read, of) = (kv.store_of_layer(layer) for layer in range(3))
+    assert first is read
+    assert own == of == 0
+    assert first is not second
+    places = torch.arange(3)
+    for store in (first, second):
+        for part in (store.keys, store.values):
+            part.view(store.layers, 3, -1).copy_(places[:, None].expand(-1, store.kv_heads * store.head_dim))
+    kv.move_pages({2: 0})
+    kv.give_back(2)
+    kv.reclaim(3)
+    for store in (first, second):
+        for part in (store.keys, store.values):
+            assert part.view(store.layers, 3, -1).amax(-1).tolist() == [[2, 1, 0]]
+    assert isinstance(store_of(layers[:1], 3, 1, torch.float32, torch.device("cpu")), KvStore)

@@ -17,7 +17,7 @@ from edged.align.adapters.form import LoraSpec, served
 from edged.align.adapters.peft_import import ImportRefused, read_adapter
 from edged.align.dpo.decoder import LoraParameters, LoraRows, with_scaling
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.attention.selection import Backends
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.segments import NO_SLOT
@@ -117,7 +117,7 @@ def last_logits(
                 pages, slot = np.arange(1, 5) + 4 * index, slots.get(name or "", NO_SLOT)
                 segments.append(Segment(ids[own], own.start, pages, slot, own.start, samples=True))
             batch = pack(segments, kv, DEVICE, paths.tile_tokens, lora=paths.decode == "triton")
-            attention = attention_pass(PagedAttention(batch, kv, paths.decode))
+            attention = attention_pass(attention_over(batch, kv, paths.decode))
             with attention, model.lora.packed(batch.runs, batch.lora_tiles):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows).cpu()
     return dict(zip(texts, logits, strict=True))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.attention.selection import Backends, pick_lora_kernel, selftest_of_lora
 from edged.engine.lora.linear import LoraSlots, siblings
 from edged.engine.lora.runs import LoraTiles, Run
@@ -252,7 +252,7 @@ def test_a_packed_batch_of_two_adapters_answers_as_peft_does(kernel: Kernel, mon
                 )
             batch = pack(segments, kv, DEVICE, paths.tile_tokens, lora=kernel == "triton")
             with (
-                attention_pass(PagedAttention(batch, kv, paths.decode)),
+                attention_pass(attention_over(batch, kv, paths.decode)),
                 model.lora.packed(batch.runs, batch.lora_tiles),
             ):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows).cpu()

@@ -38,7 +38,7 @@ def measured(folder: str, quantize: str) -> dict[str, int]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     settings = ModelSettings(device="cpu", dtype="float32", quantize=quantize)
-    model = load_pretrained(folder, settings, IMPLEMENTATION)
+    model, _ = load_pretrained(folder, settings, IMPLEMENTATION)
     done.set()
     watcher.join()
     return {"weights": quantization.weight_bytes(model), "peak": peak - before}

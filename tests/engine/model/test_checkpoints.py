@@ -139,7 +139,7 @@ def test_before_a_start_a_model_is_refused_as_by_the_start_or_has_the_same_sizes
     for read in (load, lambda folder: ModelSizes.read(folder, Settings(), False)):
         try:
             shape = read(tmp_path).shape
-            sizes = ("layers", "heads", "kv_heads", "head_dim", "vocab_size", "max_positions", "parameters", "experts")
+            sizes = ("layers", "layer_heads", "vocab_size", "max_positions", "parameters", "experts")
             found.append({name: getattr(shape, name) for name in sizes})
         except ModelRefused as error:
             found.append(str(error))

@@ -12,7 +12,7 @@ import torch
 from edged.align.dpo.decoder import Branches
 from edged.align.dpo.layout import Piece
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
 from edged.engine.model.layer_access import PagedDecoder
@@ -55,7 +55,7 @@ def answers(model: ServedModel, slots: list[int], last: int = 1) -> torch.Tensor
                 pages = np.arange(16 * index, 16 * index + 16) + 1
                 segments.append(Segment(ids[own], first, pages, slot, first, samples=True))
             batch = pack(segments, kv, CPU)
-            with attention_pass(PagedAttention(batch, kv, "ragged")), model.lora.packed(batch.runs):
+            with attention_pass(attention_over(batch, kv, "ragged")), model.lora.packed(batch.runs):
                 logits = model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
     return logits
 

@@ -88,7 +88,8 @@ def test_a_step_keeps_the_most_that_fits() -> None:
     # As `edged bench activations` counts them, and the last product's, which some models keep.
     assert lean == 256 * 32 * (2 * (5 * 4096 + 2 * 1024 + 2 * 14336) + 4 * 32)
     # Attention may be wider than the hidden states.
-    assert kept_bytes(replace(shape, head_dim=256), settings, torch.bfloat16, "selective") == lean + 256 * 32 * 2 * 4096
+    wide = replace(shape, layer_heads=tuple(each._replace(head_dim=256) for each in shape.attention))
+    assert kept_bytes(wide, settings, torch.bfloat16, "selective") == lean + 256 * 32 * 2 * 4096
     assert [kept("auto", False, most) for most in (graph, graph - 1, lean, lean - 1)] == [
         *("none", "selective", "selective", "full")
     ]
@@ -118,7 +119,10 @@ def test_what_a_step_keeps_is_what_autograd_saves_and_not_much_more(kind: str, t
     rows = {row["kept"]: row for row in account(tmp_path, "lora:all", window, window)["rows"]}
     graph, lean = (kept_bytes(shape, settings, torch.bfloat16, way) / shape.layers for way in ("none", "selective"))
     # A window's graph of one layer is there beside the gradients of its keys and values, in fp32.
-    saved = rows["+ token windows"]["once_bytes"] - 2 * 4 * window * shape.kv_heads * shape.head_dim
+    saved = (
+        rows["+ token windows"]["once_bytes"]
+        - 2 * 4 * window * shape.attention[0].kv_heads * shape.attention[0].head_dim
+    )
     assert saved <= graph <= 1.65 * saved
     # Where attention has a soft cap, it is made of products that `lean` computes again.
     assert 0.97 <= lean / (window * rows["+ rematerialization"]["bytes_per_token_layer"]) <= 1.25

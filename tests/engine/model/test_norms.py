@@ -11,7 +11,7 @@ def logits(kind: str, dtype: torch.dtype, fused: bool) -> tuple[torch.Tensor, in
     model = tiny_model(kind).to(DEVICE, dtype)
     generator = torch.Generator().manual_seed(0)
     for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight"):
             drawn = torch.empty(module.weight.shape).uniform_(0.5, 2.0, generator=generator)
             module.weight.data.copy_(drawn)
     count = fuse_norms(model, dtype) if fused else 0

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.build import page_count
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.loading import ModelRefused
@@ -43,10 +43,10 @@ def served(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Ser
     ("kind", "changes", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers use the attention interface"),
-        ("mamba", {}, 'call "get_conv_state" of their cache'),
+        ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}, "none of its layers attends"),
         ("opt", {"ffn_dim": 128}, "no list of decoder layers"),
-        ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, '"s_aux"'),
-        ("deepseek_v3", {}, "different head sizes"),
+        ("minimax", {"num_local_experts": 2}, "its layers need a mask or a cache of their own"),
+        ("deepseek_v3", {"v_head_dim": 256}, "values may be shorter than keys, not longer"),
     ],
 )
 def test_what_the_cache_cannot_hold_is_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
@@ -67,20 +67,11 @@ def test_a_decoder_without_linears_is_served_but_not_trained() -> None:
     assert "no linear layers" in model.trainable_error
 
 
-HYBRID: dict[str, Any] = {
-    "mamba_d_ssm": 128,
-    "mamba_n_heads": 8,
-    "mamba_d_state": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_head": 16,
-}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_with_a_state_is_refused_by_name_whatever_the_dtype(dtype: torch.dtype) -> None:
+def test_a_layer_that_loses_its_state_is_refused_by_name_whatever_the_dtype(dtype: torch.dtype) -> None:
     """In bfloat16 the state that each chunk would lose looks like rounding."""
-    with pytest.raises(ModelRefused, match=r'FalconH1ForCausalLM cannot be served.* call "get_conv_state"'):
-        served("falcon_h1", dtype, **HYBRID)
+    with pytest.raises(ModelRefused, match=r"JambaMambaMixer keeps a state from which it does not go on"):
+        served("jamba", dtype, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8)
 
 
 EXPERTS: dict[str, Any] = {
@@ -103,7 +94,7 @@ def test_only_linears_that_give_a_tensor_for_every_row_are_adapted(kind: str, ke
     ids = torch.arange(5)
     with torch.inference_mode():
         batch = pack([Segment(ids.tolist(), 0, np.array([1]), slot=0)], store := model.new_kv(2, 8), CPU)
-        with attention_pass(PagedAttention(batch, store)), model.lora.packed(batch.runs):
+        with attention_pass(attention_over(batch, store)), model.lora.packed(batch.runs):
             assert model.forward(batch.input_ids, batch.position_ids, ids).isfinite().all()
 
 
@@ -151,7 +142,7 @@ def test_a_cache_too_small_for_the_context_that_was_asked_for_shows_the_arithmet
     # 16 tokens * 24 layers * 4 heads * 64 * 2 * 4 bytes = 0.75 MiB a page.
     with pytest.raises(ModelRefused, match=r"200 tokens .* takes 14 pages .* 10\.5 MiB; .* for 10 .*memory_mb to 11"):
         page_count(served, load_settings(environ={}, overrides=overrides))
-    assert page_count(served, load_settings(environ={}, overrides={**overrides, "cache.memory_mb": 11})) == 14
+    assert page_count(served, load_settings(environ={}, overrides={**overrides, "cache.memory_mb": 11})) == (14, 0)
 
 
 def test_the_fingerprint_tells_other_weights_apart() -> None:
@@ -214,7 +205,7 @@ def test_a_decode_forward_waits_for_nothing(kind: str) -> None:
     segments = [Segment([5], 2, np.array([1]), position=2, samples=True)]
     with torch.inference_mode(), Waits() as waits:
         batch = pack(segments, store, CPU)
-        with attention_pass(PagedAttention(batch, store, "padded")):
+        with attention_pass(attention_over(batch, store, "padded")):
             model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
     assert waits.seen == []
 

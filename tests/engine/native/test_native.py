@@ -110,9 +110,9 @@ def test_a_row_passes_a_layer_alike_beside_any_others_and_on_any_number_of_threa
 ) -> None:
     model = served_model(rank=rank)
     lora, shape = model.lora, model.shape
-    layer = ShortLayer(model.layers[0], shape, lora, AttentionCall(0, 1.0), torch.empty(0))
+    layer = ShortLayer(model.layers[0], shape.attention[0], lora, AttentionCall(0, 1.0), torch.empty(0))
     torch.manual_seed(0)
-    x, angles = torch.randn(9, shape.hidden_size), torch.rand(1, 9, shape.head_dim)
+    x, angles = torch.randn(9, shape.hidden_size), torch.rand(1, 9, shape.attention[0].head_dim)
     slots = [1, 1, -1, 0, -1, 1, 0, 0, -1]
 
     def passed(rows: slice, threads: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_an_edged_without_its_kernels_serves_by_torch_and_says_why(
     try:
         assert kernels() is None
         assert shorten_layers(served_model()).startswith(reason)
-        paths = pick_paths(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), ModelSettings(), 1)
+        paths = pick_paths([(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), 1)], ModelSettings())
         assert paths.decode == "ragged"
         assert paths.why_not["decode"].startswith(reason)
         slots = LoraSlots(torch.nn.Sequential(torch.nn.Linear(8, 8)), ["0"], 2, 4, torch.float32)

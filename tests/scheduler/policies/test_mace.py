@@ -248,6 +248,16 @@ class TestMaceFineTuning:
         assert units(2) > units(32) > units(64) == 0
 
 
+def test_a_short_prompt_enters_beside_a_long_one_whose_pages_are_not_held_yet() -> None:
+    scheduler = scheduler_of(ttft_floor_ms=9000.0)
+    long = add_prompt(scheduler, 1, 90 * PAGE)
+    assert set(granted(scheduler.plan(0.0, resources(free=100, total=100)))) == {1}
+    scheduler.complete(IterationResult([TaskOutcome(long, PAGE, 0, Kind.PREFILL)], 0.01), 0.01)
+    add_prompt(scheduler, 2, 4 * PAGE, arrival_s=0.01)
+    assert 2 in granted(scheduler.plan(0.01, resources(free=95, total=100)))
+    assert 2 not in granted(scheduler.plan(0.01, resources(free=91, total=100))), "promised pages are not taken"
+
+
 def test_a_bin_mixes_all_three_workloads_and_adds_up() -> None:
     scheduler = scheduler_of(tbt_floor_ms=9000.0, ttft_floor_ms=9000.0, idle_quantum_ms=9000.0)
     for task_id in range(4):
