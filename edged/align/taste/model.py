@@ -464,8 +464,10 @@ class _Topics:
         vectors = np.array([self._vector(each) for each in words]).reshape(len(words), len(self._words))
         self._mean = vectors.mean(0) if len(words) else self._rarity
         centred = vectors - self._mean
-        values, axes = (each[..., -_TOPIC_DIMS:] for each in np.linalg.eigh(centred @ centred.T))
-        self._axes = centred.T @ (axes[:, values > 1e-6] / np.sqrt(values[values > 1e-6]))
+        values, axes = np.linalg.eigh(centred @ centred.T)
+        # Axes that tie with the first one left out are any of many: which ones depends on the processor.
+        kept = values > 1e-6 + (1 + 1e-6) * max([0.0, *values[:-_TOPIC_DIMS]])
+        self._axes = centred.T @ (axes[:, kept] / np.sqrt(values[kept]))
         self._places = _unit(centred @ self._axes)
         self.alike = self._places @ self._places.T
         """The cosine of each prompt and each, [prompts, prompts]."""

@@ -153,22 +153,28 @@ def test_any_text_is_taken(texts):
     taste.beliefs()
 
 
-def test_a_taste_for_one_topic_is_less_sure_of_others():
-    rng = random.Random(3)
-    cakes = [
-        Opinion(f"How do I bake cake {n}", f"Bake {n} in the oven!", f"Bake {n} in the oven.", 1.0, n)
-        for n in range(12)
+def sure_of_cakes_and_taxes(first: int) -> tuple[float, float]:
+    """How sure a taste is of cakes, where "!" is liked, and of taxes, where each second pick has it; both have numbers
+    from `first` on."""
+    numbers = range(12)
+    cakes = [("How do I bake cake", "Bake {} in the oven{}", n, "!.") for n in numbers]
+    taxes = [("When is my tax", "Pay {} to the office{}", n + 0.5, ["!.", ".!"][n % 2]) for n in numbers]
+    opinions = [
+        Opinion(f"{asked} {first + at_s}", *(answer.format(first + at_s, mark) for mark in marks), 1.0, at_s)
+        for asked, answer, at_s, marks in cakes + taxes
     ]
-    taxes = [
-        Opinion(
-            f"When is my tax {n} due", *rng.sample([f"Pay {n} to the office{mark}" for mark in "!."], 2), 1.0, n + 0.5
-        )
-        for n in range(12)
-    ]
-    taste = Taste.fit(cakes + taxes)
+    taste = Taste.fit(opinions)
     there = taste.sure_of("How do I bake cake today", ["Bake it in the oven!", "Bake it in the oven."])
-    elsewhere = taste.sure_of("When is my tax today due", ["Pay it to the office!", "Pay it to the office."])
+    return there, taste.sure_of("When is my tax today", ["Pay it to the office!", "Pay it to the office."])
+
+
+def test_a_taste_for_one_topic_is_less_sure_of_others():
+    there, elsewhere = sure_of_cakes_and_taxes(0)
     assert there > 0.75 > 0.7 > elsewhere
+
+
+def test_how_alike_prompts_are_does_not_depend_on_which_axes_tie():
+    assert sure_of_cakes_and_taxes(100) == pytest.approx(sure_of_cakes_and_taxes(200), abs=1e-6)
 
 
 def test_of_many_signals_the_newest_are_fitted_in_time():
