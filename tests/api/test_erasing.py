@@ -44,7 +44,7 @@ def bytes_of_the_database(data: Path) -> bytes:
 def learn(http: httpx2.Client, user: str) -> None:
     """Completions, a choice, an edit and pairs, all with the marker; and a version on disk."""
     messages = [{"role": "user", "content": f"Remember: {MARKER}."}]
-    body = {"messages": messages, "user": user, "n": 2, "max_tokens": 8, "temperature": 1.0}
+    body = {"messages": messages, "user": user, "n": 2, "max_tokens": 8, "ignore_eos": True}
     answer = http.post("/v1/chat/completions", json=body).json()
     report = {"completion_id": answer["id"], "choice": 0, "signal": "edit", "text": f"Yes, {MARKER}!"}
     assert http.post("/v1/feedback", json=report).status_code == 200

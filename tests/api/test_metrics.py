@@ -41,7 +41,9 @@ def value(http: httpx2.Client, name: str, **labels: str) -> float:
 
 
 def teach(http: httpx2.Client, user: str) -> None:
-    answer = http.post("/v1/completions", json={"prompt": "hello", "user": user, "n": 2, "max_tokens": 8}).json()
+    answer = http.post(
+        "/v1/completions", json={"prompt": "hello", "user": user, "n": 2, "max_tokens": 8, "ignore_eos": True}
+    ).json()
     rating = {"completion_id": answer["id"], "choice": 0, "signal": "chosen"}
     assert http.post("/v1/feedback", json=rating).status_code == 200
 

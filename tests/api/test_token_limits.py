@@ -78,7 +78,7 @@ def test_a_token_that_the_model_has_not_is_refused_by_name(
 
 
 def test_an_edit_with_such_a_token_is_refused(http: httpx2.Client) -> None:
-    answer = http.post(TEXT, json={"prompt": "a", "max_tokens": 2, "user": "u"}).json()
+    answer = http.post(TEXT, json={"prompt": "a", "max_tokens": 2, "ignore_eos": True, "user": "u"}).json()
     body = {"completion_id": answer["id"], "signal": "edit", "text": "smiley"}
     assert NAMED in refused(http.post(FEEDBACK, json=body), 400)["message"]
 

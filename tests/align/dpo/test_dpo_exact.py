@@ -37,7 +37,7 @@ from edged.settings.load import AlignSettings, FeedbackSettings, Settings
 from tests.models import ARCHITECTURES, DEVICE, byte_tokenizer, tiny_model
 
 BETA = 0.3
-ROUNDING = 1e-5 if DEVICE.type == "cpu" else 3e-5
+ROUNDING = 2e-5 if DEVICE.type == "cpu" else 3e-5
 """Largest share of a gradient that two orders of fp32 sums differ by: a GPU adds up more of them at once."""
 
 

@@ -136,11 +136,11 @@ def test_any_texts_can_be_edits_and_a_second_time_changes_nothing(
 
 @pytest.mark.parametrize("text", ["a " * 5000, "." * 10_000, "你好。" * 3333, "a\n\n" * 3333, "Best, Ann " * 1000])
 def test_long_texts_take_bounded_time(text: str) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     other = "".join(text[n : n + 7] + "ab"[n % 2] for n in range(0, len(text) - len(text) // 7, 7))
     induce([(text, other), (text, text[:-11])] * 32)
     Operator("Dear Ann, ", " Best, Ann", replaced={"a": "", "x y": "z"}, no_closing=".").apply(text)
-    assert time.monotonic() - start < 10
+    assert time.thread_time() - start < 10
 
 
 def test_answers_that_have_the_change_already_do_not_outvote_it() -> None:
