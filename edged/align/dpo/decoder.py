@@ -72,6 +72,8 @@ class Decoder(Protocol):
     dtype: torch.dtype
     keeps_states: bool
     """Whether layers keep states: an answer goes on from the one after its prompt, and a unit covers whole pairs."""
+    sources: tuple[int, ...]
+    """The layer whose keys and values each layer reads: its own number, or an earlier one's."""
 
     def read_kv(self, layer: int, pages: np.ndarray, rows: int) -> KeysValues:
         """Keys and values [kv_heads, rows, head_dim] of the first `rows` rows in `pages`."""
@@ -86,10 +88,12 @@ class Decoder(Protocol):
         call: Mapping[str, Any],
         branches: Sequence[Branches],
         rows: Sequence[LoraRows],
+        read: KeysValues | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One layer with autograd: [tokens, hidden] -> output, own keys, own values ([kv_heads, tokens, head_dim]).
 
-        `rows` cover all tokens, in order.
+        `rows` cover all tokens, in order. A layer that reads an earlier one's keys and values is given them: `read`,
+        those of the tokens.
         """
 
     def layer_linears(self, layer: int) -> list[str]:

@@ -145,8 +145,8 @@ def shorten_layers(model: ServedModel) -> str:
     # Layers that cannot be trained may be called in a way that a trial of one alone does not know.
     if reason := why_not(model.device, model.dtype) or model.trainable_error:
         return reason
-    if model.states:
-        return "not every layer attends"
+    if model.states or model.shape.reads_kv:
+        return "not every layer attends to keys and values of its own"
     ids = torch.tensor([1, 2, 3], device=model.device) % model.shape.vocab_size
     positions = torch.tensor([0, 1, model.shape.max_positions - 1], device=model.device)
     scratch = torch.empty(0, dtype=torch.float32)

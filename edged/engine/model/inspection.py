@@ -280,8 +280,6 @@ def inspect_model(model: InspectedModel) -> Inspection:
         raise ModelRefused(f"{name} cannot be served: {error}") from None
     if hidden.shape != (1, _TOKENS, model.config.hidden_size):
         why = f"its layers pass on several streams of hidden states ({list(hidden.shape)})"
-    elif readers := [str(index) for index, each in enumerate(heads) if each is not None and each.source != index]:
-        why = f"its layers {', '.join(readers)} read the keys and values of earlier ones"
     sinks = any(call.sinks is not None for call, *_ in spy.seen)
     items, untrainable = len(out) if isinstance(out, tuple) else 0, why and f"{name} is served, not trained: {why}"
     return Inspection(heads, window, sinks, items, adaptable, untrainable)

@@ -1,7 +1,8 @@
 """Access of fine-tune units to the served model: single layers, K/V by page, and the head."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from edged.align.dpo.decoder import Branches, KeysValues, LoraRows
 from edged.align.dpo.micro_batch import LayerInputs
 from edged.engine.attention.paged import BranchAttention, attention_pass
 from edged.engine.kv.store import PagedKv
-from edged.engine.model.served_model import ServedModel
+from edged.engine.model.served_model import ServedModel, layer_call
 from edged.tensors.device_copy import upload
 
 
@@ -25,6 +26,7 @@ class PagedDecoder:
         self.layer_count, self.hidden_size = model.shape.layers, model.shape.hidden_size
         self.vocab_size, self.device, self.dtype = model.shape.vocab_size, model.device, model.dtype
         self.begin, self.logits, self.keeps_states = model.layer_calls, model.logits, bool(model.states)
+        self.sources, self._reads_kv = model.shape.kv_sources, model.shape.reads_kv
         paths = {module: f"{path}." for path, module in model.model.named_modules()}
         self._linears = [
             [name for name in model.lora.linears if name.startswith(paths[layer])] for layer in model.layers
@@ -48,12 +50,27 @@ class PagedDecoder:
         call: Mapping[str, Any],
         branches: Sequence[Branches],
         rows: Sequence[LoraRows],
+        read: KeysValues | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `Decoder`."""
         attention = BranchAttention(branches)
+        if self._reads_kv:
+            call = _passing_on(call, read)
         with self._model.lora.training(rows), attention_pass(attention):
             out = self._model.layers[layer](hidden[None], **call)
         return (out[0] if isinstance(out, tuple) else out).squeeze(0), attention.keys, attention.values
+
+
+def _passing_on(call: Mapping[str, Any], read: KeysValues | None = None) -> dict[str, Any]:
+    """Return a layer's call with new mappings in the place of those by which layers pass on their keys and values.
+
+    They have what is `read` under every name, so that the names are the model's own.
+    """
+    passed = read and tuple(part.unsqueeze(0) for part in read)
+    return {
+        name: defaultdict(lambda: passed) if isinstance(value, MutableMapping) else value
+        for name, value in call.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,7 @@ class LayerTap:
 
     def __init__(self, model: ServedModel) -> None:
         self._takes: list[CapturePlan] = []
-        self._checks = False
+        self._checks, self._reads_kv = False, model.shape.reads_kv
         self.broken: torch.Tensor | None = None
         """Whether each row of the latest forward is not finite, [tokens]; None if it was not checked."""
         self.reached_s = 0.0
@@ -101,12 +118,13 @@ class LayerTap:
         """Let the following forwards keep nothing."""
         self._takes, self._checks = [], False
 
-    def _keep_call(self, layer: int, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _keep_call(self, layer: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.reached_s = time.monotonic()
         for take in self._takes:
             if take.inputs is not None and take.kept_rows is not None:
-                hidden = args[0] if args else kwargs["hidden_states"]
-                call = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+                hidden, call = layer_call(module, args, kwargs)
+                # The whole batch's keys and values are not kept.
+                call = _passing_on(call) if self._reads_kv else call
                 take.inputs.keep(layer, take.kept_start, hidden, call, take.kept_rows)
 
     def _norm_hook(self, _module: torch.nn.Module, args: tuple[Any, ...]) -> None:

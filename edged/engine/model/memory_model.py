@@ -84,6 +84,8 @@ class BaseShape:
     """Whether the checkpoint's numbers have 16 bits, by its configuration."""
     experts: Linears = ()
     """Sizes of the experts' matrices that a token passes, which are no linears."""
+    layer_input_size: int = 0
+    """Numbers of a token that each layer is given beside the hidden states."""
     keeps_lean: bool = True
     """Whether steps may keep Algorithm 1's results: the self-test at start finds where they would fail."""
 
@@ -100,6 +102,16 @@ class BaseShape:
     def attention(self) -> list[LayerHeads]:
         """The heads of the layers that attend."""
         return [each for each in self.layer_heads if each is not None]
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads: its own number, or an earlier one's."""
+        return tuple(layer if each is None else each.source for layer, each in enumerate(self.layer_heads))
+
+    @property
+    def reads_kv(self) -> bool:
+        """Whether a layer reads an earlier one's keys and values."""
+        return self.kv_sources != tuple(range(self.layers))
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's states in all layers, 0 where layers keep none."""
@@ -148,6 +160,7 @@ class BaseShape:
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=in_16_bits,
             experts=expert_sizes(model, text),
+            layer_input_size=layer_input_size(text),
         )
 
 
@@ -155,6 +168,11 @@ def linear_sizes(model: Any, names: Sequence[str]) -> Linears:
     """Return the sizes of linears in a model without wrappers."""
     linears = [model.get_submodule(name) for name in names]
     return tuple((int(linear.in_features), int(linear.out_features)) for linear in linears)
+
+
+def layer_input_size(text: Any) -> int:
+    """Return the numbers of a token that each layer is given beside the hidden states (Gemma 4 E2B)."""
+    return int(getattr(text, "hidden_size_per_layer_input", None) or 0)
 
 
 def expert_sizes(model: Any, text: Any) -> Linears:
@@ -275,15 +293,16 @@ def kept_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, kind: R
 
     With `factors` of outputs (IA3, DoRA) a graph also has the adapted linears' outputs from before these.
     """
+    passed = settings.align.window_tokens * _passed_bytes(shape, dtype)
     if kind == "none":
         before = sum(fan_out for _, fan_out in shape.targets) if factors else 0
-        return graph_bytes(shape, settings, dtype) + before * dtype.itemsize * settings.align.window_tokens
+        return graph_bytes(shape, settings, dtype) + before * dtype.itemsize * settings.align.window_tokens + passed
     # Of each layer the linears' outputs (not every model keeps the last one's), attention's with its sums in fp32, and
     # the input.
     width = sum(fan_out for _, fan_out in (*shape.linears, *shape.experts))
     width += shape.layers * shape.hidden_size + sum(each.heads * each.head_dim for each in shape.attention)
     each = width * dtype.itemsize + 4 * sum(each.heads for each in shape.attention)
-    return each * settings.align.window_tokens if kind == "selective" else 0
+    return each * settings.align.window_tokens + passed if kind == "selective" else 0
 
 
 def kept_that_fits(
@@ -351,12 +370,25 @@ def _units_peak(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int
 
 def _row(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
     """Return the bytes of the hidden states of a micro-batch's tokens by both policies."""
-    return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens) * shape.hidden_size * dtype.itemsize
+    return _tokens(settings) * shape.hidden_size * dtype.itemsize
+
+
+def _tokens(settings: Settings) -> int:
+    return 2 * max(settings.align.window_tokens, settings.align.max_pair_tokens)
 
 
 def _kept_inputs(shape: BaseShape, settings: Settings, dtype: torch.dtype) -> int:
     """Return the bytes of each layer's inputs of a micro-batch, the last hidden states and their gradient."""
-    return (shape.layers + 2) * _row(shape, settings, dtype)
+    return (shape.layers + 2) * _row(shape, settings, dtype) + _tokens(settings) * _passed_bytes(shape, dtype)
+
+
+def _passed_bytes(shape: BaseShape, dtype: torch.dtype) -> int:
+    """Return a token's bytes of what layers are given beside hidden states, and of the keys and values that later ones
+    read, with their gradients in fp32."""
+    own = enumerate(shape.kv_sources)
+    read = [shape.layer_heads[layer] for layer in {source for layer, source in own if source != layer}]
+    numbers = sum(2 * each.kv_heads * each.head_dim for each in read if each is not None)
+    return shape.layers * shape.layer_input_size * dtype.itemsize + numbers * (dtype.itemsize + _GRADIENT_BYTES)
 
 
 def _head_unit(shape: BaseShape, settings: Settings) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from edged.engine.kv.store import PagedKv, store_of
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.model.inspection import Inspection, find_decoder, fix_frequencies, inspect_model, max_positions
 from edged.engine.model.loading import load_pretrained, target_linears
-from edged.engine.model.memory_model import BaseShape, expert_sizes, linear_sizes
+from edged.engine.model.memory_model import BaseShape, expert_sizes, layer_input_size, linear_sizes
 from edged.engine.model.mixers import wrap_mixers
 from edged.engine.model.packed_linear import BOTH_COPIES, pack_linears, why_not_packed
 from edged.engine.model.quantization import (
@@ -166,7 +169,8 @@ class ServedModel:
         hiddens: list[torch.Tensor] = []
         calls: list[dict[str, Any]] = []
 
-        def record(hidden_states: torch.Tensor, *_: Any, **call: Any) -> Any:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            hidden_states, call = layer_call(self.layers[len(calls)], args, kwargs)
             hiddens.append(hidden_states)
             calls.append(call)
             return (hidden_states, *[None] * (self._tuple_items - 1)) if self._tuple_items else hidden_states
@@ -206,8 +210,26 @@ class ServedModel:
             max_positions=max_positions(self.config),
             window=found.window,
             experts=expert_sizes(self.model, self.config),
+            layer_input_size=layer_input_size(self.config),
             layer_weights=weight_count(self.layers),
         )
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of what a kind of layer is given behind its hidden states."""
+    return tuple(inspect.signature(forward).parameters)[2:]
+
+
+def layer_call(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return what a layer is called with: hidden states, and all else by name."""
+    call = dict(kwargs)
+    hidden, *others = args or (call.pop("hidden_states"),)
+    if others:
+        call |= zip(_parameters(type(layer).forward), others, strict=False)
+    return hidden, call
 
 
 def fingerprint(model: nn.Module) -> str:

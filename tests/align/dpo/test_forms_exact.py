@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,27 +64,29 @@ def base_model() -> PreTrainedModel:
     return model
 
 
-def lora_spec() -> LoraSpec:
-    base = base_model().to(DEVICE)
+def lora_spec(made: Callable[[], PreTrainedModel] = base_model) -> LoraSpec:
+    base = made().to(DEVICE)
     shapes = {
         key: (module.in_features, module.out_features)
         for key, module in base.named_modules()
-        if isinstance(module, torch.nn.Linear) and key != "lm_head"
+        if isinstance(module, torch.nn.Linear) and ".layers." in key
     }
     norms = LoraSlots(base, list(shapes), 1, 4, torch.float32).row_norms
     return LoraSpec(shapes, 4, 8.0, "base", "f", tuple(shapes), row_norms=norms)
 
 
-def imported(name: str, config: PeftConfig, folder: Path) -> AdapterState:
-    """An adapter that PEFT wrote, with random weights."""
+def imported(
+    name: str, config: PeftConfig, folder: Path, made: Callable[[], PreTrainedModel] = base_model
+) -> AdapterState:
+    """An adapter of the model `made` that PEFT wrote, with random weights."""
     align = AlignSettings(rank=4, alpha=8.0, beta=BETA, loss_threshold=0.0, sft_weight=0.0)
-    model = get_peft_model(base_model(), config)
+    model = get_peft_model(made(), config)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     for key, parameter in model.named_parameters():
         if "lora_" in key or "ia3_l" in key:
             parameter.data += torch.empty(parameter.shape).normal_(0.0, 0.1, generator=generator)
     model.save_pretrained(folder / name)
-    spec = lora_spec()
+    spec = lora_spec(made)
     weights, form = read_adapter(folder / name, spec)
     state = AdapterState(name, form, Live(Settings(align=align)), DEVICE, begin=False, row_norms=spec.row_norms)
     state.restore(weights, 1)
