@@ -61,6 +61,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "phi3": {},
 }
+READING: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    # Layer 4 reads layer 2, layers 3 and 5 read layer 1.
+    "num_kv_shared_layers": 3,
+    "attention_k_eq_v": False,
+    "num_global_key_value_heads": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 259,
+}
+"""Changes that make Gemma 4's model one whose last layers read the keys and values of earlier ones, as E2B."""
 STATEFUL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
     "qwen3_5_text": {

@@ -24,20 +24,10 @@ from tests.align.dpo.test_dpo_exact import (
 )
 from tests.align.dpo.test_forms_exact import imported
 from tests.align.dpo.test_states_exact import short_pairs
-from tests.models import tiny_model
+from tests.models import READING, tiny_model
 
 ROUNDING = 4e-5
 """Largest share of a gradient that the orders of fp32 sums differ by."""
-READING: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    # Layer 4 reads layer 2, and 3 and 5 read layer 1: both had attended with their keys themselves.
-    "num_kv_shared_layers": 3,
-    "attention_k_eq_v": False,
-    "num_global_key_value_heads": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 259,
-}
 reading_model = partial(tiny_model, "gemma4_text", **READING)
 KV = ["k_proj", "v_proj"]
 FORMS: dict[str, PeftConfig] = {

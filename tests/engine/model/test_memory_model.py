@@ -31,7 +31,7 @@ from edged.engine.model.memory_model import (
 from edged.engine.model.quantization import MADE_BY, form_of_checkpoint, form_of_setting, method_of
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import ModelSettings, Settings, load_settings
-from tests.models import save_tiny, tiny_config
+from tests.models import READING, save_tiny, tiny_config
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "configs" / "models"
@@ -126,6 +126,22 @@ def test_what_a_step_keeps_is_what_autograd_saves_and_not_much_more(kind: str, t
     assert saved <= graph <= 1.65 * saved
     # Where attention has a soft cap, it is made of products that `lean` computes again.
     assert 0.97 <= lean / (window * rows["+ rematerialization"]["bytes_per_token_layer"]) <= 1.25
+
+
+def test_what_layers_are_given_and_the_keys_that_later_ones_read_count() -> None:
+    config = tiny_config("gemma4_text", **READING)
+    shape, settings = BaseShape.of_config(config, "all-linear"), load_settings(environ={})
+    own = tuple(each and each._replace(source=layer) for layer, each in enumerate(shape.layer_heads))
+    plain = replace(shape, layer_input_size=0, layer_heads=own)
+    # Eight numbers for each of six layers; keys and values of two heads of 16 and of two of 32, and fp32 gradients.
+    each = 2 * 6 * 8 + (2 + 4) * 2 * (2 * 16 + 2 * 32)
+    tokens, window = 2 * settings.align.max_pair_tokens, settings.align.window_tokens
+    assert step_bytes(shape, settings, torch.bfloat16, 1) - step_bytes(plain, settings, torch.bfloat16, 1) == (
+        tokens * each
+    )
+    for kind in ("none", "selective"):
+        kept = [kept_bytes(of, settings, torch.bfloat16, kind) for of in (shape, plain)]
+        assert kept[0] - kept[1] == window * each
 
 
 def test_without_room_for_a_graph_the_lean_one_is_planned() -> None:
