@@ -34,8 +34,9 @@ from edged.engine.model.memory_model import (
 )
 from edged.engine.model.norms import fuse_norms
 from edged.engine.model.served_model import ServedModel
+from edged.engine.model.state_steps import NATIVE, step_in_slots
 from edged.engine.model_runner import ModelRunner
-from edged.engine.native import triton_device
+from edged.engine.native import library, triton_device
 from edged.engine.native.library import FEW_ROWS, kernels
 from edged.engine.pruner import Pruner
 from edged.scheduler.cost.model import CostModel, roofline
@@ -87,6 +88,8 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
         log.info("weights are not packed: %s", reason)
     if why_not_layers := _shorten(model, settings):
         log.info("layers are computed as the model has them: %s", why_not_layers)
+    if why_not_steps := _step_in_slots(model, settings):
+        log.info("states are gathered for decodes: %s", why_not_steps)
     page_size, policy = settings.cache.page_size, ROWS[settings.scheduler.policy]
     num_pages, copies = page_count(model, settings)
     pool = PagePool(num_pages, page_size)
@@ -107,6 +110,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     backends = pick_paths(list(dict.fromkeys(kinds)), settings.model, model.has_sinks)
     graphs, why_not_graphs = _graphs(model, kv, backends, settings, -(-longest // page_size))
     reasons = {**backends.why_not, "lora": why_not_lora, "layers": why_not_layers, "graphs": why_not_graphs}
+    reasons["states"] = why_not_steps
     if kv.states is not None:
         reasons |= dict.fromkeys(("pruning", "drafts"), KEEPS_STATES)
     window, pruner = model.shape.window, None
@@ -138,6 +142,20 @@ def _shorten(model: ServedModel, settings: Settings) -> str:
     # The memory of weights that were merged is free for K/V.
     torch.cuda.empty_cache()
     return reason
+
+
+def _step_in_slots(model: ServedModel, settings: Settings) -> str:
+    """Let decodes change states in their slots, where that is set; return why not all do, or ""."""
+    cuda = model.device.type == "cuda"
+    if not model.states or not (settings.model.fused_layers if cuda else settings.model.cpu_kernels):
+        return ""
+    if reason := (triton_device if cuda else library).why_not(model.device, model.dtype):
+        return reason
+    if not cuda:
+        return step_in_slots(model, NATIVE)
+    from edged.engine.model.triton_states import TRITON  # brings Triton, which is slow to import
+
+    return step_in_slots(model, TRITON)
 
 
 def _graphs(

@@ -119,7 +119,9 @@ class Rig:
         """What the layers keep after the next token of some sequences, in float32."""
         slots = torch.tensor([1 + i + len(CONTEXTS) for i in which], device=DEVICE)
         read = (
-            [self.kv.states.read(module, slots) for module in range(len(self.model.states))] if self.kv.states else []
+            [self.kv.states.read(module, slots, slots, {}) for module in range(len(self.model.states))]
+            if self.kv.states
+            else []
         )
         return [state.float() for both in read for state in both if state is not None]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,6 +67,22 @@ def slots_of(piece: Piece, prompt: int, slots: SlotPair) -> SlotPair:
     return (slots[0] if piece.position == prompt else own), own
 
 
+class SlotStates(NamedTuple):
+    """One module's states of some texts where they lie, for a kernel that works in the slots."""
+
+    store: torch.Tensor
+    """States by slot, [slots, ...]."""
+    before: torch.Tensor
+    after: torch.Tensor
+    """Slots of the states before and after, [n] each, int64."""
+    step: Callable[..., Any]
+    """The kernel: it is given these and what the model's own function is given."""
+
+
+Steps = Mapping[str, Callable[..., Any]]
+"""Kernels that work in the slots, by what they change: "conv" or "recurrent"."""
+
+
 class StateStore:
     """The states of all modules, by slot: tensors [slots, *`StateSize`]. The engine thread alone changes them."""
 
@@ -85,14 +102,18 @@ class StateStore:
 
     def report(self) -> dict[str, int]:
         """Return the status' part on slots."""
-        tensors = [tensor for tensor in (*self._conv, *self._recurrent) if tensor is not None]
-        each = sum(tensor[ZEROS].nbytes for tensor in tensors)
+        each = sum(tensor[ZEROS].nbytes for tensor in self.tensors)
         return {"slots": self.slots, "free": len(self._free), "bytes_per_slot": each}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of all modules, [slots, ...] each."""
+        return [tensor for tensor in (*self._conv, *self._recurrent) if tensor is not None]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all slots."""
-        return sum(tensor.nbytes for tensor in (*self._conv, *self._recurrent) if tensor is not None)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def acquire(self) -> int:
         """Take a slot. Raises OutOfPages where all are held."""
@@ -106,22 +127,29 @@ class StateStore:
 
     def copy(self, source: int, target: int) -> None:
         """Copy the states of all modules from one slot into another."""
-        for store in (*self._conv, *self._recurrent):
-            if store is not None:
-                store[target].copy_(store[source])
+        for store in self.tensors:
+            store[target].copy_(store[source])
 
-    def read(self, module: int, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return copies of a module's states [n, ...] in `slots` [n]: of its convolution and of its recurrence."""
-        conv, recurrent = self._conv[module], self._recurrent[module]
-        return (
-            None if conv is None else conv.index_select(0, slots),
-            None if recurrent is None else recurrent.index_select(0, slots),
-        )
+    def read(
+        self, module: int, before: torch.Tensor, after: torch.Tensor, steps: Steps
+    ) -> list[torch.Tensor | SlotStates | None]:
+        """Return a module's states in slots `before` [n], of its convolution and of its recurrence: copies [n, ...], or
+        where they lie if there is a kernel for them in `steps`, which stores the new ones in `after`."""
+        kinds = (("conv", self._conv[module]), ("recurrent", self._recurrent[module]))
+        return [
+            store
+            if store is None
+            else SlotStates(store, before, after, steps[kind])
+            if kind in steps
+            else store.index_select(0, before)
+            for kind, store in kinds
+        ]
 
-    def write(
-        self, module: int, slots: torch.Tensor, conv: torch.Tensor | None, recurrent: torch.Tensor | None
-    ) -> None:
-        """Store a module's states [n, ...] in `slots` [n], which differ."""
-        for store, new in ((self._conv[module], conv), (self._recurrent[module], recurrent)):
-            if store is not None and new is not None:
+    def write(self, module: int, slots: torch.Tensor, *states: torch.Tensor | SlotStates | None) -> None:
+        """Store a module's states [n, ...] in `slots` [n], which differ; of its convolution and of its recurrence.
+
+        What a kernel has stored (`SlotStates`, or None) is there.
+        """
+        for store, new in zip((self._conv[module], self._recurrent[module]), states, strict=True):
+            if store is not None and isinstance(new, torch.Tensor):
                 store.index_copy_(0, slots, new.to(store.dtype))

@@ -22,7 +22,7 @@ from torch import nn
 from edged.align.dpo.decoder import Branches, LoraRows
 from edged.engine.attention.packed_batch import PackedBatch, Segment
 from edged.engine.attention.paged import AttentionByLayer, BranchAttention, PagedAttention, pass_under_way
-from edged.engine.kv.state import ZEROS, StateSize
+from edged.engine.kv.state import ZEROS, SlotStates, StateSize, StateStore, Steps
 from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.runs import Run
 from edged.engine.lora.segments import NO_SLOT, LoraSegments
@@ -36,18 +36,20 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 class State:
     """One module's states of some texts, in the place of transformers' `Cache`: None before the first token.
 
-    None is written in place but the recurrence's by Mamba-2, where it computes a single token.
+    None is written in place but the recurrence's by Mamba-2, where it computes a single token, and `SlotStates`.
     """
 
-    def __init__(self, conv: torch.Tensor | None = None, recurrent: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, conv: torch.Tensor | SlotStates | None = None, recurrent: torch.Tensor | SlotStates | None = None
+    ) -> None:
         """`conv` is [n, channels, kernel], `recurrent` [n, ...]."""
         self.conv, self.recurrent = conv, recurrent
 
-    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+    def get_conv_state(self, *_: Any, **__: Any) -> torch.Tensor | SlotStates | None:
         """Return the latest inputs of the convolution."""
         return self.conv
 
-    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | None:
+    def get_recurrent_state(self, *_: Any, **__: Any) -> torch.Tensor | SlotStates | None:
         """Return the recurrence's state."""
         return self.recurrent
 
@@ -56,19 +58,20 @@ class State:
     ) -> torch.Tensor:
         """Keep the latest of the inputs [n, channels, tokens]; returns them behind those from before."""
         size = conv_kernel_size or conv_states.shape[-1]
+        assert not isinstance(self.conv, SlotStates), "a single token's is not asked for"
         before = conv_states.new_zeros(*conv_states.shape[:-1], size) if self.conv is None else self.conv
         whole = torch.cat((before, conv_states), dim=-1)
         self.conv = whole[..., -size:]
         return whole
 
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Keep a new state."""
+    def update_recurrent_state(self, recurrent_states: Any, *_: Any, **__: Any) -> Any:
+        """Keep a new state; None where a kernel has stored it."""
         self.recurrent = recurrent_states
         return recurrent_states
 
     def is_recording_past(self, *_: Any, **__: Any) -> bool:
-        """Return True: else single tokens would be written into the convolution's state."""
-        return True
+        """Return whether single tokens are not to be written into the convolution's state."""
+        return not isinstance(self.conv, SlotStates)
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Return whether there were tokens before."""
@@ -181,11 +184,13 @@ class Mixer:
 
     def __init__(self, module: nn.Module, index: int) -> None:
         """`index` is its number among the model's mixers."""
-        self._own, self._index = module.forward, index
+        self.own, self._index = module.forward, index
         named = inspect.signature(module.forward).parameters
         self._cache = next(name for name in CACHE_NAMES if name in named)
         self.lora: LoraSlots | None = None
         """The model's adapters, once they are attached."""
+        self.steps: Steps = {}
+        """Kernels for decodes, once a trial has shown that they work."""
         module.forward = self
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -198,11 +203,11 @@ class Mixer:
             return self._packed(hidden_states, current)
         if isinstance(current, BranchAttention):
             return self._trained(hidden_states, current.branches)
-        return self._own(hidden_states, *args, **kwargs)
+        return self.own(hidden_states, *args, **kwargs)
 
     def _run(self, hidden: torch.Tensor, state: State, lora: LoraSegments | None) -> Any:
         with self.lora.runs.only(lora) if lora is not None and self.lora is not None else nullcontext():
-            return self._own(hidden, **{self._cache: state})
+            return self.own(hidden, **{self._cache: state})
 
     def _packed(self, hidden: torch.Tensor, current: PagedAttention | AttentionByLayer) -> Any:
         states = current.kv.states
@@ -212,10 +217,7 @@ class Mixer:
         outs = []
         for part in current.parts:
             own = hidden if part.rows is None else hidden[:, part.rows]
-            state = State(*states.read(self._index, part.before))
-            out = self._run(own.transpose(0, 1) if part.decodes else own, state, part.lora)
-            states.write(self._index, part.after, state.conv, state.recurrent)
-            outs.append(_joined([out], lambda own: own[0].transpose(0, 1)) if part.decodes else out)
+            outs.append(self.compute(own, part, states, self._index))
         if len(outs) == 1:
             return outs[0]
 
@@ -226,6 +228,13 @@ class Mixer:
             return whole
 
         return _joined(outs, scatter)
+
+    def compute(self, hidden: torch.Tensor, part: _Part, states: StateStore, index: int) -> Any:
+        """Compute a part's rows [1, rows, hidden] with the states that module `index` of `states` has."""
+        state = State(*states.read(index, part.before, part.after, self.steps if part.decodes else {}))
+        out = self._run(hidden.transpose(0, 1) if part.decodes else hidden, state, part.lora)
+        states.write(index, part.after, state.conv, state.recurrent)
+        return _joined([out], lambda own: own[0].transpose(0, 1)) if part.decodes else out
 
     def _trained(self, hidden: torch.Tensor, branches: Sequence[Branches]) -> Any:
         """Compute whole pairs with autograd: the prompt, and each answer from the state after it."""

@@ -75,7 +75,7 @@ class ServedModel:
         self.layers, self.norm, states = find_decoder(model)
         self.states = tuple(states.values())
         """Sizes of the states that the model's layers keep, by mixer."""
-        self._mixers = wrap_mixers(list(states))
+        self.mixers = wrap_mixers(list(states))
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         # Cohere multiplies its logits, Granite divides them.
         self.logit_scale = getattr(self.config, "logit_scale", None) or 1.0 / (
@@ -104,7 +104,7 @@ class ServedModel:
         targets = self.targets(align)
         self.shape = replace(self.shape, targets=linear_sizes(self.model, targets))
         self.lora = LoraSlots(self.model, targets, slots, align.rank, self.dtype)
-        for mixer in self._mixers:
+        for mixer in self.mixers:
             mixer.lora = self.lora
         give_gradients(self.model)
         if not targets:

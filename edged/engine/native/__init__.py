@@ -6,7 +6,7 @@ The kernels are compiled when edged is installed. Without a C compiler torch com
 import importlib.util
 from pathlib import Path
 
-INTERFACE = "edged_interface_5"
+INTERFACE = "edged_interface_6"
 """The interface's version, named in `attention.c`; a library without this name is older or newer."""
 NOT_BUILT = "edged was installed without a C compiler"
 OTHER_VERSION = "the compiled kernels are of another version of edged"

@@ -17,7 +17,7 @@ typedef struct {
 } pages_t;
 
 /* Its name changes with any structure or signature of any of these files. */
-void edged_interface_5(void) {}
+void edged_interface_6(void) {}
 const int64_t edged_piece = PIECE;
 
 /* Rows of K/V that are attended at once: whole pages. What is far from 0 lies in the same pieces in all iterations. */

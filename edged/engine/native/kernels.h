@@ -55,6 +55,14 @@ INLINE vec exp_of(vec x) {
     return pick(nothing, all(0.0f), p * (vec)((n + 127) << 23));
 }
 
+/* x / (1 + e^-x). */
+INLINE vec silu_of(vec x) {
+    vec one = all(1.0f);
+    ints negative = x < all(0.0f);
+    vec small = exp_of(pick(negative, x, -x));
+    return x * pick(negative, small, one) / (one + small);
+}
+
 /* A thread's part of `total` things that are shared out `unit` at a time. */
 INLINE void part(int64_t total, int64_t unit, int64_t *first, int64_t *last) {
     int64_t units = (total + unit - 1) / unit, threads = omp_get_num_threads(), thread = omp_get_thread_num();

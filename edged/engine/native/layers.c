@@ -261,12 +261,7 @@ FOR_EACH_CPU static void normed(const float *x, const float *weight, float eps, 
 /* gate[i] = silu(gate[i]) * up[i], i in [0, size). */
 FOR_EACH_CPU static void gated(float *gate, const float *up, int64_t size) {
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        vec x = load(gate + i), one = all(1.0f);
-        ints negative = x < all(0.0f);
-        vec small = exp_of(pick(negative, x, -x));
-        store(gate + i, x * pick(negative, small, one) / (one + small) * load(up + i));
-    }
+    for (; i + LANES <= size; i += LANES) store(gate + i, silu_of(load(gate + i)) * load(up + i));
     for (; i < size; i++) gate[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 

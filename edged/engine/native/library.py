@@ -62,6 +62,12 @@ class CPages(Structure):
     )
 
 
+class CSlots(Structure):
+    """C's `slots_t`: states by slot, and the slots of a batch's decodes."""
+
+    _fields_ = (*((name, c_void_p) for name in ("states", "before", "after")), ("n", c_int64), ("size", c_int64))
+
+
 _P, _N = c_void_p, c_int64
 _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "edged_before_attention": (None, (POINTER(CLayer), _P, _N, _P, _P, _P, _P, _P, _N)),
@@ -71,6 +77,8 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {
     "edged_add_updates": (None, (POINTER(CLinear), _N, _N, _P, _N, _N, _P, _P, _N, _N)),
     "edged_keep_nucleus": (None, (_P, _N, _N, _P, c_float, _P, _N)),
     "edged_decode": (None, (POINTER(CPages), _P, _N, _N, _P, _P, _N, _N, _P, _P, _P, _N)),
+    "edged_delta_rule": (None, (POINTER(CSlots), *[_N] * 4, _P, _N, _P, _N, _P, _N, _P, _P, _N, _P, _N)),
+    "edged_convolution": (None, (POINTER(CSlots), _N, _N, _P, _P, _N, _P, _N, _P, _N)),
 }
 """Result and arguments of each function."""
 

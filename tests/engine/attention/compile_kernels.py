@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from edged.engine.attention.base import AttentionCall
 from edged.engine.attention.packed_batch import Segment, pack
-from edged.engine.attention.paged import IMPLEMENTATION, PagedAttention, attention_over, attention_pass
+from edged.engine.attention.paged import IMPLEMENTATION, DecodePath, PagedAttention, attention_over, attention_pass
 from edged.engine.attention.selection import Backends, selftest, selftest_of_lora
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.store import KvStore
@@ -30,6 +30,8 @@ from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model import gpu_layers
 from edged.engine.model.gpu_layers import fuse_layers
 from edged.engine.model.served_model import ServedModel
+from edged.engine.model.state_steps import step_in_slots
+from edged.engine.model.triton_states import TRITON
 from edged.settings.load import AlignSettings
 from tests.models import tiny_model
 
@@ -106,13 +108,26 @@ def layers(dtype: torch.dtype, head_dim: int, group: int) -> list[ServedModel]:
     return models
 
 
-def decodes(model: ServedModel, count: int, slot: int) -> None:
+def states(dtype: torch.dtype, head_dim: int) -> ServedModel:
+    """A model whose decodes change states in their slots."""
+    sizes = {"linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim}
+    base = tiny_model("qwen3_5_text", **sizes).to(dtype).requires_grad_(False)
+    base.set_attn_implementation(IMPLEMENTATION)
+    model = ServedModel(base)
+    assert "wrong numbers" in step_in_slots(model, TRITON)
+    for mixer in model.mixers:
+        mixer.steps = TRITON
+    return model
+
+
+def decodes(model: ServedModel, count: int, slot: int, path: DecodePath = "triton") -> None:
     """A forward of decodes, as an iteration launches it."""
-    kv = model.new_kv(3, PAGE)
-    batch = pack([Segment([0], 3, np.array([1]), slot)] * count, kv, CPU, lora=slot != NO_SLOT)
+    kv = model.new_kv(3, PAGE, count)
+    texts = [Segment([0], 3, np.array([1]), slot, position=3, states=(at, at)) for at in range(1, count + 1)]
+    batch = pack(texts, kv, CPU, lora=slot != NO_SLOT)
     with (
         torch.inference_mode(),
-        attention_pass(attention_over(batch, kv, "triton")),
+        attention_pass(attention_over(batch, kv, path)),
         model.lora.packed(batch.runs, batch.lora_tiles),
     ):
         model.forward(batch.input_ids, batch.position_ids, batch.logit_rows)
@@ -135,12 +150,15 @@ def main(capability: int, dtype: torch.dtype, head_dim: int, group: int) -> None
     same = gpu_layers._same
     gpu_layers._same = lambda *given: same(*given) or True
     models = layers(dtype, head_dim, group)
+    stateful = states(dtype, head_dim)
     at_start = dict(made)
     iterations(kv, group, paths, slots)
     for model in models:
         for count in (1, 5, 16):
             for slot in (NO_SLOT, 1):
                 decodes(model, count, slot)
+    for count in (1, 3, 4, 16):
+        decodes(stateful, count, NO_SLOT, "padded")
     later = [name for hashed, (name, _) in made.items() if hashed not in at_start]
     print(json.dumps({"shared_bytes": list(at_start.values()), "compiled_later": later}))
 

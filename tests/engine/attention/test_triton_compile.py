@@ -50,6 +50,8 @@ def test_the_trials_at_start_compile_all_that_iterations_need(
         "_add_and_norm",
         "_rotate_and_store",
         "_activate",
+        "_delta_rule",
+        "_convolve",
     }
     assert max(size for _, size in report["shared_bytes"]) <= SMALLEST_SHARED_BYTES
     assert report["compiled_later"] == []
