@@ -76,7 +76,9 @@ class ModelSettings(Section):
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
-    cpu_kernels: bool = setting(True, "CPU, float32: few tokens pass products and common layers by compiled kernels")
+    cpu_kernels: bool = setting(
+        True, "CPU, float32: few tokens pass products, common layers and states by compiled kernels"
+    )
     fp16_weights: bool = setting(
         True,
         "CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
@@ -92,7 +94,7 @@ class ModelSettings(Section):
         "auto", "native (CPU, float32; beside cpu_kernels) and triton (CUDA) add all adapters' updates at once"
     )
     fused_layers: bool = setting(
-        True, "CUDA: decodes pass common layers with few launches, by merged products and Triton's kernels"
+        True, "CUDA: decodes pass common layers and states with few launches, by merged products and Triton's kernels"
     )
     graph_memory_mb: int = setting(512, "CUDA: most memory of captured decode graphs / 2^20; 0: none is captured", ge=0)
     keep_freed_memory: bool = setting(True, "CPU: keep freed memory for the next iteration; given back when idle")
