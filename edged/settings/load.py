@@ -76,9 +76,7 @@ class ModelSettings(Section):
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
-    cpu_kernels: bool = setting(
-        True, "CPU, float32: few tokens pass products, common layers and states by compiled kernels"
-    )
+    cpu_kernels: bool = setting(True, "CPU, float32: few tokens pass products, layers and states by compiled kernels")
     fp16_weights: bool = setting(
         True,
         "CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
