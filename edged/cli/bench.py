@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from edged.cli.bench_federated import federated
 from edged.cli.bench_fleet import fleet
 from edged.cli.load_options import ABOVE_ZERO, SHARE, Values, readers_option
 from edged.cli.options import config_option, explain_os_errors, policy_option, seed_option, shown
@@ -51,6 +52,7 @@ def bench() -> None:
     """Measure this machine with recorded loads, or simulate another."""
 
 
+bench.add_command(federated)
 bench.add_command(fleet)
 
 

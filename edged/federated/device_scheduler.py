@@ -80,7 +80,7 @@ class DeviceScheduler:
             self._grant(box, capacity, now)
 
     def answered(self, campaign: Campaign, capacity: Capacity, response_s: float) -> None:
-        """Learn how long a participant took from the dispatch to its answer, or was waited for in vain."""
+        """Learn how long a participant took from the dispatch to its answer, which may be late."""
         self._profiles[campaign.name].responses.append((capacity.tokens_per_s, response_s))
 
     def ended(self, campaign: Campaign) -> None:
