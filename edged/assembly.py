@@ -81,7 +81,7 @@ def assemble(
         log_events.on_records(records)
         feed.on_records(records)
         for record in records:
-            if isinstance(record, VersionPublished) and record.taken_back:
+            if isinstance(record, VersionPublished) and (record.taken_back or record.is_start):
                 feedback_intake.learn_again(record.adapter, recorded)
         if recorded is not None:
             recorded.add_done_callback(lambda _: feed.tell_outcomes(records))

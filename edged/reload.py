@@ -32,6 +32,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
         }
     ),
     "guard": _all_of("guard"),
+    "starts": _all_of("starts"),
     "jobs": _all_of("jobs"),
     "governor": _all_of("governor"),
     "api": frozenset({"max_stop_chars", "max_schema_kb", "max_logprobs"}),

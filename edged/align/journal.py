@@ -25,6 +25,7 @@ from edged.align.feedback.pair import (
     VersionSaved,
     VersionTested,
 )
+from edged.align.starts import MAX_PAIRS, StartChoice
 from edged.runtime import logs
 from edged.store import Store, adapters, feedback, quarantine, utc_now, utc_text
 from edged.store.jobs import jobs
@@ -147,6 +148,8 @@ def write_record(db: Database, record: Record, ref_model: str, now: datetime) ->
                         feedback.set_pair_state(db, pair_id, "quarantined", 0, None, record.reason)
                         quarantine.insert_quarantined(db, pair_id, created_at, record.adapter, record.reason)
                 feedback.requeue_taken_back(db, record.adapter, record.restored)
+            elif record.is_start:
+                feedback.requeue_taken_back(db, record.adapter, 0)
         case VersionTested():
             nlls = {"neutral_nll": record.neutral_nll, "neutral_base_nll": record.neutral_base_nll}
             outcome = {"tested_at": created_at, "problem": record.problem}
@@ -172,6 +175,16 @@ def requeue_lost(db: Database, adapter: str, newest_valid_version: int) -> int:
     count = feedback.requeue_newer(db, adapter, newest_valid_version)
     adapters.drop_newer(db, adapter, newest_valid_version)
     return count
+
+
+def load_choices(db: Database, adapter: str | None = None) -> dict[str, StartChoice]:
+    """Load what is known of each user's choice of a start (or of one user's), as it stood when the daemon ended."""
+    choices: dict[str, StartChoice] = {}
+    for name, learned, margins, made in adapters.what_starts_are_chosen_by(db, MAX_PAIRS, adapter):
+        choice = choices[name] = StartChoice(learned, dict(margins))
+        for version, reason, restored, known in made:
+            choice.take_version(version, reason, restored, known)
+    return choices
 
 
 def load_pasts(db: Database, alarm_s: float, now: datetime, adapter: str | None = None) -> dict[str, OutlierHistory]:

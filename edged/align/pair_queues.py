@@ -15,6 +15,7 @@ from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_practice
 from edged.align.guard import GuardState, PreferenceChange
+from edged.align.starts import StartChoice
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, GuardSettings, Settings
@@ -50,6 +51,7 @@ class AdapterQueue:
     detector: OutlierDetector = field(default_factory=OutlierDetector)
     rate: TokenBucket = field(default_factory=TokenBucket)
     guard: GuardState = field(default_factory=GuardState)
+    choice: StartChoice = field(default_factory=StartChoice)
     waiting: deque[TokenPair] = field(default_factory=deque)
     """Pairs beyond `feedback.pairs_per_hour`."""
     queue: deque[TokenPair] = field(default_factory=deque)
@@ -332,8 +334,8 @@ class PairQueues:
 
     def __getitem__(self, adapter: str) -> AdapterQueue:
         """The adapter's queue, created if there is none."""
-        self._versions.setdefault(adapter, 0)
         if adapter not in self.queues:
+            self._versions.setdefault(adapter, 0)
             feedback = self._settings.current.feedback
             detector, rate = OutlierDetector(feedback), TokenBucket(feedback.pairs_per_hour)
             self.queues[adapter] = AdapterQueue(adapter, detector, rate)

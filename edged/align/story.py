@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
+from edged.align.feedback.pair import START_REASON
 from edged.align.metrics import versions, wilson
 
 PAUSE_S = 3600.0
@@ -85,6 +86,9 @@ def _event(
         text = f"{name} is {restored} again, {why}"
     elif reason in _MADE:
         kind, text = "made", f"{name} {_MADE[reason]}"
+    elif reason.startswith(START_REASON):
+        kind, start = "made", reason.removeprefix(START_REASON)
+        text = f'{name} begins anew with the start "{start}"; what was learned before is learned again on it'
     else:
         kinds = ", ".join(count(number, _SOURCES.get(source, source)) for source, number in sources.most_common())
         text = f"{name} learned {count(pairs, 'pair')} ({kinds or 'which were queued again, or are deleted'})"

@@ -22,6 +22,7 @@ from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import (
     JobStepped,
     PairRetired,
+    PairScored,
     Record,
     StepSkipped,
     TokenPair,
@@ -32,6 +33,8 @@ from edged.align.feedback.pair import (
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FinetuneStep, PairQueues, StepBatch
+from edged.align.starts import StartFiles
+from edged.align.trials import TRIALS, Trial, TrialQueue
 from edged.align.versions import Read, Versions
 from edged.runtime import logs
 from edged.settings.live import Live
@@ -57,6 +60,7 @@ class Trainer:
         read: Read,
         published: Callable[[AdapterState, int], None] = lambda _state, _parent: None,
         bring: Callable[[HostCopies], object] = HostCopies.on_host,
+        start_files: StartFiles | None = None,
     ) -> None:
         """`cache_tokens` is the whole KV cache: a group's forwards, by adapter and base, must fit in half of it.
 
@@ -68,6 +72,9 @@ class Trainer:
         self.pair_queues = PairQueues(adapter_cache.versions, settings)
         """Queues of pairs, which come in by `submit` and leave by steps."""
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
+        self.trials = TrialQueue(TRIALS, catalogue=start_files.catalogue() if start_files else {})
+        """Trials of the starts that users may begin with."""
+        self.pair_queues.queues[TRIALS] = self.trials
         self._decoder, self._release = decoder, release
         self._published = published
         self.max_tokens = cache_tokens // 4
@@ -80,6 +87,8 @@ class Trainer:
 
     def _announce(self, state: AdapterState, record: VersionPublished) -> None:
         self.records.append(record)
+        if record.adapter in self.pair_queues.queues:
+            self.pair_queues[record.adapter].choice.take_version(record.version, record.reason, record.restored)
         self._published(state, record.parent)
 
     # -- adapters ----------------------------------------------------------------------------------------------------
@@ -240,6 +249,13 @@ class Trainer:
         self.pair_queues.recount()
         return step
 
+    def open_trial(self, trial: Trial) -> HeldOutEvaluation:
+        """Begin the trial of a start; `close` ends it."""
+        pairs = [replace(pair, adapter=TRIALS) for pair in trial.pairs]
+        about = (TRIALS, 0, pairs, self._decoder, self._settings.current.align, self._release)
+        self.trials.trial, self.trials.step = trial, HeldOutEvaluation(*about, with_kl=trial.choice is None)
+        return self.trials.step
+
     def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
         untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
@@ -293,6 +309,7 @@ class Trainer:
             guard.test_soon = True
             return
         self.records += adapter_step.scores
+        self._ask_starts(queue, adapter_step.scores)
         queue.loss = adapter_step.loss if math.isfinite(adapter_step.loss) else FIRST_LOSS
         if adapter_step.starved:
             queue.taken = adapter_step.fresh
@@ -406,18 +423,28 @@ class Trainer:
 
     def _close_test(self, queue: AdapterQueue, test: HeldOutEvaluation) -> None:
         guard, settings = queue.guard, self._settings.current.guard
+        if queue is self.trials:
+            self.trials.take(test, settings)
+            return
         guard.tested_version, guard.test_soon = test.version, False
         self.size.forgive((queue.name, test.version))
         if test.neutral:
             self.pair_queues.neutral = test.neutral
         scores, records = queue.finish_test(test)
         self.records += records
+        self._ask_starts(queue, [record for record in records if isinstance(record, PairScored)])
         if test.version and test.version == self.adapter_cache.version(queue.name):
             if len(scores) == len(queue.held_out):
                 guard.fully_tested = test.version
             problem = self.versions.judge(queue, TestScore.of(test.version, scores, test.neutral_nll), settings)
             nll, base_nll = test.neutral_nll or (None, None)
             self.records.append(VersionTested(queue.name, test.version, nll, base_nll, problem))
+
+    def _ask_starts(self, queue: AdapterQueue, scores: Sequence[PairScored]) -> None:
+        """Have starts scored on a user's pairs, where its adapter has scored new ones; nothing where there are none."""
+        if self.trials.catalogue and scores:
+            queue.choice.take_scores(scores)
+            self.trials.asked[queue.name] = None
 
     # -- steps that do not finish ------------------------------------------------------------------------------------
 

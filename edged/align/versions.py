@@ -9,7 +9,7 @@ from typing import Any
 from edged.align.adapters.adapter import AdapterError, AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.loader import OnRead
-from edged.align.feedback.pair import VersionPublished
+from edged.align.feedback.pair import START_REASON, VersionPublished
 from edged.align.guard import TestScore, broken_language, lost_accuracy, lr_scale_margin
 from edged.align.pair_queues import AdapterQueue, PairQueues
 from edged.settings.load import GuardSettings
@@ -99,6 +99,9 @@ class Versions:
         # What was learned before may be what this version is to be without: it must not return by replay, or by passes.
         queue.replay.clear()
         self._adapter_cache.files.protect(adapter, guard.baseline_version)
+        if reason.startswith(START_REASON):
+            # Nobody has tested it with this user's pairs.
+            guard.tested_version, guard.test_soon = -1, True
         return self._adapter_cache.version(adapter)
 
     def adopt(self, state: AdapterState, after: int, reason: str) -> int:

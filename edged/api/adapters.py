@@ -173,7 +173,7 @@ async def import_adapter(request: web.Request) -> Imported:
     whose = caller_of(request).tenant
     services.claim("import", whose)
     try:
-        weights, form = await _uploaded(request, services, spec)
+        weights, form = await uploaded(request, services, spec)
     finally:
         services.free("import", whose)
     version = await asyncio.wrap_future(services.engine.import_adapter(name, weights, reason, form))
@@ -199,7 +199,7 @@ def demand_writer(services: Services, name: str) -> None:
         raise ApiError(409, f'adapter "{name}" is written by another node: {way_out}', code="not_writer")
 
 
-async def _uploaded(
+async def uploaded(
     request: web.Request, services: Services, spec: LoraSpec
 ) -> tuple[dict[str, torch.Tensor], AdapterForm]:
     """Return the weights that a request uploads, and their form. Raises ApiError."""

@@ -29,6 +29,7 @@ from edged.api.request_log import chosen_id, name_request, note
 from edged.api.requests import BegunStream, ChatRequest, CompletionRequest, read_asked, reading_turn
 from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
+from edged.api.starts import begin_with_default
 from edged.api.tastes import is_sure
 from edged.engine.sampling.params import Sampling
 from edged.http.access import caller_of
@@ -120,6 +121,7 @@ async def _answer(request: web.Request, body: Body, name: str = "") -> web.Strea
         raise bad_request(f'"best_of" = {body.best_of} is more than limits.best_of = {most}', "best_of")
     limits.demand(tenant, body.drawn)
     name = name or _new_id(request, body)
+    await begin_with_default(services, adapter or body.user)
     completion, asked_ids, turns = await _record(services, body, name, model, adapter or body.user, caller.tenant)
     grammar = await _grammar(services, body, turns, completion.prompt_ids, caller.tenant)
     sampling = replace(_sampling(services, body, len(completion.prompt_ids)), grammar=grammar)

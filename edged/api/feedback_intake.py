@@ -11,7 +11,7 @@ from sqlite_utils import Database
 from edged.align.feedback.pair import PairRetired, Record, TokenPair
 from edged.align.feedback.pair_tokens import UnusablePrompt, tokenize_pair
 from edged.align.feedback.signals import FeedbackResult
-from edged.align.journal import load_pasts, requeue_lost
+from edged.align.journal import load_choices, load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
 from edged.engine.engine import Engine
@@ -78,6 +78,8 @@ class FeedbackIntake:
         alarm_s = self.settings.current.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
         self.engine.restore_outlier_history(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        if self.engine.starts():
+            self.engine.restore_choices(self.store.read(load_choices))
         here = self.settings.current.api.node
         for adapter in self.store.read(lambda db: adapters_elsewhere(db, here)):
             self.engine.follow(adapter)
@@ -94,6 +96,7 @@ class FeedbackIntake:
         alarm_s = self.settings.current.feedback.alarm_s
         pasts = self.store.read(lambda db: load_pasts(db, alarm_s, utc_now(), adapter))
         self.engine.restore_outlier_history(pasts)
+        self.engine.restore_choices(self.store.read(lambda db: load_choices(db, adapter)))
         self.learn_soon(self.store.read(lambda db: open_pairs(db, adapter=adapter)))
 
     def learn_again(self, adapter: str, recorded: Future[None] | None) -> None:

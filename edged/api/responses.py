@@ -358,6 +358,42 @@ class Imported(Answer):
     reason: Literal["imported", "rebuilt"]
 
 
+class StartList(Answer):
+    """The starts that users may begin with, at most `max`; `shelved` are those of another base model, or form."""
+
+    starts: list[dict[str, Any]]
+    shelved: list[str]
+    max: int
+
+
+class StartAdded(Answer):
+    """A start; its `scale` is null until its language is measured, and 0 where it breaks it."""
+
+    name: str
+    added_at: str
+    scale: float | None
+
+
+class StartRemoved(Answer):
+    """A start is gone; users who began with it keep what they have."""
+
+    name: str
+    removed: Literal[True]
+
+
+class StartScores(Answer):
+    """What a user's `pairs` say of each start, and the one with which the adapter began ("": with none).
+
+    `own_right` is on how many of these pairs the user's own adapter was right.
+    """
+
+    adapter: str
+    start: str
+    pairs: int
+    own_right: float
+    scores: list[dict[str, Any]]
+
+
 class Preference(Answer):
     """A user's words on the answers that are wanted; `note` says whether prompts have them, and why not.
 

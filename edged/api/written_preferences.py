@@ -75,7 +75,7 @@ class WrittenPreferences:
         """Put a preference back into prompts where an adapter's weights are others than those that learned it."""
         for record in records:
             if isinstance(record, VersionPublished) and (
-                record.restored is not None or record.reason in IMPORT_REASONS
+                record.restored is not None or record.is_start or record.reason in IMPORT_REASONS
             ):
                 self.change(record.adapter, partial(undo_distilled, adapter=record.adapter))
 

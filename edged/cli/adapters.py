@@ -73,8 +73,12 @@ def show(client: Client, name: str) -> Any:
     if left_out := len(data["versions"]) - len(shown):
         caption += f"; {left_out} that practice made and that are no longer on disk are left out"
     versions = make_table(*titles, rows=(_version_row(item, data) for item in shown), caption=caption)
-    line = f"believes: {beliefs(data)}" if data["beliefs"] else ""
-    return data, lambda: [verdict(data), *filter(None, [line]), metrics_table([data]), versions, metrics_plot(data)]
+    begun = next((item for item in data["versions"] if item["reason"].startswith("start ")), None)
+    lines = [
+        f"believes: {beliefs(data)}" if data["beliefs"] else "",
+        f"{begun['reason']}: taken as version {begun['version']}; `edged starts scores {name}`" if begun else "",
+    ]
+    return data, lambda: [verdict(data), *filter(None, lines), metrics_table([data]), versions, metrics_plot(data)]
 
 
 def _version_row(item: dict[str, Any], adapter: dict[str, Any]) -> list[str]:
@@ -218,20 +222,25 @@ def import_(client: Client, source: Path, user: str) -> Any:
 
     It becomes a new version, which can be rolled back. Only safetensors are read, never a pickle.
     """
-    data = upload(client, user, _checked(source))
+    data = upload(client, user, checked_folder(source))
     return data, f"{source} is version {data['version']} of {user}"
 
 
 def upload(client: Client, user: str, folder: Path, query: str = "") -> dict[str, Any]:
     """Upload the adapter in `folder` as the user's newest version; returns the daemon's answer."""
-    packed = io.BytesIO()
-    with explain_os_errors(f"{folder} cannot be read"), tarfile.open(fileobj=packed, mode="w:") as tar:
+    return client.call("POST", f"{_path(user)}/import{query}", packed(folder), "application/x-tar")
+
+
+def packed(folder: Path) -> bytes:
+    """Return a tar of the adapter in `folder`."""
+    archive = io.BytesIO()
+    with explain_os_errors(f"{folder} cannot be read"), tarfile.open(fileobj=archive, mode="w:") as tar:
         for name in _FILES:
             tar.add(folder / name, arcname=name)
-    return client.call("POST", f"{_path(user)}/import{query}", packed.getvalue(), "application/x-tar")
+    return archive.getvalue()
 
 
-def _checked(source: Path) -> Path:
+def checked_folder(source: Path) -> Path:
     """Return the adapter's folder, where `source` is that folder or its .safetensors file.
 
     Raises DaemonError for other formats and if a file is missing.

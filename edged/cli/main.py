@@ -24,6 +24,7 @@ COMMANDS = (
         "metrics",
         "adapters",
         "teach",
+        "starts",
         "feedback",
         "reload",
         "align",

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
 from edged.align.jobs import JobPlan
+from edged.align.starts import Start, StartChoice, StartFiles
 from edged.align.trainer import Trainer
 from edged.engine.build import bounded, build_runner, first_cost_model, lora_spec, subject_of
 from edged.engine.command_queue import STOPPING, CommandQueue
@@ -45,6 +47,7 @@ from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import ServiceClass
 from edged.settings.live import Live
 from edged.settings.load import Settings
+from edged.store.data_dir import STARTS_FOLDER
 from edged.tensors.cpu_threads import apart, beside
 
 log = logging.getLogger("edged.engine")
@@ -85,6 +88,7 @@ class Engine:
         files = AdapterFiles(folder / "adapters" / spec.fingerprint, spec, settings.store.keep_versions)
         self.adapter_files = files
         """The files of the adapters' versions."""
+        starts = self.start_files = StartFiles(folder / STARTS_FOLDER / spec.fingerprint, spec, 1)
         self.subject = subject_of(model, name, settings.model, runner.threads)
         """The model, device and numerics that a usable profile must have been measured on."""
         cost = first_cost_model(model, self.subject, settings.scheduler.profile, data_dir)
@@ -110,9 +114,10 @@ class Engine:
             loader.read,
             sequences.on_publish,
             writer.bring,
+            starts,
         )
         finetuning = self.finetuning = StepTable(
-            self._live, runner, scheduler, trainer, slots, loader, writer, stats, journal
+            self._live, runner, scheduler, trainer, slots, loader, writer, stats, journal, starts
         )
         limits = self.limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning)
         self.loop = EngineLoop(self._live, commands, limits, scheduler, runner, sequences, finetuning, deliver, journal)
@@ -269,6 +274,33 @@ class Engine:
         """
         build = partial(self.trainer.adapter_cache.build, adapter, weights, form=form)
         return self.commands.ask_at_length(lambda: self.finetuning.replace_version(adapter, build, reason))
+
+    # -- starts ------------------------------------------------------------------------------------------------------
+
+    def starts(self) -> dict[str, Start]:
+        """Return the starts that users may begin with, by name."""
+        return dict(self.trainer.trials.catalogue)
+
+    def add_start(self, start: Start) -> Future[None]:
+        """Have a start that is on disk measured, and scored on users' pairs."""
+        return self.commands.ask(lambda: self.trainer.trials.add(start, self.trainer.pair_queues))
+
+    def remove_start(self, name: str) -> Future[None]:
+        """Score a start no longer; its files may be deleted then."""
+        return self.commands.ask(lambda: self.trainer.trials.remove(name, self.trainer.pair_queues))
+
+    def take_start(self, adapter: str, start: Start) -> Future[int]:
+        """Publish a start as an adapter's newest version; the future is `rollback`'s."""
+        return self.commands.ask_at_length(lambda: self.finetuning.take_start(adapter, start))
+
+    def choice(self, adapter: str) -> Future[StartChoice]:
+        """Copy what an adapter's pairs say of the starts."""
+        queues = self.trainer.pair_queues.queues
+        return self.commands.ask(lambda: replace(queues[adapter].choice if adapter in queues else StartChoice()))
+
+    def restore_choices(self, choices: dict[str, StartChoice]) -> None:
+        """Restore what is known of users' choices of starts, and have new starts scored on their pairs."""
+        self.commands.post(lambda: self.trainer.trials.restore(choices, self.trainer.pair_queues))
 
     def follow(self, adapter: str) -> Future[int]:
         """Leave an adapter to its writer, another node; the future has its version when no step is under way."""

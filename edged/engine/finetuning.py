@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,10 +15,12 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierHistory
-from edged.align.feedback.pair import Record, StepSkipped, TokenPair, VersionPublished, is_practice
+from edged.align.feedback.pair import START_REASON, Record, StepSkipped, TokenPair, VersionPublished, is_practice
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FinetuneStep
+from edged.align.starts import Start, StartFiles
 from edged.align.trainer import Trainer
+from edged.align.trials import TRIALS, Trial
 from edged.align.versions import VersionsDiffer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
@@ -53,11 +55,13 @@ class StepTable:
         writer: AdapterWriter,
         stats: Counters,
         journal: Callable[[list[Record]], Future[None] | None],
+        start_files: StartFiles,
     ) -> None:
         """`journal` takes the records of training; its future resolves when they are on disk."""
         self._settings, self._scheduler, self._trainer, self._slots = settings, scheduler, trainer, slots
         self._model, self._pages = runner.model, runner.pages
         self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
+        self._start_files = start_files
         self.pairs_queued = self.pairs_waiting = 0
         self.practice_due = False
         """Whether there is practice to train on."""
@@ -153,6 +157,8 @@ class StepTable:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+        if self._trainer.trials.catalogue and not (ready or self.open_steps):
+            self._begin_trial(now, self._slots.count if slots_wanted else 0)
         if not (ready or self.open_steps):
             self._begin_practice(now, slots_wanted)
 
@@ -210,6 +216,57 @@ class StepTable:
         if slot and self._loader.count < self._max_open:
             self._loader.fetch(adapter)
         return slot
+
+    # -- starts ------------------------------------------------------------------------------------------------------
+
+    def _begin_trial(self, now: float, reserve: int) -> None:
+        """Open the next trial of a start, or have its weights read first; have a start taken that fits its user."""
+        trials = self._trainer.trials
+        for start in trials.measured:
+            self._loader.read(TRIALS, partial(self._start_files.remember, start), lambda _: None)
+        trials.measured.clear()
+        if trials.reading or trials.step is not None:
+            return
+        due = trials.next_trial(self._trainer.pair_queues, self._settings.current)
+        if isinstance(due, Trial) and trials.holds(due):
+            self._open_trial(due, now, reserve)
+        elif isinstance(due, Trial):
+            trials.reading = True
+            self._loader.read(
+                TRIALS, partial(self._read_trial, due, trials.number + 1), partial(trials.take_state, due)
+            )
+        elif due is not None:
+            user, start = due
+            self.take_start(user, start).add_done_callback(partial(_log_untaken, user, start))
+
+    def _read_trial(self, trial: Trial, number: int) -> AdapterState:
+        weights = self._start_files.weights(trial.start, trial.scale)
+        return self._trainer.adapter_cache.build_trial(TRIALS, weights, number)
+
+    def _open_trial(self, trial: Trial, now: float, reserve: int) -> None:
+        state = self._trainer.trials.state
+        assert state is not None
+        self._slots.update(state, state.version - 1, hot=False)
+        slot = self._slots.acquire(state, reserve)
+        if slot is not None:
+            try:
+                step = self._trainer.open_trial(trial)
+            except Exception as error:
+                self._slots.release(slot)
+                if not out_of_memory(error):
+                    raise
+                self._shrink(now)
+            else:
+                self._add_step(step, {TRIALS: slot}, now, (), practice=False, bulk=True)
+
+    def take_start(self, adapter: str, start: Start) -> Future[int]:
+        """Publish a start as an adapter's newest version, which is tested next; see `replace_version`."""
+
+        def read() -> AdapterState:
+            weights = self._start_files.weights(start, start.scale or 1.0)
+            return self._trainer.adapter_cache.build(adapter, weights)
+
+        return self.replace_version(adapter, read, f"{START_REASON}{start.name}")
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -497,15 +554,27 @@ class StepTable:
             if out_of_memory(error):
                 self._shrink(now)
             return False
-        task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
-        task.trains = tuple(step.adapters)
         practice = is_practice(self._trainer.pair_queues.queues[adapter].taken)
-        task.bulk = adapter in self._trainer.jobs or (practice and not in_turn)
+        bulk = adapter in self._trainer.jobs or (practice and not in_turn)
+        self._add_step(step, slots, now, step.adapters, practice, bulk)
+        return True
+
+    def _add_step(
+        self,
+        step: FinetuneStep,
+        slots: dict[str, int],
+        now: float,
+        trains: Sequence[str],
+        practice: bool,
+        bulk: bool,
+    ) -> None:
+        """Give an open step to the scheduler, as a task by which the adapters it `trains` have had their turn."""
+        task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
+        task.trains, task.bulk = tuple(trains), bulk
         about = step, task, slots, now, practice, self._pages.begin_step()
         open_step = self.open_steps[task.task_id] = OpenStep(*about)
         self._sync(open_step)
         self._scheduler.add(task, now)
-        return True
 
     def _release(self, slots: dict[str, int]) -> None:
         for slot in slots.values():
@@ -665,3 +734,8 @@ class StepTable:
     def _shrink(self, now: float) -> None:
         self._trainer.size.shrink()
         self.resumes_s = now + self._trainer.size.pause_s
+
+
+def _log_untaken(user: str, start: Start, taken: Future[int]) -> None:
+    if (error := taken.exception()) is not None:
+        log.error('start "%s" was not taken for %s: %s', start.name, user, error)

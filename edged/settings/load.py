@@ -25,6 +25,7 @@ from edged.settings.fairness import FairnessSettings as FairnessSettings
 from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
 from edged.settings.jobs import JobSettings as JobSettings
+from edged.settings.starts import StartSettings as StartSettings
 
 log = logging.getLogger("edged.settings")
 
@@ -450,6 +451,7 @@ class Settings(Section):
     align: AlignSettings = AlignSettings()
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()
+    starts: StartSettings = StartSettings()
     jobs: JobSettings = JobSettings()
     governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()

@@ -1,7 +1,7 @@
 """The tables `adapter_versions`, `alignment_metrics` and `skipped_steps` of adapters."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from edged.store.data_dir import erase_folder, path_in
 from edged.store.feedback import last_pair_id, undo_distilled
 from edged.store.jobs.files import file_ids_of_user
 from edged.store.jobs.jobs import IS_OPEN
-from edged.store.rows import NAMED, first_value, insert_row, update_rows
+from edged.store.rows import NAMED, first_column, first_value, insert_row, update_rows
 
 _JOBS = f"SELECT id FROM jobs WHERE owner IN {NAMED} OR adapter IN {NAMED}"
 REPORTS_AT_ONCE = 1000
@@ -96,6 +96,26 @@ def left_by_job(db: Database, adapter: str) -> tuple[int, float | None, float | 
             AND (reason = 'job' OR reason IN ('imported', 'rebuilt')
                  OR (reason LIKE 'rollback%' AND coalesce(restored, 0) < job.version)))"""
     return next(iter(db.execute(sql, [adapter])), (0, None, None))
+
+
+def what_starts_are_chosen_by(
+    db: Database, most: int, adapter: str | None = None
+) -> Iterator[tuple[str, int, list[tuple[int, float]], list[tuple[int, str, int | None, int]]]]:
+    """Yield of each adapter that has learned (or of one): its name; how many of its pairs were learned or tested; the
+    latest (at most `most`) of these, oldest first, each with its first reward margin; and the versions that no step
+    made, as (version, reason, restored, how many of the pairs had come before it)."""
+    known = "adapter = ? AND state IN ('trained', 'learnt', 'held_out')"
+    margins = """SELECT pair_id, reward_margin FROM alignment_metrics WHERE adapter = ? AND split = 'prequential'
+        AND coalesce(chosen_tokens, 1) AND coalesce(rejected_tokens, 1) ORDER BY id DESC LIMIT ?"""
+    made = f"""SELECT version, reason, restored, (
+            SELECT count(*) FROM pairs WHERE {known} AND created_at < made.created_at) FROM adapter_versions AS made
+        WHERE adapter = ? AND (restored IS NOT NULL OR reason LIKE 'start %' OR reason IN ('imported', 'rebuilt'))
+        ORDER BY version"""
+    names = [adapter] if adapter else first_column(db, "SELECT DISTINCT adapter FROM adapter_versions", [])
+    for name in names:
+        learned = first_value(db, f"SELECT count(*) FROM pairs WHERE {known}", [name])
+        latest = db.execute(margins, [name, most]).fetchall()[::-1]
+        yield name, learned, latest, db.execute(made, [name, name]).fetchall()
 
 
 def set_version_saved(db: Database, adapter: str, version: int, path: str, removed: Sequence[int]) -> None:

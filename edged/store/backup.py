@@ -19,7 +19,16 @@ from typing import Any
 
 import edged
 from edged.store.archive import END, Content, member
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, SCRATCH, path_in, sha256_of, sync
+from edged.store.data_dir import (
+    ADAPTERS_FOLDER,
+    DATABASE_FILE,
+    FILES_FOLDER,
+    SCRATCH,
+    STARTS_FOLDER,
+    path_in,
+    sha256_of,
+    sync,
+)
 from edged.store.timestamps import utc_now, utc_text
 
 FORMAT = 1
@@ -55,6 +64,7 @@ def staged(data_dir: Path, config: str, settle: Callable[[], None], all_versions
         raise BackupError(f'data folder "{data_dir}" cannot be written: {error.strerror}') from None
     try:
         _link_adapters(data_dir / ADAPTERS_FOLDER, folder / ADAPTERS_FOLDER, all_versions)
+        _link_adapters(data_dir / STARTS_FOLDER, folder / STARTS_FOLDER, all_versions)
         settle()
         copy_database(database, folder / DATABASE_FILE)
         _drop_unnamed(folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
+STARTS_FOLDER = "starts"
 FILES_FOLDER = "files"
 NAME = "[A-Za-z0-9][A-Za-z0-9._@-]*"
 """Pattern of the names of users' files, base models, adapters and their files."""

@@ -17,14 +17,14 @@ from sqlite_utils import Database
 
 from edged.store.archive import Content
 from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, NAME, path_in, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, NAME, STARTS_FOLDER, path_in, sync
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_schema
 from edged.store.timestamps import utc_now
 
 _MEMBER = re.compile(
     f"{re.escape(DATABASE_FILE)}|{re.escape(CONFIG_FILE)}|{PROFILES_FOLDER}/{NAME}|{FILES_FOLDER}/{NAME}"
-    f"|{ADAPTERS_FOLDER}/{NAME}/{NAME}/v[0-9]+/{NAME}|{re.escape(MANIFEST)}"
+    f"|({ADAPTERS_FOLDER}|{STARTS_FOLDER})/{NAME}/{NAME}/v[0-9]+/{NAME}|{re.escape(MANIFEST)}"
 )
 _MAX_MANIFEST_BYTES = 64 << 20
 _NAMES = """SELECT fingerprint FROM served_base UNION SELECT base FROM shelved_versions

@@ -117,6 +117,12 @@ class AdapterCache:
             state.restore(weights, 0, moments)
         return state
 
+    def build_trial(self, name: str, weights: Mapping[str, torch.Tensor], number: int) -> AdapterState:
+        """A state that no adapter has, of the settings' form; slots know it by name and number. Any thread may call."""
+        state = AdapterState(name, self.spec.form, self._settings, self._device, begin=False)
+        state.restore(weights, number)
+        return state
+
     def load(self, adapter: str) -> AdapterState:
         """The newest undamaged version from disk, or the untrained adapter; problems of newer versions are logged."""
         version = self._newest(adapter)

@@ -29,15 +29,19 @@ class HeldOutEvaluation:
         align: AlignSettings,
         release: Callable[[np.ndarray], None],
         neutral: Sequence[TokenPair] = (),
+        with_kl: bool = True,
     ) -> None:
-        """`neutral` pairs have negative ids; the base's log-probabilities of them are computed where unknown."""
+        """`neutral` pairs have negative ids; the base's log-probabilities of them are computed where unknown.
+
+        Without KL so are those of all pairs, and the test is about half as long.
+        """
         self.adapters, self.version, self.decoder, self.align = (adapter,), version, decoder, align
         self.scores: list[PairScored] = []
         self.neutral: list[TokenPair] = []
         """Neutral pairs scored so far, with the base's log-probabilities."""
         self._neutral_logp = 0.0
         self.finished = False
-        self._release = release
+        self._release, self._with_kl = release, with_kl
         self._pairs = [*(replace(pair, adapter=adapter) for pair in neutral), *pairs]
         self.groups_done = 0
         self._open()
@@ -46,7 +50,7 @@ class HeldOutEvaluation:
         # KL needs the base's whole distributions; for neutral text its log-probabilities are enough.
         self.micro_batch = MicroBatch(
             [self._pairs.pop(0)],
-            lambda pair: pair.pair_id >= 0 or pair.ref_chosen_logp is None,
+            lambda pair: (self._with_kl and pair.pair_id >= 0) or pair.ref_chosen_logp is None,
             "nothing",
             self.decoder,
             self.align,
@@ -107,7 +111,10 @@ class HeldOutEvaluation:
     def _score(self) -> None:
         pair_forward = self.micro_batch.pair_forwards[-1]
         sums, kl = torch.stack((self._sums, self._kl)).tolist()
-        pair, known = pair_forward.pair, sums[self.micro_batch.pair_forwards[0].owners]
+        pair = pair_forward.pair
+        known = [pair.ref_chosen_logp or 0.0, pair.ref_rejected_logp or 0.0]
+        if len(self.micro_batch.pair_forwards) == 2:
+            known = sums[self.micro_batch.pair_forwards[0].owners]
         answers = answer_logps(sums[pair_forward.owners], known, pair_forward.layout.scored_tokens)
         if len(self.micro_batch.pair_forwards) == 2:
             pair = replace(pair, ref_chosen_logp=known[0], ref_rejected_logp=known[1])

@@ -116,6 +116,8 @@ class PairRetired:
 
 IMPORT_REASONS = ("imported", "rebuilt")
 """Reasons of versions that were made elsewhere; `edged align rebuild` sends the second."""
+START_REASON = "start "
+"""Beginning of the reason of a version that is a start, before the start's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class VersionPublished:
     """The record of an adapter's new version.
 
     `reason` is "trained", "trained: ..." (preferences have changed), "practised" (a step over the daemon's own
-    pairs), "job" (a step of a fine-tuning job), "introduced", "imported", "rebuilt", "rollback to N" or "guard: ...".
+    pairs), "job" (a step of a fine-tuning job), "introduced", "imported", "rebuilt", "start NAME", "rollback to N" or
+    "guard: ...".
     `restored` is the earlier version whose weights these are, 0 the untrained ones.
     """
 
@@ -147,6 +150,11 @@ class VersionPublished:
     def taken_back(self) -> bool:
         """Whether the guard published it in place of a version that must not be served."""
         return self.reason.startswith("guard")
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it is a start, on which all that the adapter had learned is learned again."""
+        return self.reason.startswith(START_REASON)
 
 
 @dataclass(frozen=True, slots=True)
