@@ -76,8 +76,8 @@ class TrialQueue(AdapterQueue):
     def restore(self, choices: Mapping[str, StartChoice], queues: PairQueues) -> None:
         """Restore users' choices from the store, where none were taken in since the daemon started."""
         for user, choice in choices.items():
-            if not queues[user].choice.margins:
-                queues[user].choice = choice
+            if user in queues.queues and not queues.queues[user].choice.margins:
+                queues.queues[user].choice = choice
 
     def next_trial(self, queues: PairQueues, settings: Settings) -> Trial | tuple[str, Start] | None:
         """Return the next trial, or a user and the start that fits this user; None where nothing is due."""

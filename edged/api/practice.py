@@ -121,6 +121,8 @@ class Practised:
     ended: bool = False
     proven: bool = False
     """Whether what was practised was once better than the base, and was not undone since."""
+    started: bool = False
+    """Whether the adapter began with a start that is not judged by answers yet."""
     turn: int = 0
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=2 * _PATIENCE))
     """The share of each round's answers that are expected to be preferred to the base's; of edits the share that shows
@@ -142,8 +144,8 @@ class Practised:
 
     @property
     def disliked(self) -> bool:
-        """Whether what was practised is worse than the base, by what the user's taste is now."""
-        return self.proven and self.operator is None and self._latest < _DISLIKED
+        """Whether what was practised, or a start, is worse than the base, by what the user's taste is now."""
+        return (self.proven or self.started) and self.operator is None and self._latest < _DISLIKED
 
     @property
     def _latest(self) -> float:
@@ -172,6 +174,7 @@ class Practised:
         """Take in the mean of a round; practice ends where the latest rounds are no better than those before."""
         self.gains.append(gain)
         self.proven |= self._latest > _PROVEN
+        self.started &= self._latest <= _PROVEN
         if len(self.gains) == 2 * _PATIENCE:
             means = list(self.gains)
             self.ended |= sum(means[_PATIENCE:]) <= sum(means[:_PATIENCE])
@@ -224,6 +227,9 @@ class Practice:
     def on_records(self, records: Sequence[Record]) -> None:
         """Hear that a step of practice ended; any thread may call this."""
         for record in records:
+            if isinstance(record, VersionPublished) and record.is_start:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._router.loop.call_soon_threadsafe(self._note_start, record.adapter)
             back = isinstance(record, VersionPublished) and record.taken_back
             waited = isinstance(record, StepSkipped) or (
                 isinstance(record, VersionPublished) and record.reason == "practised"
@@ -245,6 +251,12 @@ class Practice:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._router.loop.call_soon_threadsafe(drop)
+
+    def _note_start(self, adapter: str) -> None:
+        """Have the answers of an adapter that began with a start judged beside the base's."""
+        if (practised := self.users.get(adapter)) is not None:
+            practised.started, practised.ended = True, False
+            practised.gains.clear()
 
     def _note_step(self, adapter: str, made: VersionPublished | None) -> None:
         if (stepped := self._stepped.get(adapter)) is not None and not stepped.done():
@@ -276,6 +288,7 @@ class Practice:
             if before.text == preference:
                 practised.preference, practised.told = before.preference, before.told
                 practised.distances = before.distances
+            practised.started = before.started
             practised.kl_nats, practised.turn, practised.proven = before.kl_nats, before.turn, before.proven
             asked = {prompt.question for prompt in prompts}
             practised.base_answers = {text: each for text, each in before.base_answers.items() if text in asked}
@@ -322,12 +335,14 @@ class Practice:
         plain, preferred = prompts(self._tokenizer, messages, preference, 2 * _PROMPT_TOKENS, arguments)
         return tuple(preferred) if preferred != plain else ()
 
-    async def relearn(self, adapter: str) -> None:
-        """Have an adapter learn its user's signals anew, without what was practised by beliefs that are struck now."""
+    async def relearn(self, adapter: str, began: str = "practised") -> None:
+        """Have an adapter learn its user's signals anew, without what was practised by beliefs that are struck now, or
+        without the start that it `began` with."""
         rows = await asyncio.to_thread(self._store.read, lambda db: metrics.versions(db, adapter, 10_000))
-        practised = [row["created_at"] for row in rows if row["reason"] == "practised"]
-        if practised:
-            await self.undo(adapter, min(practised))
+        made = [row["created_at"] for row in rows if row["reason"].startswith(began)]
+        if made:
+            # Of starts the latest is the one that is judged.
+            await self.undo(adapter, min(made) if began == "practised" else max(made))
 
     async def undo(self, adapter: str, since: str) -> None:
         """Have an adapter learn anew, from the version before the moment `since` on, its user's signals alone.
@@ -459,10 +474,11 @@ class Practice:
             ", ended" if practised.ended else "",
         )
         if practised.disliked:
-            log.info("%s unlearns its practice: its user likes the base's answers better by now", adapter)
-            practised.proven, practised.kl_nats = False, 0.0
+            began, what = ("start ", "start") if practised.started else ("practised", "practice")
+            log.info("%s unlearns its %s: its user likes the base's answers better by now", adapter, what)
+            practised.proven, practised.started, practised.kl_nats = False, False, 0.0
             practised.gains.clear()
-            await self.relearn(adapter)
+            await self.relearn(adapter, began)
             return True
         if practised.ended:
             await self.liked(adapter)

@@ -1,10 +1,11 @@
-"""The commands `edged bench federated`: campaigns that share boxes, in virtual time."""
+"""The commands `edged bench federated`: campaigns that share boxes, in virtual time, and what starts are worth."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
+from edged.cli.bench_learning import learning
 from edged.cli.load_options import Values
 from edged.cli.options import shown
 from edged.cli.output import Renderable, make_table, number, progress_bar
@@ -14,7 +15,10 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group()
 def federated() -> None:
-    """Simulate federations, with the scheduler that real ones have."""
+    """Simulate federations, with the scheduler that real ones have, and measure what starts are worth."""
+
+
+federated.add_command(learning)
 
 
 @federated.command()

@@ -157,7 +157,7 @@ class StepTable:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        if self._trainer.trials.catalogue and not (ready or self.open_steps):
+        if self.trains and self._trainer.trials.catalogue and not (ready or self.open_steps):
             self._begin_trial(now, self._slots.count if slots_wanted else 0)
         if not (ready or self.open_steps):
             self._begin_practice(now, slots_wanted)

@@ -11,7 +11,7 @@ import torch
 from edged.align.feedback.pair import PairRetired, TokenPair, VersionPublished
 from edged.align.starts import MIN_PAIRS
 from edged.align.trials import TRIALS
-from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
 
 EXACT = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0, "align__replay_share": 0.0}
 TEXT = [
@@ -76,3 +76,34 @@ def test_the_start_that_fits_a_user_is_taken_by_four_pairs(tmp_path: Path) -> No
         assert TRIALS not in engine.adapters()
         engine.submit_pairs(opposite(told_by("ben", 4)))
         client.wait(lambda: "start high" in reasons(client, "ben"))
+
+
+def test_a_start_that_breaks_the_language_is_never_used(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **EXACT, guard__max_kl_nats=0.01) as (engine, client):
+        engine.test_with(TEXT)
+        weights = {name: 3 * torch.ones_like(own) for name, own in taught(engine, client, LESSON[:4]).items()}
+        engine.add_start(engine.start_files.add("loud", weights)).result()
+        client.wait(lambda: engine.starts()["loud"].scale == 0.0)
+        learn(engine, client, told_by("ann", 8))
+        assert not engine.choice("ann").result().scores
+    with running_engine(tmp_path, **EXACT) as (engine, _):
+        assert engine.starts()["loud"].scale == 0.0, "it is measured once"
+
+
+def test_with_starts_that_nobody_takes_answers_and_versions_are_the_same_bits(tmp_path: Path) -> None:
+    found = []
+    for data in ("without", "with"):
+        with running_engine(tmp_path, data=data, **EXACT, starts__choose="off") as (engine, client):
+            if data == "with":
+                engine.test_with(TEXT)
+                weights = engine.trainer.adapter_cache.build("coach").tensors()
+                engine.add_start(engine.start_files.add("kind", weights)).result()
+                client.wait(lambda engine=engine: engine.starts()["kind"].scale is not None)
+                engine.test_with([])
+            learn(engine, client, told_by("ann", 8))
+            engine.submit(request("one", random_ids(20, 1), 12, "ann"))
+            client.wait(lambda client=client: "one" in client.finished)
+            found.append((client.ids("one"), engine.weights("ann").result()[1]))
+    (ids, before), (again, after) = found
+    assert ids == again
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,0 +1,60 @@
+"""The command `edged bench federated learning`: what a start is worth to new users."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from edged.cli.load_options import Values
+from edged.cli.options import explain_os_errors, seed_option, shown
+from edged.cli.output import Renderable, make_table, number, show_progress
+from edged.cli.settings import load_settings
+
+_COUNT = click.IntRange(1)
+
+
+@click.command()
+@click.option("--model", "-m", default="demo", metavar="DIR", help="As for edged serve.")
+@click.option("--pairs", required=True, type=click.Path(exists=True, dir_okay=False), help="Preference pairs, as HH.")
+@click.option("--users", type=Values(_COUNT), default="10,100", help="Members of each taste whose mean is a start.")
+@click.option("--new", type=_COUNT, default=10, help="New users of each taste.")
+@click.option("--own", type=Values(_COUNT), default="1,4,8,16", help="Own pairs after which new users are tested.")
+@seed_option
+@shown
+def learning(model: str, pairs: str, **plan: Any) -> Any:
+    """Compare what new users have of own pairs, of one adapter for all, of neighbours', and of a start.
+
+    Users are simulated: they like short answers, or long ones. Pairs are of the file's lines, members' of the first.
+    """
+    from edged.runtime.process import prepare
+
+    prepare()
+    from edged.bench.federated.learning import LearningPlan, run
+    from edged.models import find_model
+
+    fixed = {"align.rank": 8, "align.alpha": 16.0, "align.practice": False, "guard.held_out_share": 0.0}
+    fixed |= {"feedback.quarantine": False, "feedback.pairs_per_hour": 0, "guard.held_out_pairs": 4096}
+    fixed |= {
+        "guard.max_accuracy_drop": 1.0,
+        "align.max_loaded_adapters": 64,
+        "starts.max": 2,
+        "guard.evaluate_every": 1,
+    }
+    fixed |= {"guard.evaluate_every": 1}
+    settings = load_settings(None, overrides={"model.path": model, **fixed})
+    with explain_os_errors():
+        report = run(LearningPlan(Path(pairs), **plan), settings, find_model(settings.model)[0], show_progress)
+    show_progress("")
+    return report, lambda: _screen(report)
+
+
+def _screen(report: dict[str, Any]) -> list[Renderable]:
+    own = list(next(iter(report["arms"].values())))
+    title = f"unseen pairs that are right, {report['new_users']} new users"
+    table = make_table("arm", *(f">{each} own pairs" for each in own), title=title)
+    for arm, shares in report["arms"].items():
+        table.add_row(arm, *(number(shares.get(each), 3) for each in own))
+    for arm, shares in report["chosen_right"].items():
+        table.add_row(f"{arm}: the right one fits best", *(number(shares["nearest"].get(each), 2) for each in own))
+        table.add_row(f"{arm}: took one", *(number(shares["took_one"].get(each), 2) for each in own))
+    return [table]
