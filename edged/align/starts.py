@@ -88,7 +88,7 @@ class StartFiles(AdapterFiles):
 
 @dataclass(frozen=True, slots=True)
 class StartScore:
-    """What a user's pairs say of a start: `right` of `pairs`, the mean loss, and why it is taken or not."""
+    """A start's score by a user's pairs: `right` of `pairs`, the mean loss, and why it is taken or not."""
 
     start: str
     scale: float | None
@@ -101,7 +101,7 @@ class StartScore:
 
 @dataclass(slots=True)
 class StartChoice:
-    """What a user's own pairs say of the starts, and with which one the user's adapter began."""
+    """A user's choice of a start: the scores of own pairs, and the start with which the user's adapter began."""
 
     learned: int = 0
     """Number of own pairs that were learned or tested."""

@@ -382,7 +382,7 @@ class StartRemoved(Answer):
 
 
 class StartScores(Answer):
-    """What a user's `pairs` say of each start, and the one with which the adapter began ("": with none).
+    """The scores of each start by a user's `pairs`, and the one with which the adapter began ("": with none).
 
     `own_right` is on how many of these pairs the user's own adapter was right.
     """

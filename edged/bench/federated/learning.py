@@ -1,4 +1,4 @@
-"""What a start is worth to new users: adapters of simulated users with opposite tastes, averaged, and new ones' pairs.
+"""The worth of a start to new users: adapters of simulated users with opposite tastes, averaged, and new ones' pairs.
 
 Answers are preferred by their length, shorter or longer. Members learn pairs of the file's first lines, each from the
 same weights, and a start is the mean of what they learned: A as all began, B their mean. New users have pairs of later
