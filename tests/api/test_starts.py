@@ -43,11 +43,11 @@ def test_a_start_is_added_measured_listed_and_removed(http: httpx2.Client, files
     added = put(http, "kind", archive(files))
     assert added.status_code == 200, added.text
     assert added.json()["scale"] is None
-    listed = until(http, "/v1/starts", lambda body: body["starts"][0]["scale"] is not None)
+    listed = until(http, "/v1/starts", lambda body: body["starts"][0]["scale"] is not None, 60.0)
     assert [(item["name"], item["default"]) for item in listed["starts"]] == [("kind", False)]
     assert listed["max"] == 8
     teach(http, "tess")
-    scores = until(http, "/v1/adapters/tess/starts", lambda body: body["scores"] or body["start"])
+    scores = until(http, "/v1/adapters/tess/starts", lambda body: body["scores"] or body["start"], 60.0)
     assert scores["scores"][0]["start"] == "kind"
     assert http.get("/v1/adapters").text.count("@starts") == 0
     assert http.delete("/v1/starts/kind").json() == {"name": "kind", "removed": True}
