@@ -35,6 +35,9 @@ class Taken:
     def adapters(self) -> dict[str, int]:
         return {}
 
+    def starts(self) -> dict[str, Any]:
+        return {}
+
     def follows(self, adapter: str) -> bool:
         return False
 
