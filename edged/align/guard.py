@@ -212,12 +212,12 @@ def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSetti
     before, now = best.accuracy(common), score.accuracy(common)
     lost = sum(score.correct[pair] < best.correct[pair] for pair in common)
     won = sum(score.correct[pair] > best.correct[pair] for pair in common)
-    if before - now <= settings.max_accuracy_drop or _by_chance(won, lost + won) > _CHANCE:
+    if before - now <= settings.max_accuracy_drop or by_chance(lost, lost + won) > _CHANCE:
         return ""
     fell = f"held-out reward accuracy fell from {before:.2f} (version {best.version}) to {now:.2f}"
     return f"{fell} on {len(common)} pairs, the bound on the loss is {settings.max_accuracy_drop:g}"
 
 
-def _by_chance(won: int, changed: int) -> float:
-    """Probability that of `changed` pairs at most `won` are better, if better and worse are equally likely."""
-    return sum(math.comb(changed, count) for count in range(won + 1)) / 2**changed
+def by_chance(right: float, pairs: int) -> float:
+    """Return the probability that at least `right` of so many pairs are right where each is with 1/2."""
+    return sum(math.comb(pairs, count) for count in range(math.ceil(right), pairs + 1)) / 2**pairs

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, Snapshot
 from edged.align.feedback.pair import IMPORT_REASONS, START_REASON, PairScored, TokenPair
+from edged.align.guard import by_chance
 from edged.store.data_dir import sync
 from edged.store.timestamps import utc_now, utc_text
 
@@ -201,11 +201,6 @@ class StartChoice:
 def _right(margin: float) -> float:
     """How far a pair is right: an untrained adapter's margin is 0 everywhere, neither right nor wrong."""
     return 0.5 if margin == 0 else float(margin > 0)
-
-
-def by_chance(right: float, pairs: int) -> float:
-    """Return the probability that at least `right` of so many pairs are right where each is with 1/2."""
-    return sum(math.comb(pairs, count) for count in range(math.ceil(right), pairs + 1)) / 2**pairs
 
 
 def neutral_as_pairs(neutral: Sequence[TokenPair]) -> list[TokenPair]:
