@@ -159,7 +159,9 @@ class Connection(web.RequestHandler):
         """Drop what is left of a refused body: its client may read the answer only when it has sent all, or not."""
         self._discards = True
         if self.transport is not None and self.transport.can_write_eof():
-            self.transport.write_eof()
+            # The client may have gone already.
+            with suppress(OSError):
+                self.transport.write_eof()
         self._resume_transport_reading()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._lost.wait(), _DISCARD_S)

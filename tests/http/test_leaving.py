@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -63,7 +63,7 @@ def listener(tmp_path: Path) -> socket.socket:
 
 def run(test: Callable[[Served], object], listener: socket.socket) -> None:
     async def within() -> None:
-        async with serving(listener, Path(listener.getsockname())) as served:
+        async with serving(listener, Path(str(listener.getsockname()))) as served:
             await test(served)  # type: ignore[misc]
 
     asyncio.run(within())
@@ -87,6 +87,25 @@ def test_a_connection_is_idle_between_its_requests_alone(listener: socket.socket
         await served.becomes(idle=True)
 
     run(test, listener)
+
+
+def test_a_client_that_is_gone_when_its_body_is_refused_makes_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        client = socket.create_connection(listener.getsockname())
+        client.sendall(b"GET /slow HTTP/1.1\r\nHost: edged\r\nContent-Length: 9999999\r\n\r\n")
+        await served.becomes(idle=False)
+        client.setblocking(False)
+        # The daemon stops reading what nobody asks for, and so does not hear of the end.
+        with suppress(BlockingIOError, TimeoutError):
+            async with asyncio.timeout(1):
+                await asyncio.get_running_loop().sock_sendall(client, b"x" * 9_999_999)
+        client.close()
+        served.answer.set()
+        await served.becomes(idle=True)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        run(test, listener)
+    assert not [record.message for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_who_leaves_closes_idle_connections_and_who_comes_is_served_by_the_next(listener: socket.socket) -> None:
