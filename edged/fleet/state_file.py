@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edged.settings.load import Settings
-from edged.store.data_dir import data_folder, sync
+from edged.store.data_dir import data_folder, write_whole
 
 log = logging.getLogger("edged.fleet")
 
@@ -33,15 +33,9 @@ class StateFile:
 
     def write(self, state: Mapping[str, Any]) -> bool:
         """Write so that a power cut leaves the old state or the new one; returns whether that was possible."""
-        draft = self.path.with_suffix(".draft")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                json.dump(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(draft, self.path)
-            sync(self.path.parent)
+            write_whole(self.path, json.dumps(state), 0o600)
         except OSError as error:
             log.error("%s is not kept: %s", self.path, error)
             return False

@@ -47,6 +47,20 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write a file so that a power cut, and a reader meanwhile, finds the old text or the new one. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+    sync(path.parent)
+
+
 def sha256_of(path: Path) -> str:
     """The checksum of a file, in hex. Raises OSError."""
     with path.open("rb") as file:

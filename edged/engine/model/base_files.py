@@ -7,11 +7,10 @@ and quantization, and whole files: weights, tokenizer and the model's own code; 
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from edged.store.data_dir import ADAPTERS_FOLDER, sha256_of
+from edged.store.data_dir import ADAPTERS_FOLDER, sha256_of, write_whole
 
 _WHOLE = ("*.safetensors", "tokenizer.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.py")
 """Files that are hashed whole. A chat template is none: it writes prompts, and pairs have those that were served."""
@@ -67,9 +66,7 @@ def _read(data_dir: Path) -> dict[str, Any]:
 
 
 def _write(data_dir: Path, known: dict[str, Any]) -> None:
-    draft = data_dir / f".{_KNOWN}"
     # Where it cannot be written the files are read again at the next start.
     with contextlib.suppress(OSError):
         data_dir.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(known), "utf-8")
-        os.replace(draft, data_dir / _KNOWN)
+        write_whole(data_dir / _KNOWN, json.dumps(known))
