@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,18 @@ def on(tmp_path: Path, text: str = PLAIN, **model: object) -> tuple[Device, Mode
     return roofline_device(read_device(written(tmp_path, text)), shape, settings), shape
 
 
+@cache
+def in_4_bits(shape: Path) -> tuple[ModelSizes, Settings]:
+    settings = Settings.model_validate({"model": {"quantize": "nf4"}})
+    return ModelSizes.read(shape, settings, cuda=True), settings
+
+
 @pytest.mark.parametrize("path", sorted((CONFIGS / "devices").glob("*.toml")), ids=lambda path: path.stem)
 @pytest.mark.parametrize(
     "shape", sorted(set((CONFIGS / "models").glob("*.json")) - set(TOO_LARGE)), ids=lambda path: path.stem
 )
 def test_every_device_has_room_for_every_model_in_4_bits(path: Path, shape: Path) -> None:
-    settings = Settings.model_validate({"model": {"quantize": "nf4"}})
-    model = ModelSizes.read(shape, settings, cuda=True)
+    model, settings = in_4_bits(shape)
     assert room_for(roofline_device(read_device(path), model, settings), model, settings).pages > 1000
 
 
