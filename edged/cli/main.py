@@ -8,12 +8,15 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import click
 
 from edged import __version__
 from edged.cli.output import echo
+from edged.runtime import plugins
 
 COMMANDS = (
     *(
@@ -54,10 +57,13 @@ MODULES = {
     **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
     **{"files": "finetune", "metrics": "status", "profile": "bench", "doctor": "doctor.command"},
 }
+_GROUP = "edged.commands"
+"""Entry points of other packages' commands, each a click command."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
     *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken", "StoreError"),
+    "PluginError",
 }
 """Class names of edged's errors that are shown by their message alone; names, so that none is imported for this."""
 
@@ -83,22 +89,40 @@ class FailingGroup(click.Group):
 
 
 class LazyGroup(FailingGroup):
-    """A group whose commands are imported when they are named or listed."""
+    """A group whose commands are imported when they are named or listed; other packages' are entry points."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0] not in COMMANDS and (near := difflib.get_close_matches(args[0], COMMANDS, 1)):
+        known: Sequence[str] = COMMANDS
+        if args[0] not in known:
+            known = self.list_commands(ctx)
+        if args[0] not in known and (near := difflib.get_close_matches(args[0], known, 1)):
             ctx.fail(f'No such command "{args[0]}": did you mean "edged {near[0]}"?')
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return [*COMMANDS, *(name for name in plugins.found(_GROUP) if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            point = plugins.found(_GROUP).get(cmd_name)
+            return _of_package(point) if point is not None else None
         module = importlib.import_module(f"edged.cli.{MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name)
         return command
+
+
+def _of_package(point: EntryPoint) -> click.Command:
+    """Return the command that another package brings; one that cannot be loaded says why when it is run."""
+    try:
+        return plugins.load(point, click.Command)
+    except plugins.PluginError as error:
+        raised = error
+
+    def fail() -> None:
+        raise raised
+
+    lenient = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(point.name, lenient, fail, help=str(raised))
 
 
 @click.group(cls=LazyGroup, context_settings=CONTEXT)

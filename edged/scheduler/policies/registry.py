@@ -1,5 +1,9 @@
-"""All policies by name: what `scheduler.policy` and `--policy` choose from."""
+"""All policies by name: what `scheduler.policy` and `--policy` choose from.
 
+Other packages bring theirs as entry points of the group `edged.policies`, each a `Row`.
+"""
+
+from edged.runtime.plugins import load_all
 from edged.scheduler.policies.adainf import ADAINF
 from edged.scheduler.policies.andes.policy import ANDES, ANDES_PLAIN
 from edged.scheduler.policies.base import Row
@@ -32,4 +36,4 @@ _ALL = (
     ),
     *(MACE_BIN, MACE_PREFIX, MACE_PRUNE, MACE_PRIORITY, FLEXLLM_STATIC, FLEXLLM_WHOLE, FLEXLLM_BEHIND, ANDES_PLAIN),
 )
-ROWS: dict[str, Row] = {row.name: row for row in _ALL}
+ROWS: dict[str, Row] = {row.name: row for row in (*load_all("edged.policies", Row).values(), *_ALL)}

@@ -1,0 +1,78 @@
+"""Other packages bring policies and commands: one of ten lines is installed, and used by the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import edged
+
+PROJECT = """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "theirs"
+version = "1"
+[project.entry-points."edged.policies"]
+longest-first = "theirs:LONGEST"
+not-a-row = "theirs:greet"
+[project.entry-points."edged.commands"]
+greet = "theirs:greet"
+gone = "theirs:nothing"
+status = "theirs:greet"
+"""
+MODULE = """
+from dataclasses import replace
+import click
+from edged.scheduler.policies.base import Order
+from edged.scheduler.policies.phased import FCFS
+class Longest(Order):
+    key = staticmethod(lambda task: (-task.num_tokens, task.task_id))
+LONGEST = replace(FCFS, name="longest-first", summary="the longest prompt goes first", order=Longest)
+@click.command()
+def greet(): print("hello from theirs")
+"""
+SIMULATE = ("bench", "simulate", "--trace", "poisson", "-d", "agx-orin-32gb-maxn", "-m", "mistral-3b", "--rate", "2")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the installed package."""
+    source, site = tmp_path_factory.mktemp("theirs"), tmp_path_factory.mktemp("site")
+    (source / "pyproject.toml").write_text(PROJECT)
+    (source / "theirs.py").write_text(MODULE)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True, timeout=120)
+    return str(site)
+
+
+def test_a_policy_of_another_package_is_chosen_by_its_name(theirs: str) -> None:
+    done = edged(*SIMULATE, "--seconds", "5", "--policy", "longest-first", "--json", PYTHONPATH=theirs)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["policy"] == "longest-first"
+    assert report["requests"]["finished"] > 0
+    assert '"not-a-row" of the package theirs is a Command, no Row' in done.stderr
+    unknown = edged(*SIMULATE, "--seconds", "5", "--policy", "longest-firts", PYTHONPATH=theirs)
+    assert 'did you mean "longest-first"?' in unknown.stderr
+
+
+def test_a_command_of_another_package_is_run_and_takes_no_name_of_edgeds_own(theirs: str) -> None:
+    assert edged("greet", PYTHONPATH=theirs).stdout == "hello from theirs\n"
+    assert "greet" not in edged("--help").stdout
+    listed = edged("--help", PYTHONPATH=theirs)
+    assert listed.returncode == 0, listed.stderr
+    assert "greet" in listed.stdout
+    assert listed.stdout.count(" status ") == 1
+    assert "What the daemon does now" in edged("status", "--help", PYTHONPATH=theirs).stdout
+
+
+def test_a_command_that_cannot_be_loaded_says_of_which_package_it_is(theirs: str) -> None:
+    done = edged("gone", "--option", "argument", PYTHONPATH=theirs)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert 'edged: "gone" of the package theirs cannot be loaded' in done.stderr
+    assert "Traceback" not in done.stderr
