@@ -123,6 +123,7 @@ class LoadRun(ABC):
             "alignment": figures.alignment_figures([score for _, score in scores]),
             "series": figures.score_series(scores, start_s),
             "timeline": figures.shares(self._looks),
+            "drafts": {"tokens": gained("drafted_tokens"), "right": gained("drafted_right")},
             "prefix": figures.prefix_figures(before["prefix"], after["prefix"], answers),
             "iterations": figures.iteration_figures(before["busy"], after["busy"]),
             "scheduler": {

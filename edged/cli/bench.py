@@ -315,6 +315,10 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
     "--pair-tokens", type=Values(click.IntRange(1), 3), default="100,60,60", metavar="PROMPT,CHOSEN,REJECTED",
     help="Mean lengths of a preference pair.",
 )  # fmt: skip
+@click.option(
+    "--quote-tokens", type=click.IntRange(0), default=0, metavar="N",
+    help="Answers are quotations of N tokens of their prompts, which drafts find; 0: answers have no text.",
+)  # fmt: skip
 @readers_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
@@ -352,6 +356,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the report's table: (label, formatted values)."""
     slo, finetune, throughput = report["slo"], report["finetune"], report["throughput"]
     alignment, prefix, scheduler = report["alignment"], report["prefix"], report["scheduler"]
+    drafts = report["drafts"]
 
     readers = report["readers"]
     reading = (
@@ -416,6 +421,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         *(learning if finetune["pairs_sent"] else []),
         *(aligned if alignment["win_rate"] is not None else []),
+        *([("drafts", f"{drafts['tokens']} tokens, {drafts['right']} right")] if drafts["tokens"] else []),
         ("prefix hits", f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"),
         (
             "scheduler",

@@ -142,6 +142,9 @@ def facts(data: dict[str, Any]) -> Renderable:
     table.add_row("scheduler", policy, "cost model", _predictions(data["cost_model"]))
     done = f"{number(totals['requests'])} requests, {number(totals['output_tokens'])} tokens out"
     table.add_row("in all", done, "preempted", number(totals["preemptions"]))
+    chosen = f"choices {number(totals['candidate_tokens'])} ({number(totals['candidates_dropped'])} dropped)"
+    drafts = f"{number(totals['drafted_tokens'])} tokens, {number(totals['drafted_right'])} right"
+    table.add_row("spare room", f"fine-tuning {number(totals['finetune_tokens'])} tokens, {chosen}", "drafts", drafts)
     box_rows(table, data["device"])
     governor_rows(table, data["governors"])
     stored = data["store"]

@@ -12,10 +12,12 @@ class SimulationPlan(LoadPlan):
 
     `device` and `model` are names of configs/devices and configs/models, or files; a .json file is a device's profile
     (`edged profile`). `pair_lengths`: tokens of (prompt, chosen, rejected) of the pairs in order of arrival; None draws
-    them without end, uniformly within half of `pair_tokens`.
+    them without end, uniformly within half of `pair_tokens`. `quote_tokens`: answers are quotations of so many tokens
+    of their prompts, which drafts find; 0: answers have no text, and nothing is drafted.
     """
 
     device: str
     model: str
     pair_tokens: tuple[int, int, int] = (100, 60, 60)
     pair_lengths: Sequence[tuple[int, int, int]] | None = None
+    quote_tokens: int = 0

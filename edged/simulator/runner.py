@@ -1,11 +1,11 @@
 """The engine in virtual time: its own loop, scheduler, sequences, page pool and trie, over a device's times.
 
 `SimulatedRunner` replaces `ModelRunner` and asks the device how long a computation takes; tokens are placeholders that
-no two requests share.
+no two requests share, or quotations of the prompt.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -128,7 +128,6 @@ class SimulatedRunner:
     """Runs plans on a simulated device: the clock advances by the device's times. See `ModelRunner`."""
 
     overlaps = False
-    drafts = False
     last_sign_s = 0.0
     end_ids: frozenset[int] = frozenset()
 
@@ -141,9 +140,14 @@ class SimulatedRunner:
         max_context_tokens: int,
         seed: int,
         two_streams: bool = False,
+        quote_tokens: int = 0,
     ) -> None:
-        """With `two_streams` fine-tuning runs beside the forward, not in and after it."""
+        """With `two_streams` fine-tuning runs beside the forward, not in and after it.
+
+        Answers quote `quote_tokens` of their prompts after each other, which drafts can find; 0: nothing.
+        """
         self._device, self._clock, self._pruner, self._two_streams = device, clock, pruner, two_streams
+        self._quote_tokens, self._seed, self.drafts = quote_tokens, seed, quote_tokens > 0
         self.pages, self.max_context_tokens = pages, max_context_tokens
         self.pruner: Pruner | None = pruner
         self.at_rest = True
@@ -190,6 +194,8 @@ class SimulatedRunner:
             except OutOfPages:
                 # As in ModelRunner: the task waits an iteration.
                 continue
+        for sequence, _ in work.prefilled:
+            self._try_draft(sequence, work, load)
         load.sampled = len(work.sampled)
         load.adapters = len({sequence.slot for sequence, _ in work.prefilled} - {NO_SLOT})
         pace = 1.0
@@ -208,8 +214,11 @@ class SimulatedRunner:
             work.forward_s += pace * self._forward_s(tuned)
         for sequence, num_tokens in work.prefilled:
             sequence.computed += num_tokens
-        # Each request has its own token, so that no other prompt shares its answer as a prefix.
-        drawn = [_PLACEHOLDER + sequence.task.task_id for sequence in work.sampled]
+        rows: Counter[int] = Counter()
+        drawn = []
+        for sequence in work.sampled:
+            drawn.append(self._token(sequence, rows[sequence.task.task_id]))
+            rows[sequence.task.task_id] += 1
         nothing: list[Any] = [None] * len(drawn)
         work.drawn = Drawn(drawn, nothing, nothing) if drawn else None
         waking_s, self.at_rest = self._device.rest_s if self.at_rest else 0.0, False
@@ -248,6 +257,27 @@ class SimulatedRunner:
         work.prefilled.append((sequence, num_tokens))
         if sequence.computed + num_tokens == len(sequence.token_ids):
             work.sampled.append(sequence)
+
+    def _try_draft(self, sequence: Sequence, work: RunnerOutput, load: Pass) -> None:
+        """Add a sequence's draft to the forward, as further decodes of it, as far as it gets pages."""
+        if sequence.draft is None or not sequence.decoding:
+            sequence.draft = None
+            return
+        own = sequence.draft.tokens
+        del own[self.pages.reach(sequence, len(own)) :]
+        work.sampled += [sequence] * len(own)
+        load.decodes += len(own)
+        load.context += len(own) * sequence.rows
+        load.adapted += len(own) if sequence.slot != NO_SLOT else 0
+
+    def _token(self, sequence: Sequence, ahead: int) -> int:
+        """Return the token of an answer at a place from the next one on, whatever is drafted."""
+        if not self._quote_tokens:
+            # Each request has its own token, so that no other prompt shares its answer as a prefix.
+            return _PLACEHOLDER + sequence.task.task_id
+        quote, place = divmod(sequence.generated + ahead, self._quote_tokens)
+        begin = random.Random(f"{self._seed} {sequence.task.task_id} {quote}").randrange(sequence.prompt_tokens)
+        return sequence.request.prompt_ids[(begin + place) % sequence.prompt_tokens]
 
     def _tune(self, open_step: SimulatedOpenStep, num_tokens: int, load: Pass) -> int:
         """Advance a step by up to `num_tokens`; return the tokens done. Raises OutOfPages before any stream has
@@ -342,7 +372,7 @@ class SimulatedEngine:
     """An engine in virtual time: serves requests and learns from pairs by the engine's own loop, at a device's
     speed."""
 
-    def __init__(self, settings: Settings, hardware: SimulatedHardware, seed: int = 0) -> None:
+    def __init__(self, settings: Settings, hardware: SimulatedHardware, seed: int = 0, quote_tokens: int = 0) -> None:
         self.device, self.settings, self._hardware = hardware.device, settings, hardware
         shape, pages = hardware.model.shape, hardware.pages
         longest = settings.model.max_context_tokens or shape.max_positions
@@ -361,7 +391,14 @@ class SimulatedEngine:
         prunes = cache.pruning != "off" and policy.prunes and not shape.states
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None
         self.runner = SimulatedRunner(
-            self.device, self.clock, kv_pages, self.pruner, self.max_context_tokens, seed, policy.two_streams
+            self.device,
+            self.clock,
+            kv_pages,
+            self.pruner,
+            self.max_context_tokens,
+            seed,
+            policy.two_streams,
+            quote_tokens,
         )
         self.learning = SimulatedFinetuning(
             ADAPTER,

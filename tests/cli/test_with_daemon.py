@@ -88,6 +88,8 @@ def test_status_shows_the_model_and_json_has_every_number(daemon: Daemon) -> Non
         "pages",
         "tokens saved",
         "offloaded",
+        "spare room",
+        "drafts",
         "GiB",
     ):
         assert word in text

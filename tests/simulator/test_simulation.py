@@ -239,6 +239,19 @@ def profile_of(model: Path) -> Profile:
     )
 
 
+def test_answers_that_quote_their_prompts_are_drafted_and_come_sooner() -> None:
+    def quoting(prompt_lookup: bool, quote_tokens: int = 30) -> Any:
+        settings = {"serving": {"prompt_lookup": prompt_lookup}}
+        return played(plan(settings=settings, quote_tokens=quote_tokens, pace=None))[1]
+
+    drafted, plain, silent = quoting(True), quoting(False), quoting(True, 0)
+    assert 0.3 < drafted["drafts"]["right"] / drafted["drafts"]["tokens"] < 1.0
+    assert plain["drafts"] == silent["drafts"] == {"tokens": 0, "right": 0}
+    assert drafted["requests"]["finished"] == plain["requests"]["finished"]
+    assert drafted["load"]["mean_output_tokens"] == plain["load"]["mean_output_tokens"]
+    assert drafted["tbt_ms"]["mean"] < 0.9 * plain["tbt_ms"]["mean"]
+
+
 def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     model, path = save_tiny(tmp_path / "tiny"), tmp_path / "profile.json"
     profile = profile_of(model)
