@@ -11,11 +11,12 @@ from hashlib import blake2b
 from statistics import fmean
 from typing import Any
 
+from edged.align.dpo.loss import LOSSES
 from edged.align.feedback.pair import JobStepped, PairState, TokenPair
 from edged.align.pair_queues import AdapterQueue, StepBatch
 from edged.settings.load import AlignSettings, GuardSettings
 
-LOSSES = {"supervised": "sft", "dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo", "kto": "sigmoid"}
+METHODS = {row.method: name for name, row in LOSSES.items() if row.method} | {"kto": "sigmoid"}
 """The loss of each method; that of `kto`, whose examples are single ratings, is `align.unpaired`'s."""
 MAX_STEPS = 100_000
 """Steps of a job: each is a row of its report."""
@@ -91,7 +92,7 @@ def job_settings(align: AlignSettings, method: str, hyperparameters: dict[str, A
 
     Every example is trained on as often as it is said, whatever its loss, and alone counts as much as many.
     """
-    own: dict[str, Any] = {"loss": LOSSES[method], "learning_rate": hyperparameters["learning_rate"]}
+    own: dict[str, Any] = {"loss": METHODS[method], "learning_rate": hyperparameters["learning_rate"]}
     own |= {"loss_threshold": 0.0, "micro_batch_pairs": 1, "sft_weight": 0.0, "label_smoothing": 0.0}
     own["unpaired"] = "kto" if method == "kto" else "off"
     if "beta" in hyperparameters:

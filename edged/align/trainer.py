@@ -16,7 +16,7 @@ from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.decoder import Decoder
 from edged.align.dpo.evaluation import HeldOutEvaluation
-from edged.align.dpo.loss import REFERENCE_FREE
+from edged.align.dpo.loss import LOSSES
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import (
@@ -178,7 +178,7 @@ class Trainer:
         """Take in the examples of a job's step (from 0), which is that after the last one taken in; others are not."""
         queue = self.jobs.get(adapter)
         if queue is not None and step == queue.done + len(queue.batches):
-            if queue.plan.align.loss in REFERENCE_FREE:
+            if not LOSSES[queue.plan.align.loss].has_reference:
                 # No one reads the scores of examples: the base need not compute them.
                 examples = [replace(pair, ref_chosen_logp=0.0, ref_rejected_logp=0.0) for pair in examples]
             queue.batches.append(list(examples))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from edged.align.dpo.loss import LOSSES
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
 
@@ -31,8 +32,9 @@ class Recipe:
 
 def check_loss(align: AlignSettings) -> None:
     """Check that TRL's DPOTrainer has the loss of these settings. Raises RebuildError."""
-    if align.loss not in ("sigmoid", "ipo"):
-        way_out = 'set it to "sigmoid" or "ipo" in a file for --config'
+    if LOSSES[align.loss].trl is None:
+        names = " or ".join(f'"{name}"' for name, row in LOSSES.items() if row.trl)
+        way_out = f"set it to {names} in a file for --config"
         raise RebuildError(f'align.loss = "{align.loss}" is none of TRL\'s DPOTrainer: {way_out}')
     if align.label_smoothing and align.loss == "sigmoid":
         way_out = "set it to 0 in a file for --config"
@@ -94,7 +96,7 @@ def train(
             weight_decay=align.weight_decay,
             max_grad_norm=align.max_grad_norm,
             beta=align.beta,
-            loss_type=[align.loss, "sft"] if align.sft_weight else [align.loss],
+            loss_type=[LOSSES[align.loss].trl, *(["sft"] if align.sft_weight else [])],
             loss_weights=[1.0, align.sft_weight] if align.sft_weight else None,
             max_length=None,
             bf16=base.dtype == torch.bfloat16,

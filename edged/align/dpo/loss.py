@@ -65,25 +65,48 @@ class ExampleLoss:
         return self.loss if self.weighted is None else self.weighted
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss by name, and its traits: `align.loss` and the methods of fine-tuning jobs choose among `LOSSES`."""
+
+    function: Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]
+    """Loss and coefficients of a pair's chosen and rejected answer and, where it `scores_prompt`, of its prompt."""
+    method: str | None = None
+    """Its name as the method of a fine-tuning job."""
+    trl: str | None = None
+    """Its `loss_type` in TRL's DPOTrainer."""
+    has_reference: bool = True
+    """Whether the reference has a part in it."""
+    scores_prompt: bool = False
+    """Whether it needs the prompt's own log-probability."""
+    adds_nll: bool = False
+    """Whether the chosen answer's NLL is added, as `align.sft_weight` says."""
+    chosen_alone: bool = False
+    """Whether it is of the chosen answer alone, so that a good rating without a pair is an example of it."""
+    weighs_tokens: bool = False
+    """Whether each token counts by its probability."""
+
+
 def preference_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
     """The loss `align.loss` of a pair's chosen and rejected answer and, where it `scores_prompt`, of its prompt.
 
-    The chosen answer's NLL per token, times `align.sft_weight`, is added to the coefficients of "sigmoid" and "ipo"
-    (RPO, Pang et al. 2024, Eq. 2; TRL's `loss_type=["sigmoid", "sft"]`) and of "simpo" (TRL's `cpo_alpha`). It is left
-    out of the loss, which measures how well the preference is learned.
+    The chosen answer's NLL per token, times `align.sft_weight`, is added to the coefficients of losses that `adds_nll`
+    names (RPO, Pang et al. 2024, Eq. 2; TRL's `loss_type=["sigmoid", "sft"]`, and `cpo_alpha` of SimPO). It is left out
+    of the loss, which measures how well the preference is learned.
     The reward margin is beta times the difference of the summed log-ratios, whatever the loss.
     """
-    found = _LOSSES[align.loss](answers, align)
+    row = LOSSES[align.loss]
+    found = row.function(answers, align)
     margin = align.beta * (answers[0].ratio - answers[1].ratio)
     chosen, *rest = found.coefficients
-    if align.loss in ("sigmoid", "ipo", "simpo"):
+    if row.adds_nll:
         chosen -= align.sft_weight / max(answers[0].num_tokens, 1)
     return replace(found, coefficients=(chosen, *rest), reward_margin=margin)
 
 
 def scores_prompt(align: AlignSettings, pair: TokenPair) -> bool:
     """Whether the loss of a pair needs its prompt's own log-probability."""
-    return align.loss == "orpo" and not pair.single
+    return LOSSES[align.loss].scores_prompt and not pair.single
 
 
 def _sigmoid_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLoss:
@@ -135,20 +158,19 @@ def _sft_loss(answers: Sequence[AnswerLogps], align: AlignSettings) -> ExampleLo
     "dft" has each token's probability, not differentiated, as its weight (Wu et al. 2025 Eq. 9).
     """
     chosen = answers[0]
-    weighted = -chosen.weighted / max(chosen.num_tokens, 1) if align.loss == "dft" else None
+    weighted = -chosen.weighted / max(chosen.num_tokens, 1) if LOSSES[align.loss].weighs_tokens else None
     return ExampleLoss(-chosen.mean, (-1.0, 0.0), count=chosen.num_tokens, weighted=weighted)
 
 
-_LOSSES: dict[str, Callable[[Sequence[AnswerLogps], AlignSettings], ExampleLoss]] = {
-    "sigmoid": _sigmoid_loss,
-    "ipo": _ipo_loss,
-    "simpo": _simpo_loss,
-    "orpo": _orpo_loss,
-    "sft": _sft_loss,
-    "dft": _sft_loss,
+LOSSES = {
+    "sft": Loss(_sft_loss, method="supervised", has_reference=False, chosen_alone=True),
+    "dft": Loss(_sft_loss, has_reference=False, chosen_alone=True, weighs_tokens=True),
+    "sigmoid": Loss(_sigmoid_loss, method="dpo", trl="sigmoid", adds_nll=True),
+    "ipo": Loss(_ipo_loss, method="ipo", trl="ipo", adds_nll=True),
+    "simpo": Loss(_simpo_loss, method="simpo", has_reference=False, adds_nll=True),
+    "orpo": Loss(_orpo_loss, method="orpo", has_reference=False, scores_prompt=True),
 }
-REFERENCE_FREE = ("simpo", "orpo", "sft", "dft")
-"""Losses that the reference has no part in."""
+"""All losses by name, as `align.loss` has them."""
 
 
 def rating_loss(answers: Sequence[AnswerLogps], good: bool, beta: float, origin: float = 0.0) -> ExampleLoss:
@@ -171,13 +193,13 @@ def example_loss(
     """The loss of a pair, or of a single rating: see `rating_loss`.
 
     An answer that is imitated has the NLL of its tokens to learn, and what the others fell, per token to learn. Where
-    single ratings are not learned, a good answer alone is an example of "sft" and "dft".
+    single ratings are not learned, a good answer alone is an example of a loss that is of the `chosen_alone`.
     """
     if pair.imitate:
         # One example counts as one pair, however long it is.
         count = max(1, sum(map(math.isinf, pair.floors)) or answers[0].num_tokens)
         return ExampleLoss(-answers[0].logp / count, (-1.0 / count, 0.0))
-    if pair.single and not (pair.chosen and align.unpaired == "off" and align.loss in ("sft", "dft")):
+    if pair.single and not (pair.chosen and align.unpaired == "off" and LOSSES[align.loss].chosen_alone):
         return rating_loss(answers, bool(pair.chosen), align.beta, origin)
     return preference_loss(answers, align)
 

@@ -9,7 +9,7 @@ import torch
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.dpo.backward import FullGraphBackward, RecomputeBackward, upstream_of
 from edged.align.dpo.decoder import Decoder
-from edged.align.dpo.loss import answer_logps
+from edged.align.dpo.loss import LOSSES, answer_logps
 from edged.align.dpo.micro_batch import HeadWindow, MicroBatch, PairForward, head_windows
 from edged.align.dpo.step_plan import Recompute, StepPlan, Work
 from edged.align.feedback.pair import TokenPair
@@ -168,7 +168,7 @@ class DpoStep:
             # d sum(log p) / d logits = onehot - softmax
             upstream = (flat - total).exp_().neg_()
             upstream.scatter_add_(1, head.targets[:, None], torch.ones_like(logps))
-            if self.align.loss == "dft":
+            if LOSSES[self.align.loss].weighs_tokens:
                 self._weighted.index_add_(0, head.owners, (logps * logps.exp())[:, 0])
                 upstream *= logps.exp()
             if head.floors is not None:

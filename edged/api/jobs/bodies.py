@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from edged.align.jobs import LOSSES
+from edged.align.jobs import METHODS
 from edged.api.requests import Body, Metadata
 from edged.api.responses import Answer
 from edged.http.errors import bad_request
@@ -30,7 +30,7 @@ class MethodHyperparameters(Body):
 class JobMethod(Body):
     """How a job learns: the hyperparameters are in the field of the type's name."""
 
-    type: Annotated[str, Field(json_schema_extra={"enum": [*LOSSES]})]
+    type: Annotated[str, Field(json_schema_extra={"enum": [*METHODS]})]
     supervised: MethodHyperparameters | None = None
     dpo: MethodHyperparameters | None = None
     ipo: MethodHyperparameters | None = None
@@ -55,8 +55,8 @@ class JobRequest(Body):
     def learned_by(self) -> tuple[str, dict[str, Any]]:
         """Return the method and its hyperparameters, without those that it has none of. Raises ApiError."""
         method = self.method.type if self.method is not None else "supervised"
-        if method not in LOSSES:
-            raise bad_request(f'method "{method[:40]}" is not supported: use {", ".join(LOSSES)}', "method.type")
+        if method not in METHODS:
+            raise bad_request(f'method "{method[:40]}" is not supported: use {", ".join(METHODS)}', "method.type")
         own: MethodHyperparameters | None = getattr(self.method, method, None)
         given = (own.hyperparameters if own is not None else None) or self.hyperparameters or Hyperparameters()
         return method, given.model_dump(exclude={"beta"} if method == "supervised" else None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,8 +18,10 @@ from trl import KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from edged.align.dpo.loss import LOSSES
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
+from edged.settings.load import AlignSettings
 from tests.align.dpo.test_dpo_exact import (
     BETA,
     Gradients,
@@ -90,6 +92,10 @@ def pairwise(kind: str, pair: TokenPair, weights: dict[str, torch.Tensor], folde
     batch = {f"{name}_{key}": value for name, found in sides.items() for key, value in found.items()}
     batch = {key: value for key, value in batch.items() if "completion" not in key}
     return by_trl(trainer, weights, lambda trainer: trainer.get_batch_loss_metrics(trainer.model, batch)[0])
+
+
+def test_every_loss_that_can_be_set_has_a_row() -> None:
+    assert sorted(LOSSES) == sorted(get_args(AlignSettings.model_fields["loss"].annotation))
 
 
 @WAYS
