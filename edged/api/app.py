@@ -10,7 +10,7 @@ from edged.api.openapi import Route
 from edged.api.request_log import add_request_id, request_lines
 from edged.api.routes import ROUTES
 from edged.api.services import LIFECYCLE, Lifecycle
-from edged.http.access import CALLER, Access
+from edged.http.access import CALLER, Access, caller_of
 from edged.http.checks import body_in_time, name_in, preflight, refuse_body, refuse_other_sites, share_with_page
 from edged.http.errors import Handler
 from edged.observe.observer import Observer
@@ -29,7 +29,7 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the origin, the caller's role, the daemon's phase and the body of every request."""
+        """Check the origin, the caller's role and user, the daemon's phase and the body of every request."""
         refuse_other_sites(request, own_name, access.has_tokens, origins)
         # Browsers send no token along.
         if (answer := preflight(request, origins)) is not None:
@@ -46,6 +46,8 @@ def make_app(settings: Settings, lifecycle: Lifecycle, access: Access | None = N
         problem = lifecycle.problem()
         if problem and not (row and row.always):
             raise problem
+        if row and row.speaks_for:
+            caller_of(request).demand_user(row.user_of(request))
         if not (row and row.streamed):
             if not (row and row.body):
                 refuse_body(request)

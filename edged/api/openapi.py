@@ -17,6 +17,7 @@ from edged.api.responses import Error
 from edged.http.errors import MEANINGS
 from edged.http.json_format import json_answer
 from edged.settings.access import Role
+from edged.settings.load import USER_NAME
 
 EVENTS = "text/event-stream"
 _JSON = "application/json"
@@ -36,8 +37,9 @@ _EVENT: _Schema = {
 class Route:
     """One method of one path: its handler, the role that may call it, what it takes and answers.
 
-    `handler` returns a response, or a model or JSON object that becomes one with the status `status`. It checks which
-    users the caller may speak for. The first line of its docstring is the summary in the OpenAPI document.
+    `handler` returns a response, or a model or JSON object that becomes one with the status `status`. The first line of
+    its docstring is the summary in the OpenAPI document. Before that the caller is checked: it has the role, and may
+    speak for the user whom path, query or body name.
     """
 
     method: Literal["GET", "POST", "PUT", "DELETE"]
@@ -45,6 +47,8 @@ class Route:
     handler: Callable[[web.Request], Awaitable[web.StreamResponse | BaseModel | dict[str, Any]]]
     _: KW_ONLY
     role: Role | Literal["anybody"] = "admin"
+    speaks_for: str = ""
+    """The variable of the path, or the field of the query, that names a user; a body does so in its field `user`."""
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON schemas of the query's fields."""
     body: tuple[type[BaseModel], ...] = ()
@@ -65,6 +69,11 @@ class Route:
     def name(self) -> str:
         """The path without the patterns of its variables, as in the document."""
         return re.sub(r":[^}]*", "", self.path)
+
+    def user_of(self, request: web.Request) -> str | None:
+        """Return the user that the path or the query names; None where there is none, or no user can be called so."""
+        name = request.match_info.get(self.speaks_for) or request.query.get(self.speaks_for, "")
+        return name if USER_NAME.fullmatch(name) else None
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the route to a router, and HEAD beside a GET; not for a stream of events, which does not end."""

@@ -58,9 +58,7 @@ async def decide(request: web.Request) -> Decided:
 async def decide_all(request: web.Request) -> AllDecided:
     """Release or drop all such pairs of a user."""
     body = await read_body(request, UserQuarantineRequest.checked)
-    caller = caller_of(request)
-    caller.demand_user(body.user)
-    decision, decided, left = await _decide(services_of(request), caller, body.user, body.action)
+    decision, decided, left = await _decide(services_of(request), caller_of(request), body.user, body.action)
     return AllDecided(user=body.user, decision=decision, pair_ids=decided, left=left)
 
 

@@ -875,12 +875,15 @@ def reading_turn(caller: str) -> asyncio.Lock:
 
 
 async def read_body(request: web.Request, check: Callable[[dict[str, Any]], T]) -> T:
-    """Read a request's JSON object and return `check` of it. Raises ApiError."""
-    data = await read_unpacked(request)
+    """Read a request's JSON object and return `check` of it; the caller may speak for its `user`. Raises ApiError."""
+    data, caller = await read_unpacked(request), caller_of(request)
     if len(data) < _THREAD_BYTES:
-        return check(parse_json(data))
-    async with reading_turn(caller_of(request).tenant):
-        return await asyncio.wrap_future(_large_bodies.check(data, check))
+        body = check(parse_json(data))
+    else:
+        async with reading_turn(caller.tenant):
+            body = await asyncio.wrap_future(_large_bodies.check(data, check))
+    caller.demand_user(getattr(body, "user", None))
+    return body
 
 
 async def read_asked(request: web.Request, check: Callable[[dict[str, Any]], G]) -> G:
