@@ -5,7 +5,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
@@ -26,7 +26,14 @@ from edged.api.openai_format import ChunkStream
 from edged.api.openai_responses import ResponseChat
 from edged.api.openai_responses_format import ResponseOutput
 from edged.api.request_log import chosen_id, name_request, note
-from edged.api.requests import BegunStream, ChatRequest, CompletionRequest, read_asked, reading_turn
+from edged.api.requests import (
+    BegunStream,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    read_asked,
+    reading_turn,
+)
 from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
 from edged.api.starts import begin_with_default
@@ -53,10 +60,9 @@ _CONTRASTED = 3
 """Number of answers from which on some may be the base's."""
 
 
-_SAMPLED = {
-    *("temperature", "top_p", "min_p", "seed", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-}
+_OWN_WAY = {"max_tokens", "min_tokens", "top_k", "logit_bias", "stop_token_ids"}
+"""Fields of both that `_sampling` computes."""
+_SAMPLED = {field.name for field in fields(Sampling)} & GenerationRequest.model_fields.keys() - _OWN_WAY
 """Fields that a request and `Sampling` share; `Sampling`'s defaults for those not given are OpenAI's."""
 Body = ChatRequest | CompletionRequest
 
@@ -111,7 +117,7 @@ async def _answer(request: web.Request, body: Body, name: str = "") -> web.Strea
     if body.resume is not None:
         caller.demand_fleet("resume")
     limits, (model, adapter) = services.limits, split_model(services, caller, body.model)
-    caller.demand_user(body.user, adapter)
+    caller.demand_user(adapter)
     caller.demand_person(body.user)
     named = body.user or adapter
     # Each job would give its owner further limits.
