@@ -36,7 +36,6 @@ let offered = false;
 export function startLearning() {
   for (const button of byId("held").querySelectorAll("button")) button.addEventListener("click", () => decide(button.value));
   byId("tell").addEventListener("submit", tell);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCurves(shown.rows, shown.versions));
   startStory(rollBack);
 }
 

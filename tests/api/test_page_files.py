@@ -13,7 +13,7 @@ from aiohttp.test_utils import unused_port
 
 from edged.api.app import make_app
 from edged.api.services import Lifecycle
-from edged.page import CHARTS, NAMES
+from edged.page import NAMES, page_file
 from edged.settings.load import ApiSettings, Settings
 
 
@@ -75,6 +75,5 @@ async def test_there_are_no_other_files(name: str) -> None:
         assert response.status == 404
 
 
-async def test_the_chart_library_is_the_installed_packages_own() -> None:
-    async with listener() as client, client.get(f"/page/{CHARTS}") as response:
-        assert gzip.decompress(await response.read())[:30].startswith(b"/**\n* plotly.js v")
+def test_a_telephone_gets_the_whole_page_in_a_moment() -> None:
+    assert sum(len(page_file(name).body_gzip) for name in NAMES) < 100_000

@@ -100,7 +100,7 @@ def test_picking_an_answer_makes_a_pair_that_moves_the_curve(page: Page, daemon:
             pass  # both answers were the same
         person.picks("B")
         learned(page, "picker", pairs)
-        points = page.locator("#curves .scatterlayer .trace").first.locator(".point")
+        points = page.locator("#curves .reward_accuracy circle")
         expect(points).to_have_count(pairs - 9, timeout=PATIENT_MS)
     expect(page.locator("#curves")).to_have_attribute(
         "aria-label", re.compile("from pair 10 to 11: reward accuracy from")
