@@ -6,7 +6,6 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +16,7 @@ from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import RENAMED, ConfigError, Settings
 from edged.settings.load import load_settings as load_typed
 from edged.settings.toml import to_toml_value
+from tests.documents import section_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,34 +152,6 @@ def test_show_says_that_a_file_is_missing() -> None:
     assert "config init" in run("config", "show", "--config", "/nowhere/edged.toml", code=1)
 
 
-def section_table(section: str) -> str:
-    """The documentation's table of one section, from the settings themselves."""
-    model: Any = Settings.model_fields[section].annotation
-    schema = model.model_json_schema()["properties"]
-    rows = ["| setting | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for key, field in model.model_fields.items():
-        meaning = (field.description or "").replace("|", "\\|")
-        rows.append(f"| `{key}` | `{json.dumps(field.default)}` | {allowed(schema[key])} | {meaning} |")
-    return "\n".join(rows)
-
-
-def allowed(schema: dict[str, Any]) -> str:
-    """A setting's type and bounds in words."""
-    if "enum" in schema:
-        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
-    if "const" in schema:
-        return f"`{json.dumps(schema['const'])}`"
-    if "anyOf" in schema:
-        return " or ".join(allowed(option) for option in schema["anyOf"])
-    kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "array": "list"}
-    text = (kind | {"object": "table"})[schema["type"]]
-    if "maximum" in schema:
-        return f"{text} from {schema['minimum']:g} to {schema['maximum']:g}"
-    if "minimum" in schema:
-        return f"{text}, at least {schema['minimum']:g}"
-    return f"{text} over {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else text
-
-
 FORMER = {
     "cache.spill": "host",
     "cache.spill_mb": 7,
@@ -212,7 +184,7 @@ def test_the_documentation_lists_every_setting(section: str) -> None:
     heading, table = f"\n## `[{section}]`", section_table(section)
     assert heading in text
     part = text.partition(heading)[2].partition("\n## ")[0]
-    assert table in part, f"docs/configuration.md needs in [{section}]:\n{table}"
+    assert table in part, f"write [{section}] anew: python -m tests.documents"
 
 
 def test_a_token_is_not_shown() -> None:
