@@ -1,9 +1,11 @@
 """Settings of all tests."""
 
 import os
+import time
 from collections.abc import Generator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
@@ -19,6 +21,18 @@ settings.register_profile("edged", deadline=None)
 settings.load_profile("edged")
 
 DEFENCES = {name for named in defences().values() for name in named}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test after this time, and say so")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what would begin later after the start of this process than `--within` says."""
+    within = item.config.getoption("--within", None)
+    if within is not None and time.time() > psutil.Process().create_time() + within:
+        pytest.skip(f"the {within:.0f} s of --within are over: `tools/test` runs all")
 
 
 @pytest.hookimpl(wrapper=True)
