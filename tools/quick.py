@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -39,10 +40,16 @@ def changed(since: str | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if (ROOT / name).is_file()]
 
 
+def shared_folders(one: str, other: str) -> int:
+    """How many folders two files have in common below the first: tests mirror the packages."""
+    pairs = zip(Path(one).parts[1:-1], Path(other).parts[1:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def nearest_tests(names: Sequence[str]) -> list[str]:
     """The test files that a change of these files concerns, the nearest first."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    found = [name for name in names if name in texts]
+    found = [[name for name in names if name in texts]]
     for name in names:
         path = Path(name)
         if path.suffix == ".py" and name not in texts:
@@ -51,8 +58,11 @@ def nearest_tests(names: Sequence[str]) -> list[str]:
             named = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(folder)} import .*\b{own}\b")
         else:
             named = re.compile(rf"[\"'/]{re.escape(path.name)}\b")
-        found += sorted((test for test, text in texts.items() if named.search(text)), key=lambda test: len(texts[test]))
-    return list(dict.fromkeys([*ALWAYS, *found]))[:MOST_FILES]
+        near = [test for test, text in texts.items() if named.search(text)]
+        found.append(sorted(near, key=lambda test: (-shared_folders(test, name), len(texts[test]))))
+    # Of each change the nearest comes first, then of each the next.
+    in_turns = [test for each in zip_longest(*found) for test in each if test]
+    return list(dict.fromkeys([*ALWAYS, *in_turns]))[:MOST_FILES]
 
 
 def step(*command: str) -> int:
