@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import decisions_index, slug
+from tests.tree.documents import decisions_index, slug
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -159,4 +159,4 @@ def test_every_page_of_results_is_named_by_their_index() -> None:
 
 def test_the_index_of_decisions_is_their_headings() -> None:
     text = (ROOT / "docs" / "decisions.md").read_text()
-    assert decisions_index(text) in text, "write it anew: python -m tests.documents"
+    assert decisions_index(text) in text, "write it anew: python -m tests.tree.documents"

@@ -26,14 +26,7 @@ from edged.api.openai_format import ChunkStream
 from edged.api.openai_responses import ResponseChat
 from edged.api.openai_responses_format import ResponseOutput
 from edged.api.request_log import chosen_id, name_request, note
-from edged.api.requests import (
-    BegunStream,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    read_asked,
-    reading_turn,
-)
+from edged.api.requests import BegunStream, ChatRequest, CompletionRequest, read_asked, reading_turn
 from edged.api.runs import RunNames, names_of
 from edged.api.services import Services, services_of
 from edged.api.starts import begin_with_default
@@ -60,9 +53,9 @@ _CONTRASTED = 3
 """Number of answers from which on some may be the base's."""
 
 
-_OWN_WAY = {"max_tokens", "min_tokens", "top_k", "logit_bias", "stop_token_ids"}
+_OWN_WAY = {"max_tokens", "min_tokens", "top_k", "logit_bias", "logprobs", "stop_token_ids"}
 """Fields of both that `_sampling` computes."""
-_SAMPLED = {field.name for field in fields(Sampling)} & GenerationRequest.model_fields.keys() - _OWN_WAY
+_SAMPLED = {field.name for field in fields(Sampling)} & CompletionRequest.model_fields.keys() - _OWN_WAY
 """Fields that a request and `Sampling` share; `Sampling`'s defaults for those not given are OpenAI's."""
 Body = ChatRequest | CompletionRequest
 

@@ -61,7 +61,7 @@ def test_every_route_of_the_application_is_in_the_document() -> None:
 
 def test_the_committed_copy_is_what_the_code_says() -> None:
     said = json.loads(COPY.read_text())
-    assert said == DOCUMENT, "write it anew: python -m tests.documents"
+    assert said == DOCUMENT, "write it anew: python -m tests.tree.documents"
 
 
 def test_a_route_without_a_line_is_named() -> None:

@@ -16,7 +16,7 @@ from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import RENAMED, ConfigError, Settings
 from edged.settings.load import load_settings as load_typed
 from edged.settings.toml import to_toml_value
-from tests.documents import section_table
+from tests.tree.documents import section_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ def test_the_documentation_lists_every_setting(section: str) -> None:
     heading, table = f"\n## `[{section}]`", section_table(section)
     assert heading in text
     part = text.partition(heading)[2].partition("\n## ")[0]
-    assert table in part, f"write [{section}] anew: python -m tests.documents"
+    assert table in part, f"write [{section}] anew: python -m tests.tree.documents"
 
 
 def test_a_token_is_not_shown() -> None:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from edged.observe.catalogue import CATALOGUE
-from tests.documents import metrics_table
+from tests.tree.documents import metrics_table
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "configs" / "grafana" / "edged.json").read_text())
@@ -84,7 +84,7 @@ def test_panels_have_titles_descriptions_and_places_of_their_own() -> None:
 
 
 def test_the_documentation_lists_every_metric() -> None:
-    assert metrics_table() in DOCUMENT, "write it anew: python -m tests.documents"
+    assert metrics_table() in DOCUMENT, "write it anew: python -m tests.tree.documents"
 
 
 def test_the_documentation_says_what_to_do_about_every_alert() -> None:

@@ -1,4 +1,4 @@
-"""The parts of documents that the code says: `python -m tests.documents` writes them anew, and tests hold them to it.
+"""The parts of documents that the code says: `python -m tests.tree.documents` writes them, and tests hold them to it.
 
 They are the annotated settings, the tables of settings and of metrics, the OpenAPI document and the index of decisions.
 """
@@ -18,7 +18,7 @@ from edged.observe.catalogue import CATALOGUE
 from edged.settings.load import Settings
 from edged.settings.toml import to_toml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 TREE = ("edged", "tests", "docs", "configs", "benchmarks", "examples", "tools", "systemd", "docker", "integrations")
 FILES = ("pyproject.toml", "README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -23,10 +23,12 @@ recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 def change(text: str, hunk: str) -> str:
     """The text with one place changed: lines of " " and "-" stand there once, and become those of " " and "+"."""
-    lines = [(line[:1] or " ", line[1:]) for line in hunk.splitlines()]
-    former, now = ("\n".join(line for mark, line in lines if mark in marks) for marks in (" -", " +"))
-    assert f"\n{text}".count(f"\n{former}\n") == 1, f"stands there no longer, or more than once:\n{former}"
-    return f"\n{text}".replace(f"\n{former}\n", f"\n{now}\n")[1:]
+    marked = [(line[:1] or " ", line[1:]) for line in hunk.splitlines()]
+    former, now = ([line for mark, line in marked if mark in marks] for marks in (" -", " +"))
+    lines = text.split("\n")
+    places = [at for at in range(len(lines)) if lines[at : at + len(former)] == former]
+    assert len(places) == 1, "stands there no longer, or more than once:\n" + "\n".join(former)
+    return "\n".join([*lines[: places[0]], *now, *lines[places[0] + len(former) :]])
 
 
 def applied(recipe: str) -> tuple[dict[str, str], list[str]]:
@@ -54,17 +56,14 @@ def test_a_change_is_made_in_the_one_place_that_it_names() -> None:
 
 
 @recipe
-def test_a_recipe_fits_the_code_and_is_formatted(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_fits_the_code_and_is_formatted(recipe: str) -> None:
     files, commands = applied(recipe)
     assert any("pytest" in command for command in commands)
     for file, text in files.items():
-        if file.endswith(".py"):
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / file).write_text(text)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for check in (("format", "--diff", "."), ("check", ".")):
-        done = subprocess.run([sys.executable, "-m", "ruff", *check], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        for check in (("format", "--diff"), ("check",)) if file.endswith(".py") else ():
+            command = [sys.executable, "-m", "ruff", *check, "--stdin-filename", file, "-"]
+            done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

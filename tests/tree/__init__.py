@@ -1,0 +1,1 @@
+"""The tree as a whole: its documents, its recipes, its quick lane."""
