@@ -464,7 +464,14 @@ class Settings(Section):
 
 
 _DEMANDS = {
-    **{"int": "a whole number", "float": "a number", "bool": "true or false", "string_type": "text", "list": "a list"},
+    **{
+        "int": "a whole number",
+        "float": "a number",
+        "bool": "true or false",
+        "string_type": "text",
+        "list": "a list",
+        "tuple": "a list",
+    },
     **{"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than_equal": "at most {le}"},
     **{"less_than": "less than {lt}", "finite": "a finite number", "dict": "a table", "model": "a table"},
 }
@@ -533,10 +540,10 @@ def _explain(item: Any) -> str:
         return f'setting "{dotted}" = {item["input"]!r}: {nearest(str(item["input"]), choices)}'
     # A value that was meant to be a token stays hidden.
     shown = "" if item["type"] == "edged" or _is_secret(dotted) else f" = {item['input']!r}"
-    return f'setting "{dotted}"{shown}: {_demand(item)}'
+    return f'setting "{dotted}"{shown}: {demand(item)}'
 
 
-def _demand(item: Any) -> str:
+def demand(item: Any) -> str:
     """Put what a validation error demands into plain words."""
     kind, bounds = item["type"], item.get("ctx", {})
     for beginning, words in _DEMANDS.items():
