@@ -150,14 +150,16 @@ def forget_adapters(db: Database, *adapters: str) -> tuple[dict[str, int], set[i
         "pairs": pairs,  # and with them what is shelved of them
         "signals": signals,
         "completions": f"adapter IN {NAMED} OR user IN {NAMED}",
-        "application_runs": f"user IN {NAMED}",
+        **dict.fromkeys(("application_runs", "federated_consents"), f"user IN {NAMED}"),
         "job_events": f"job_id IN ({_JOBS})",
         "job_checkpoints": f"adapter IN {NAMED} OR job_id IN ({_JOBS})",
         "files": "id IN (SELECT value FROM json_each(:files))",
         "jobs": f"id IN ({_JOBS})",
     }
     named = {"names": json.dumps(adapters), "files": json.dumps(file_ids_of_user(db, adapters[-1]))}
-    for table in ("pairs", "signals", "preferences"):
+    # What has left stays told, but not whose it was.
+    db.execute(f"UPDATE federated_ledger SET user = NULL WHERE user IN {NAMED}", named)
+    for table in ("pairs", "signals", "preferences", "federated_consents"):
         db.execute(f"UPDATE {table} SET account = NULL WHERE account IN {NAMED}", named)
     db.execute(f"UPDATE application_runs SET sharer = NULL WHERE sharer IN {NAMED}", named)
     ended = f"""status = CASE WHEN {IS_OPEN} THEN 'failed' ELSE status END,

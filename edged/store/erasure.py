@@ -34,6 +34,7 @@ _DATED = (
     *("completions", "signals", "pairs", "quarantine", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("shelved_metrics", "shelved_versions", "shelved_steps", "application_runs"),
     *("files", "jobs", "job_events", "job_checkpoints", "preferences", "struck_beliefs"),
+    *("federated_consents", "federated_ledger"),
 )
 _NEW = {
     **dict.fromkeys(_DATED, "created_at >= :since"),

@@ -225,10 +225,38 @@ def m022_request_ids(db: Database) -> None:
     db.execute("CREATE INDEX completions_by_request ON completions (request_id, adapter) WHERE request_id IS NOT NULL")
 
 
+def m023_federated(db: Database) -> None:
+    """Consents to take part in rounds, and the ledger of records that have left."""
+    db.execute("""
+        CREATE TABLE federated_consents (
+            user TEXT PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            account TEXT,
+            text_sha256 TEXT NOT NULL
+        )""")
+    db.execute("""
+        CREATE TABLE federated_ledger (
+            id INTEGER PRIMARY KEY,
+            created_at TEXT NOT NULL,
+            user TEXT,
+            campaign TEXT NOT NULL,
+            round INTEGER NOT NULL,
+            start TEXT NOT NULL,
+            mode TEXT NOT NULL,
+            noise REAL NOT NULL,
+            epsilon REAL,
+            bytes INTEGER NOT NULL,
+            sha256 TEXT NOT NULL UNIQUE,
+            nonce TEXT NOT NULL
+        )""")
+    db.execute("CREATE INDEX federated_ledger_by_user ON federated_ledger (user)")
+
+
 MIGRATIONS: tuple[Migration, ...] = (
     *(m009_schema, m010_language, m011_application_runs, m012_counts),
     *(m013_jobs, m014_validation, m015_checkpoints, m016_users, m017_accounts),
     *(m018_shared_adapters, m019_preferences, m020_leases, m021_tools, m022_request_ids),
+    m023_federated,
 )
 
 
