@@ -33,6 +33,7 @@ RELOADABLE: dict[str, frozenset[str]] = {
     ),
     "guard": _all_of("guard"),
     "starts": _all_of("starts"),
+    "federated": _all_of("federated"),
     "jobs": _all_of("jobs"),
     "governor": _all_of("governor"),
     "api": frozenset({"max_stop_chars", "max_schema_kb", "max_logprobs"}),

@@ -20,7 +20,7 @@ SELF = "@self"
 """An entry of a rule's `users` that stands for the peer's own name."""
 API_TOKEN = "api.token"
 """Name of the operator's token; no other may have it."""
-Role = Literal["use", "train", "metrics", "fleet", "admin"]
+Role = Literal["use", "train", "metrics", "fleet", "federated", "admin"]
 Limit = Annotated[int, Field(ge=0)]
 
 

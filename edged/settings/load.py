@@ -22,6 +22,7 @@ from edged.settings.access import LimitSettings as LimitSettings
 from edged.settings.access import Section, setting
 from edged.settings.by_user import ByUser, from_the_environment
 from edged.settings.fairness import FairnessSettings as FairnessSettings
+from edged.settings.federated import FederatedSettings as FederatedSettings
 from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
 from edged.settings.jobs import JobSettings as JobSettings
@@ -452,6 +453,7 @@ class Settings(Section):
     feedback: FeedbackSettings = FeedbackSettings()
     guard: GuardSettings = GuardSettings()
     starts: StartSettings = StartSettings()
+    federated: FederatedSettings = FederatedSettings()
     jobs: JobSettings = JobSettings()
     governor: GovernorSettings = GovernorSettings()
     api: ApiSettings = ApiSettings()
