@@ -33,6 +33,7 @@ from edged.align.feedback.pair import (
 from edged.align.guard import TestScore
 from edged.align.jobs import JobPlan, JobQueue
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue, FinetuneStep, PairQueues, StepBatch
+from edged.align.rounds import ROUNDS, RoundQueue
 from edged.align.starts import StartFiles
 from edged.align.trials import TRIALS, Trial, TrialQueue
 from edged.align.versions import Read, Versions
@@ -74,7 +75,9 @@ class Trainer:
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self.trials = TrialQueue(TRIALS, catalogue=start_files.catalogue() if start_files else {})
         """Trials of the starts that users may begin with."""
-        self.pair_queues.queues[TRIALS] = self.trials
+        self.rounds = RoundQueue(ROUNDS)
+        """The round of a federation that is under way, if any."""
+        self.pair_queues.queues |= {TRIALS: self.trials, ROUNDS: self.rounds}
         self._decoder, self._release = decoder, release
         self._published = published
         self.max_tokens = cache_tokens // 4
@@ -256,6 +259,19 @@ class Trainer:
         self.trials.trial, self.trials.step = trial, HeldOutEvaluation(*about, with_kl=trial.choice is None)
         return self.trials.step
 
+    def open_round(self, recompute: Recompute) -> FinetuneStep:
+        """Begin the next step, or test, of the round under way; `close` ends it."""
+        queue, align = self.rounds, self._settings.current.align
+        assert queue.round is not None
+        if queue.round.tests:
+            about = (self._decoder, align, self._release)
+            queue.step = HeldOutEvaluation(ROUNDS, 0, queue.round.held_out, *about, with_kl=False)
+        else:
+            queue.begin(queue.draw(self.size.align))
+            steps = [AdapterStep(queue.round.state, queue.taken, (), align=align)]
+            queue.step = DpoStep(steps, self._decoder, align, self._release, self.max_tokens, recompute)
+        return queue.step
+
     def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
         untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
@@ -302,6 +318,9 @@ class Trainer:
         settings, adapter_step, guard = self._settings.current, step.adapter_steps[queue.name], queue.guard
         if isinstance(queue, JobQueue):
             self._close_job_step(queue, adapter_step, seconds)
+            return
+        if queue is self.rounds:
+            self._close_round_step(adapter_step)
             return
         if adapter_step.doubted:
             # The version is tested before pairs are quarantined: to a broken version every pair looks strange.
@@ -394,6 +413,18 @@ class Trainer:
             figures = {"tokens": num_tokens, "seconds": seconds, "learning_rate": learning_rate}
             self._note_job(queue, self.adapter_cache.version(queue.name), loss=adapter_step.loss, **figures)
 
+    def _close_round_step(self, adapter_step: AdapterStep) -> None:
+        """Have the round go on; a step that found no memory is tried again, another's failure ends the round."""
+        if adapter_step.starved:
+            self._starved([ROUNDS], True, adapter_step.error)
+            self.size.shrink()
+        elif adapter_step.error:
+            self.rounds.fail(adapter_step.error)
+        else:
+            self.size.grow()
+            self.size.forgive(ROUNDS)
+            self.rounds.take_step(adapter_step)
+
     def _note_job(self, queue: JobQueue, version: int, **more: Any) -> None:
         """Record a step of a job: `more` are fields of its `JobStepped`."""
         self.records.append(JobStepped(queue.plan.job_id, queue.name, queue.done, version, queue.plan.steps, **more))
@@ -425,6 +456,9 @@ class Trainer:
         guard, settings = queue.guard, self._settings.current.guard
         if queue is self.trials:
             self.trials.take(test, settings)
+            return
+        if queue is self.rounds:
+            self.rounds.take_test(test.scores)
             return
         guard.tested_version, guard.test_soon = test.version, False
         self.size.forgive((queue.name, test.version))
@@ -482,6 +516,9 @@ class Trainer:
             if isinstance(queue, JobQueue):
                 if self.size.hopeless(queue.plan.job_id, others_first=False, max_tries=_JOB_TRIES):
                     self._skipped(queue, (), f"out of memory: {reason}")
+            elif queue is self.rounds:
+                if self.size.hopeless(ROUNDS, others_first=False, max_tries=_JOB_TRIES):
+                    self.rounds.fail(f"out of memory: {reason}")
             elif practised:
                 queue.practice.clear()
             elif alone:
@@ -529,6 +566,9 @@ class Trainer:
                 self._skipped(queue, pairs, reason)
 
     def _skipped(self, queue: AdapterQueue, pairs: Sequence[TokenPair], reason: str) -> None:
+        if queue is self.rounds:
+            self.rounds.fail(reason)
+            return
         version = self.adapter_cache.version(queue.name)
         if isinstance(queue, JobQueue):
             left_out = queue.validates and not queue.failed

@@ -22,6 +22,7 @@ from edged.align.adapters.writer import AdapterWriter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import Record, TokenPair
 from edged.align.jobs import JobPlan
+from edged.align.rounds import ROUNDS, LocalRound, learned_pairs
 from edged.align.starts import Start, StartChoice, StartFiles
 from edged.align.trainer import Trainer
 from edged.engine.build import bounded, build_runner, first_cost_model, lora_spec, subject_of
@@ -301,6 +302,28 @@ class Engine:
     def restore_choices(self, choices: dict[str, StartChoice]) -> None:
         """Restore what is known of users' choices of starts, and have new starts scored on their pairs."""
         self.commands.post(lambda: self.trainer.trials.restore(choices, self.trainer.pair_queues))
+
+    # -- rounds of a federation --------------------------------------------------------------------------------------
+
+    def count_learned(self, adapters: Collection[str]) -> Future[dict[str, int]]:
+        """Count the latest pairs that each adapter has learned, as far as a round may learn them."""
+        queues = self.trainer.pair_queues.queues
+        return self.commands.ask(
+            lambda: {name: len(learned_pairs(queues[name])) for name in adapters if name in queues}
+        )
+
+    def begin_round(self, user: str, weights: dict[str, torch.Tensor], most: int, tests: bool) -> Future[LocalRound]:
+        """Have a start's weights learn a user's learned pairs, `most` at most, in spare time, in no user's adapter.
+
+        With `tests` it is scored on the user's held-out pairs before and after it. The future raises RoundFailed; any
+        thread may build the state.
+        """
+        state = self.trainer.adapter_cache.build_trial(ROUNDS, weights, 1)
+        return self.commands.ask_at_length(lambda: self.finetuning.begin_round(user, state, most, tests))
+
+    def end_round(self, reason: str) -> Future[None]:
+        """End the round under way without a result, if there is one."""
+        return self.commands.ask(lambda: self.finetuning.end_round(reason))
 
     def follow(self, adapter: str) -> Future[int]:
         """Leave an adapter to its writer, another node; the future has its version when no step is under way."""

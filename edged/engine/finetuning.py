@@ -18,6 +18,7 @@ from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import START_REASON, Record, StepSkipped, TokenPair, VersionPublished, is_practice
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FinetuneStep
+from edged.align.rounds import ROUNDS, LocalRound
 from edged.align.starts import Start, StartFiles
 from edged.align.trainer import Trainer
 from edged.align.trials import TRIALS, Trial
@@ -157,6 +158,8 @@ class StepTable:
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+        if self._trainer.rounds.due and not (ready or self.open_steps):
+            self._begin_round(now, self._slots.count if slots_wanted else 0)
         if self.trains and self._trainer.trials.catalogue and not (ready or self.open_steps):
             self._begin_trial(now, self._slots.count if slots_wanted else 0)
         if not (ready or self.open_steps):
@@ -246,18 +249,22 @@ class StepTable:
     def _open_trial(self, trial: Trial, now: float, reserve: int) -> None:
         state = self._trainer.trials.state
         assert state is not None
+        self._open_unserved(state, partial(self._trainer.open_trial, trial), now, reserve)
+
+    def _open_unserved(self, state: AdapterState, begin: Callable[[], FinetuneStep], now: float, reserve: int) -> None:
+        """Open a bulk step over a state that answers no requests, where it gets a slot."""
         self._slots.update(state, state.version - 1, hot=False)
         slot = self._slots.acquire(state, reserve)
         if slot is not None:
             try:
-                step = self._trainer.open_trial(trial)
+                step = begin()
             except Exception as error:
                 self._slots.release(slot)
                 if not out_of_memory(error):
                     raise
                 self._shrink(now)
             else:
-                self._add_step(step, {TRIALS: slot}, now, (), practice=False, bulk=True)
+                self._add_step(step, {state.name: slot}, now, (), practice=False, bulk=True)
 
     def take_start(self, adapter: str, start: Start) -> Future[int]:
         """Publish a start as an adapter's newest version, which is tested next; see `replace_version`."""
@@ -267,6 +274,28 @@ class StepTable:
             return self._trainer.adapter_cache.build(adapter, weights)
 
         return self.replace_version(adapter, read, f"{START_REASON}{start.name}")
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    def begin_round(self, user: str, state: AdapterState, most: int, tests: bool) -> Future[LocalRound]:
+        """Begin a round of a user's learned pairs, `most` at most; see `RoundQueue.begin_round`. Raises RoundFailed."""
+        self.abandon(ROUNDS)
+        return self._trainer.rounds.begin_round(state, self._trainer.pair_queues[user], most, tests)
+
+    def end_round(self, reason: str) -> None:
+        """End the round under way without a result."""
+        self.abandon(ROUNDS)
+        self._trainer.rounds.fail(reason)
+
+    def _begin_round(self, now: float, reserve: int) -> None:
+        """Open the round's next step or test; a round that fails in this ends."""
+        local = self._trainer.rounds.round
+        assert local is not None
+        try:
+            self._open_unserved(local.state, lambda: self._trainer.open_round(self._recompute()), now, reserve)
+        except Exception as error:
+            log.exception("a step of a federation's round could not be opened")
+            self._trainer.rounds.fail(logs.first_line(error, with_kind=True))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
