@@ -19,6 +19,7 @@ from edged.api.jobs.runner import JobRunner
 from edged.api.outcomes import LatestOutcomes
 from edged.api.practice import Practice
 from edged.api.reading_speeds import ReadingSpeeds
+from edged.api.rounds import Rounds
 from edged.api.runs import ApplicationRuns
 from edged.api.services import Lifecycle, Services
 from edged.api.status import load, report
@@ -147,6 +148,7 @@ def assemble(
             max_of_one=lambda: max_of_one(live.current.serving),
         ),
         runs=ApplicationRuns(lambda: live.current.fairness, store, engine.scheduler.late_s),
+        rounds=Rounds(store, engine, live),
         limits=UserLimits(settings.limits),
         quota=UserQuota(live),
         reading_speeds=ReadingSpeeds(live, store),

@@ -42,6 +42,7 @@ _JUDGED_ANEW = 8
 """Adapters whose answers a list of all judges anew, where there are new ones: those asked for last."""
 MAX_SERIES_PAIRS = 100_000
 _TAR_OVERHEAD = 1 << 20
+_TOO_LARGE = "the archive is larger than any adapter of this model"
 _MAX_MEMBERS, _MAX_EXTENDED = 256, 2048
 """Members of an archive, and bytes of an extended header, which holds a long name or times."""
 
@@ -242,15 +243,14 @@ def full_disk_told(what: str) -> Iterator[None]:
         raise ApiError(507, message, code="disk_full") from None
 
 
-async def receive(request: web.Request, target: Path, most: int) -> None:
+async def receive(request: web.Request, target: Path, most: int, too_large: str = _TOO_LARGE) -> None:
     """Write the request body to a file. Raises ApiError: 413 for more than `most` bytes, 507 where the disk is full."""
     size = 0
-    with full_disk_told("the archive"), target.open("wb") as file:
+    with full_disk_told("the upload"), target.open("wb") as file:
         while piece := await request.content.read(1 << 18):
             size += len(piece)
             if size > most:
-                message = f"the archive is larger than any adapter of this model ({most} bytes)"
-                raise ApiError(413, message, code="body_too_large")
+                raise ApiError(413, f"{too_large} ({most} bytes)", code="body_too_large")
             await asyncio.to_thread(file.write, piece)
 
 
@@ -334,6 +334,7 @@ async def _erase(services: Services, name: str) -> dict[str, Any] | None:
     run = partial(copy_context().run, forget_user, services, name)
     done = await asyncio.get_running_loop().run_in_executor(services.eraser, run)
     await services.runs.forget_user(name)
+    await services.rounds.forget_user(name)
     return done
 
 

@@ -794,6 +794,12 @@ class RollbackRequest(_Own):
     version: Annotated[int, Field(ge=0, lt=_MAX_TOKENS)]
 
 
+class ConsentRequest(_Own):
+    """`PUT /v1/federated/consent/{user}`: the hash of the text that the user was shown."""
+
+    text_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
 class LeaseRequest(_Own):
     """`PUT /v1/leases/{name}`: the one writer of an adapter, and the greatest number that any version of it has."""
 

@@ -394,6 +394,81 @@ class StartScores(Answer):
     scores: list[dict[str, Any]]
 
 
+class Federation(Answer):
+    """The federation of this box: its `terms`, whether noise gives a guarantee, and the text that people agree to.
+
+    Of each consent `counts` says whether it is to that text; `rounds` is how often the user took part.
+    """
+
+    enabled: bool
+    model: str
+    rank: int
+    guarantee: bool
+    terms: dict[str, Any]
+    text: str
+    text_sha256: str
+    consents: list[dict[str, Any]]
+
+
+class ConsentGiven(Answer):
+    """A user agreed to take part in rounds."""
+
+    user: str
+    agreed_at: str
+    text_sha256: str
+
+
+class ConsentRevoked(Answer):
+    """A user takes part in no further round; `revoked`: there was a consent."""
+
+    user: str
+    revoked: bool
+
+
+class FederationLedger(Answer):
+    """The records that have left this box, oldest first."""
+
+    ledger: list[dict[str, Any]]
+
+
+class RoundOffer(Answer):
+    """The offer of this box to rounds: classes of memory, speed and participants are powers of two.
+
+    `idle`: a round would begin now; `busy` is the one under way; `terms` are the least strict that it takes.
+    """
+
+    model: str
+    rank: int
+    memory_mb: int
+    tokens_per_s: int
+    participants: int
+    idle: bool
+    busy: str | None
+    terms: dict[str, Any]
+
+
+class RoundBegun(Answer):
+    """A round has begun."""
+
+    id: str
+
+
+class RoundState(Answer):
+    """How far a round is, from 0 to 1, and why it failed."""
+
+    id: str
+    state: Literal["training", "done", "failed"]
+    reason: str
+    progress: float
+
+
+class RoundDropped(Answer):
+    """A round is dropped; a record of it that has left stays in the ledger."""
+
+    id: str
+    dropped: Literal[True]
+
+
 class Preference(Answer):
     """A user's words on the answers that are wanted; `note` says whether prompts have them, and why not.
 

@@ -11,6 +11,7 @@ from edged.api import (
     applications,
     completions,
     events,
+    federated,
     feedback,
     leases,
     metrics,
@@ -52,6 +53,7 @@ _FILES: dict[str, dict[str, Any]] = {"limit": {"type": "integer", "minimum": 1, 
 _JOB: dict[str, Any] = {"role": "train", "answer": bodies.Job, "errors": (404,)}
 _LEASE: dict[str, dict[str, Any]] = {
     "node": {"type": "string", "pattern": NODE_NAME.pattern}, "epoch": {"type": "integer", "minimum": 0}}  # fmt: skip
+_SHA256 = {"sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"}}
 _SECONDS = {"seconds": {"type": "number", "exclusiveMinimum": 0, "maximum": trace.MAX_SECONDS}}
 
 
@@ -97,6 +99,23 @@ ROUTES = (
     Route("PUT", "/v1/starts/{name}", starts.put_start, streamed=True,
           answer=responses.StartAdded, errors=(408, 409, 413, 507)),
     Route("DELETE", "/v1/starts/{name}", starts.delete_start, answer=responses.StartRemoved, errors=(404, 409)),
+    Route("GET", "/v1/federated", federated.get_federation, role="train", answer=responses.Federation),
+    Route("PUT", "/v1/federated/consent/{user}", federated.put_consent, role="train", speaks_for="user",
+          body=(requests.ConsentRequest,), answer=responses.ConsentGiven, errors=(409,)),
+    Route("DELETE", "/v1/federated/consent/{user}", federated.delete_consent, role="train", speaks_for="user",
+          answer=responses.ConsentRevoked),
+    Route("GET", "/v1/federated/ledger", federated.get_ledger, role="federated", query=_SHA256,
+          answer=responses.FederationLedger),
+    Route("GET", "/v1/federated/rounds", federated.get_offer, role="federated",
+          answer=responses.RoundOffer, errors=(409,)),
+    Route("POST", "/v1/federated/rounds", federated.begin_round, role="federated", query=_USER, streamed=True,
+          answer=responses.RoundBegun, status=202, errors=(408, 409, 413, 507)),
+    Route("GET", "/v1/federated/rounds/{id}", federated.get_round, role="federated",
+          answer=responses.RoundState, errors=(404,)),
+    Route("GET", "/v1/federated/rounds/{id}/record", federated.get_record, role="federated",
+          media=_BYTES, errors=(404, 409)),
+    Route("DELETE", "/v1/federated/rounds/{id}", federated.drop_round, role="federated",
+          answer=responses.RoundDropped, errors=(404,)),
     Route("GET", "/v1/adapters/{name}/preference", preferences.get_preference, role="train", speaks_for="name",
           answer=responses.Preference, errors=(404,)),
     Route("PUT", "/v1/adapters/{name}/preference", preferences.put_preference, role="train", speaks_for="name",

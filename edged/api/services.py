@@ -17,6 +17,7 @@ from edged.api.jobs.runner import JobRunner
 from edged.api.outcomes import LatestOutcomes
 from edged.api.practice import Practice
 from edged.api.reading_speeds import ReadingSpeeds
+from edged.api.rounds import Rounds
 from edged.api.runs import ApplicationRuns
 from edged.api.tastes import Tastes
 from edged.api.version_answers import VersionAnswers
@@ -59,6 +60,7 @@ class Services:
     monitor: DeviceMonitor
     admission: TenantQueue
     runs: ApplicationRuns
+    rounds: Rounds
     limits: UserLimits
     quota: UserQuota
     reading_speeds: ReadingSpeeds

@@ -22,7 +22,7 @@ _DOTS = re.compile(r"(?:^|/)(?:\.|%2e){1,2}(?:/|$)", re.IGNORECASE)
 """Parts of a path that name a folder above: no node shall read another path than the ingress."""
 _AT_NODES = (
     *("/v1/backup", "/v1/store", "/v1/settings", "/v1/reload", "/v1/trace", "/v1/drain", "/v1/undrain"),
-    *("/v1/applications", "/v1/quarantine/", "/v1/leases"),
+    *("/v1/applications", "/v1/quarantine/", "/v1/leases", "/v1/federated"),
 )
 """Beginnings of what an operator asks of a box itself."""
 _ROUTES: tuple[tuple[str, str, str, Callable[[Ingress], Handler]], ...] = (

@@ -39,6 +39,10 @@ from tests.engine.harness import BuiltEngine, Client, running_engine
 from tests.models import byte_tokenizer
 
 
+async def no_round(user: str) -> None:
+    """Drop a user's round where there is none."""
+
+
 class SlowCodec(Tokenizer):
     """A codec that tokenizes when it may."""
 
@@ -110,6 +114,7 @@ class Scene:
             limits=UserLimits(LimitSettings()),
             maintenance=self.maintenance,
             runs=ApplicationRuns(FairnessSettings, self.store),
+            rounds=SimpleNamespace(forget_user=no_round),
             reading_speeds=ReadingSpeeds(Live(Settings()), self.store),
             preferences=WrittenPreferences(self.store, Tokenizer(byte_tokenizer(), "bytes")),
             tastes=SimpleNamespace(renew=lambda: None),
