@@ -28,6 +28,7 @@ COMMANDS = (
         "adapters",
         "teach",
         "starts",
+        "federated",
         "feedback",
         "reload",
         "align",
@@ -63,7 +64,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
     *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken", "StoreError"),
-    "PluginError",
+    *("PluginError", "CampaignRefused", "RecordRefused"),
 }
 """Class names of edged's errors that are shown by their message alone; names, so that none is imported for this."""
 
