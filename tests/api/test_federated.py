@@ -167,7 +167,6 @@ def test_noise_costs_epsilon_and_over_the_most_a_user_never_takes_part_again(mod
         **SETTINGS,
         "federated__max_rounds": 9,
         "federated__max_epsilon": most,
-        "align__target_modules": "q_proj",
     }
     with running(tmp_path / "run", model, **settings) as live, live.http() as http:
         teach(http, "ann", 12)
