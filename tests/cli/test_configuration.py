@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -13,12 +14,13 @@ from click.testing import CliRunner
 from edged.cli.main import cli
 from edged.cli.settings import load_settings
 from edged.scheduler.policies.registry import ROWS
-from edged.settings.load import RENAMED, ConfigError, Settings
+from edged.settings.load import RENAMED, AlignSettings, ConfigError, Settings
 from edged.settings.load import load_settings as load_typed
 from edged.settings.toml import to_toml_value
 from tests.tree.documents import section_table
 
 ROOT = Path(__file__).parents[2]
+LOSSES = get_args(AlignSettings.model_fields["loss"].annotation)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,7 @@ def test_show_names_a_wrong_setting_and_the_way_out(tmp_path: Path) -> None:
     [
         ('[scheduler]\npolicy = "MACE"\n', 'setting "scheduler.policy" = \'MACE\': did you mean "mace"?'),
         ('[model]\ndtype = "bf16"\n', 'setting "model.dtype" = \'bf16\': did you mean "bfloat16"?'),
-        ("[align]\nloss = 3\n", 'setting "align.loss" = 3: known: sigmoid, ipo, simpo, orpo, sft, dft'),
+        ("[align]\nloss = 3\n", f'setting "align.loss" = 3: known: {", ".join(LOSSES)}'),
         (
             "[scheduler]\nretrain_every_s = 10\nretrain_window_s = 12\n",
             'setting "scheduler.retrain_window_s" = 12: it must be shorter than retrain_every_s (10.0 s)',
