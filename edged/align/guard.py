@@ -13,6 +13,7 @@ from typing import Literal
 
 from edged.align.adapters.adapter import CopiedVersion
 from edged.align.feedback.pair import PairScored
+from edged.runtime.chance import by_chance
 from edged.settings.load import GuardSettings
 
 _CHANCE = 0.05
@@ -216,8 +217,3 @@ def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSetti
         return ""
     fell = f"held-out reward accuracy fell from {before:.2f} (version {best.version}) to {now:.2f}"
     return f"{fell} on {len(common)} pairs, the bound on the loss is {settings.max_accuracy_drop:g}"
-
-
-def by_chance(right: float, pairs: int) -> float:
-    """Return the probability that at least `right` of so many pairs are right where each is with 1/2."""
-    return sum(math.comb(pairs, count) for count in range(math.ceil(right), pairs + 1)) / 2**pairs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from edged.align.feedback.pair import PairScored
-from edged.align.guard import by_chance
 from edged.align.starts import Start, StartChoice
+from edged.runtime.chance import by_chance
 
 STARTS = [Start("low", 1, "", 2.0), Start("high", 1, "", 4.0)]
 
