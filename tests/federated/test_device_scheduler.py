@@ -168,6 +168,19 @@ def test_no_round_is_confined_while_more_is_asked_for_than_comes() -> None:
         assert venn.request(tone, 1, DAY_S).tier is None
 
 
+def test_tiers_are_used_only_while_more_boxes_come_than_are_asked_for() -> None:
+    """Those behind it in its own group count: 700 and its four are fewer than the 800 that came, 1,000 are more."""
+    confined = {}
+    for demand in (700, 1000):
+        tiers = []
+        for seed in range(12):
+            venn, tone = known(seed)
+            venn.request(campaign("behind", demand=demand), 1, DAY_S)
+            tiers.append(venn.request(tone, 1, DAY_S).tier)
+        confined[demand] = any(tiers)
+    assert confined == {700: True, 1000: False}
+
+
 def test_what_a_tier_leaves_goes_to_the_next_request_and_a_tier_lapses() -> None:
     confined = ((venn, venn.request(tone, 1, DAY_S)) for venn, tone in (known(seed, idle=0) for seed in range(12)))
     venn, request = next((venn, request) for venn, request in confined if request.tier)

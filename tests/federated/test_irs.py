@@ -46,6 +46,13 @@ def test_what_a_group_has_overtaken_waits_behind_it() -> None:
     assert owners(groups, supply) == {1: 0, 3: 0, 5: 0, 7: 0}
 
 
+def test_a_group_that_gave_boxes_away_has_them_no_more_when_its_own_turn_comes() -> None:
+    supply = {1: 1.0, 3: 1.0, 2: 0.5, 6: 0.2, 4: 0.2}
+    groups = [group({1, 3}, 1, 1, 1, 1, 1, 1), group({3, 2, 6}, 2, 2, 2), group({6, 4}, 3, 3)]
+    # The second group gives 3 to the first. 3 / 0.5 > 2 / 0.4 then; with 3 still counted 3 / 1.5 would not be.
+    assert owners(groups, supply) == {1: 0, 3: 0, 2: 1, 6: 1, 4: 2}
+
+
 def test_a_group_whose_boxes_never_come_gets_none() -> None:
     assert owners([group(set(), 3), group({1}, 4)], {1: 1.0}) == {1: 1}
 
