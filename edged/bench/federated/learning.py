@@ -4,35 +4,46 @@ Answers are preferred by their length, shorter or longer. Members learn pairs of
 same weights, and a start is the mean of what they learned: A as all began, B their mean. New users have pairs of later
 lines, and teach an engine as they would: the daemon's own choice gives them a start. Told is how many pairs that nobody
 learned from each user's adapter predicts, after so many own pairs.
+
+Members of starts, of `global` and of `nearest`, and all new users take real steps. Linearised (`linear.py`) are the
+members of `auxo` and of the test of splits, of which hundreds learn many times, and which neighbours are nearest.
 """
 
+import random
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 
-from edged.align.feedback.pair import PairRetired, PairScored, Record, TokenPair, VersionPublished
+from edged.align.feedback.pair import PairRetired, Record, TokenPair, VersionPublished
 from edged.align.language import neutral_pairs
+from edged.bench.federated.auxo import LETTER, AuxoRun, LearningMember
+from edged.bench.federated.kept import Kept
+from edged.bench.federated.linear import TASTES, AnswerModel, LinearMembers, Weights, by_taste
 from edged.bench.replay import load_pairs
 from edged.engine.engine import Engine
+from edged.federated.clustering import find_split, heterogeneity
 from edged.settings.load import Settings
+from edged.store.data_dir import sha256_of
 from edged.text.tokenizer import Tokenizer
 
-TASTES = ("concise", "elaborate")
 _MEMBERS = 1400
 """Lines of the file, from the first, from which members' pairs are drawn: hh-lm was trained on as many."""
 _AT_ONCE, _UNSEEN, _NEAREST, _NEIGHBOURS = 8, 24, 5, 30
 """Members that learn beside each other; unseen pairs of a new user; neighbours that are averaged, of how many."""
-_LONGEST_S = 900.0
-Weights = Mapping[str, torch.Tensor]
+_CLIP = 0.4
+"""The L2 norm to which a member's B is clipped: hh-lm's median."""
+_SPLIT_UPDATES = 30
+_LONGEST_S, _LOOK_S = 1800.0, 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +55,17 @@ class LearningPlan:
     users: Sequence[int] = (10, 100)
     new: int = 10
     own: Sequence[int] = (1, 4, 8, 16)
+    noise: float = 0.0
+    """Standard deviation of the noise in the sum of members' B, over the clip (z)."""
+    splits: int = 20
+    """Seeds of the test of splits, and whether Auxo is played; 0: neither."""
     pairs_each: int = 24
     max_tokens: int = 256
     seed: int = 0
 
 
 class _Box:
-    """An engine of which each step is waited for, and scores of pairs by any weights."""
+    """An engine of which each step is waited for."""
 
     def __init__(self, settings: Settings, model_dir: Path, folder: Path) -> None:
         self._changed = threading.Condition()
@@ -77,7 +92,7 @@ class _Box:
             while not done():
                 if self.engine.error or time.monotonic() > end_s:
                     raise RuntimeError(f"the engine did not come to an end: {self.engine.error or 'it is too slow'}")
-                self._changed.wait(0.05)
+                self._changed.wait(_LOOK_S)
 
     def learn(self, user: str, pairs: Sequence[TokenPair]) -> None:
         """Submit a user's pairs; see `settle`."""
@@ -107,158 +122,245 @@ class _Box:
         """Copy a user's weights; none where nothing is learned."""
         return self.engine.weights(user).result()[1] if self.engine.version(user) else {}
 
-    def scores(self, weights: Weights, pairs: Sequence[TokenPair]) -> list[PairScored]:
-        """Score pairs by an adapter of these weights, as the guard does."""
-        probe = f"probe-{next(self._numbers)}"
-        self.engine.import_adapter(probe, dict(weights), "imported").result()
-        tested = [replace(pair, adapter=probe, pair_id=next(self._numbers), state="held_out") for pair in pairs]
-        self.engine.submit_pairs(tested)
-        self.engine.request_test(probe)
-
-        def found() -> list[PairScored]:
-            return [each for each in self._records[probe] if isinstance(each, PairScored)]
-
-        self.wait(lambda: len(found()) >= len(pairs))
-        self.forget(probe)
-        return found()
-
-    def accuracy(self, weights: Weights, pairs: Sequence[TokenPair]) -> float:
-        """Return the share of pairs that are right; untrained weights decide none."""
-        return fmean(score.reward_margin > 0 for score in self.scores(weights, pairs)) if weights else 0.5
-
     def forget(self, *users: str) -> None:
         for user in users:
             self.engine.forget(user).result()
             self._learned.pop(user, None)
+            self._records.pop(user, None)
 
 
 def _is_start(record: Record) -> bool:
     return isinstance(record, VersionPublished) and record.is_start
 
 
-def run(plan: LearningPlan, settings: Settings, model_dir: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the shares of unseen pairs that are right by arm and number of own pairs; see `LearningPlan`."""
+def run(
+    plan: LearningPlan, settings: Settings, model_dir: Path, say: Callable[[str], None], keep: Path | None = None
+) -> dict[str, Any]:
+    """Return the shares of unseen pairs that are right by arm and number of own pairs; see `LearningPlan`.
+
+    What is computed is kept in the folder `keep`, from which the next run of the same plan goes on.
+    """
     tokenizer = Tokenizer.load(model_dir)
     found = load_pairs(plan.pairs, "hh", tokenizer, plan.max_tokens)[0]
-    by_taste = {taste: _preferred(found, taste) for taste in TASTES}
     with tempfile.TemporaryDirectory(prefix="edged-") as folder:
-        box = _Box(settings, model_dir, Path(folder))
+        box = _Box(settings, model_dir, Path(folder) / "engine")
         try:
             box.engine.test_with(neutral_pairs(tokenizer))
-            return _Learning(plan, box, by_taste, say).report()
+            spec = box.engine.start_files.spec
+            # Not of the plan: how many take part, which only adds results.
+            about = {name: value for name, value in asdict(plan).items() if name not in ("users", "new", "splits")}
+            about |= {"pairs": sha256_of(plan.pairs), "base": spec.fingerprint, "align": settings.align.model_dump()}
+            return _Learning(plan, box, found, Kept(keep or Path(folder), about), model_dir, settings, say).report()
         finally:
             box.engine.stop(1.0)
 
 
-def _preferred(pairs: Sequence[TokenPair], taste: str) -> list[TokenPair]:
-    """Return the pairs whose answers differ in length, as this taste prefers them."""
-    kept = [pair for pair in pairs if len(pair.chosen) != len(pair.rejected)]
-    return [
-        pair
-        if (len(pair.chosen) > len(pair.rejected)) == (taste == "elaborate")
-        else replace(pair, chosen=pair.rejected, rejected=pair.chosen)
-        for pair in kept
-    ]
+@dataclass(frozen=True, slots=True)
+class _NewUser:
+    name: str
+    taste: str
+    own: list[TokenPair]
+    unseen: list[TokenPair]
 
 
 class _Learning:
     def __init__(
-        self, plan: LearningPlan, box: _Box, by_taste: Mapping[str, list[TokenPair]], say: Callable[[str], None]
+        self,
+        plan: LearningPlan,
+        box: _Box,
+        pairs: Sequence[TokenPair],
+        kept: Kept,
+        model_dir: Path,
+        settings: Settings,
+        say: Callable[[str], None],
     ) -> None:
-        self._plan, self._box, self._say = plan, box, say
-        self._members = {taste: [pair for pair in own if pair.pair_id <= _MEMBERS] for taste, own in by_taste.items()}
-        self._new = {taste: [pair for pair in own if pair.pair_id > _MEMBERS] for taste, own in by_taste.items()}
-        self._draws = torch.Generator().manual_seed(plan.seed)
-        self._first = box.engine.trainer.adapter_cache.build("first").tensors()
+        self._plan, self._box, self._kept, self._say = plan, box, kept, say
+        # Answers of one length are no matter of these tastes.
+        unlike = [pair for pair in pairs if len(pair.chosen) != len(pair.rejected)]
+        self._pools = [[pair for pair in unlike if (pair.pair_id > _MEMBERS) == new] for new in (False, True)]
+        first = box.engine.trainer.adapter_cache.build("first")
+        self._first = first.tensors()
+        self._model = AnswerModel(model_dir, first.form, self._first)
+        self._linear = LinearMembers(self._model, kept, settings.align, say)
+        self._users = [self._new_user(taste, number) for number in range(plan.new) for taste in TASTES]
 
-    def _drawn(self, pairs: Sequence[TokenPair], size: int) -> list[TokenPair]:
-        return [pairs[at] for at in torch.randperm(len(pairs), generator=self._draws)[:size].tolist()]
+    def _draw(self, name: str, taste: str, size: int, new: bool = False) -> list[TokenPair]:
+        """Draw pairs by a name: whoever else takes part, they are the same."""
+        drawn = random.Random(f"{self._plan.seed} {name}").sample(self._pools[new], size)
+        return [by_taste(pair, taste) for pair in drawn]
 
-    def _taught(self, taste: str, members: int) -> list[Weights]:
-        """Return the weights of members of a taste, each after its pairs."""
-        box, taught = self._box, list[Weights]()
-        every = [f"{taste}-{number}" for number in range(members)]
-        for names in (every[at : at + _AT_ONCE] for at in range(0, members, _AT_ONCE)):
+    def _new_user(self, taste: str, number: int) -> _NewUser:
+        name, most = f"new-{taste}-{number}", max(self._plan.own)
+        drawn = self._draw(name, taste, most + _UNSEEN, new=True)
+        return _NewUser(name, taste, drawn[:most], drawn[most:])
+
+    def _taught(self, taste: str, members: int) -> list[torch.Tensor]:
+        """Return the B of members of a taste, each after its pairs."""
+        box, every = self._box, [f"{taste}-{number}" for number in range(members)]
+        missing = [name for name in every if self._kept.tensor(name) is None]
+        for names in (missing[at : at + _AT_ONCE] for at in range(0, len(missing), _AT_ONCE)):
             for name in names:
                 box.engine.import_adapter(name, self._first, "imported").result()
-                box.learn(name, self._drawn(self._members[taste], self._plan.pairs_each))
+                box.learn(name, self._draw(name, taste, self._plan.pairs_each))
             box.settle(*names)
-            taught += [box.weights(name) for name in names]
+            for name in names:
+                self._kept.keep_tensor(name, self._model.flat(box.weights(name)))
             box.forget(*names)
-            self._say(f"{len(taught)} of {members} members of {taste}")
-        return taught
+            self._say(f"members: {names[-1]}")
+        taught = [self._kept.tensor(name) for name in every]
+        return [flat for flat in taught if flat is not None]
 
-    def _mean(self, of: Sequence[Weights]) -> dict[str, torch.Tensor]:
-        """Return the start that these weights make."""
-        return {
-            name: torch.stack([each[name] for each in of]).mean(0) if "lora_B" in name else first
-            for name, first in self._first.items()
-        }
+    def _start(self, of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the start of these members: the mean of the clipped B, with noise where the plan says so."""
+        clipped = torch.stack([flat * min(1.0, _CLIP / (float(flat.norm()) or 1.0)) for flat in of])
+        noise = torch.randn(clipped.shape[1], generator=torch.Generator().manual_seed(self._plan.seed))
+        return self._model.weights(clipped.mean(0) + noise * self._plan.noise * _CLIP / len(of))
+
+    def _accuracy(self, weights: Weights, pairs: Sequence[TokenPair]) -> float:
+        """Return the share of pairs that are right; untrained weights decide none."""
+        return float((self._model.margins(weights, pairs) > 0).float().mean()) if weights else 0.5
 
     def report(self) -> dict[str, Any]:
         plan, members = self._plan, {taste: self._taught(taste, max(self._plan.users)) for taste in TASTES}
-        users = [
-            (taste, self._drawn(self._new[taste], max(plan.own) + _UNSEEN)) for _ in range(plan.new) for taste in TASTES
-        ]
-        arms = {"local": self._arm("local", users)[0]}
-        arms["global"] = self._served(self._mean([each for own in members.values() for each in own]), users)
-        arms["nearest"] = self._nearest([each for own in members.values() for each in own[: _NEIGHBOURS // 2]], users)
+        arms = {"local": self._arm("local", None)[0]}
+        arms["global"] = self._served("global", self._start([each for own in members.values() for each in own]))
+        arms["nearest"] = self._nearest([each for own in members.values() for each in own[: _NEIGHBOURS // 2]])
         right: dict[str, Any] = {}
         for number in plan.users:
-            for taste in TASTES:
-                start = self._box.engine.start_files.add(taste, self._mean(members[taste][:number]))
-                self._box.engine.add_start(start).result()
-            self._box.wait(lambda: all(s.scale is not None for s in self._box.engine.starts().values()))
-            arms[f"start-{number}"], right[f"start-{number}"] = self._arm(f"start-{number}", users)
-            right[f"start-{number}"]["scale"] = {s.name: s.scale for s in self._box.engine.starts().values()}
-        sizes = {"new_users": len(users), "unseen_pairs": _UNSEEN * len(users), "members": list(plan.users)}
-        return {"arms": arms, "chosen_right": right, **sizes, "pairs_each": plan.pairs_each, "seed": plan.seed}
+            starts = {taste: members[taste][:number] for taste in TASTES}
+            arms[f"start-{number}"], right[f"start-{number}"] = self._arm(f"start-{number}", starts)
+        played = self._auxo(arms) if plan.splits else {}
+        sizes = {"new_users": len(self._users), "unseen_pairs": _UNSEEN * len(self._users), "members": list(plan.users)}
+        about = {"pairs_each": plan.pairs_each, "noise": plan.noise, "seed": plan.seed}
+        linear = ["auxo", "auxo-split", "single", "which neighbours are nearest"]
+        return {"arms": arms, "chosen_right": right, **played, **sizes, **about, "linearised": linear}
 
     def _arm(
-        self, arm: str, users: Sequence[tuple[str, list[TokenPair]]]
-    ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """Have users teach their pairs; return accuracies after so many, and of starts the shares that are right.
+        self, arm: str, starts: Mapping[str, Sequence[torch.Tensor]] | None
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        """Have new users teach their pairs; return accuracies after so many, and of starts the shares that are right.
 
         `nearest` is the share of users whose taste has the start of least loss, `taken` of those who took one.
         """
-        accuracies, nearest, taken = (defaultdict[str, list[float]](list) for _ in range(3))
-        for number, (taste, pairs) in enumerate(users):
-            name, unseen, done = f"{arm}-{number}", pairs[max(self._plan.own) :], 0
-            for own in self._plan.own:
-                # One after the other, as a person gives them: the choice is looked at with each.
-                for pair in pairs[done:own]:
-                    self._box.learn(name, [pair])
-                    self._box.settle(name)
-                done = own
-                accuracies[str(own)].append(self._box.accuracy(self._box.weights(name), unseen))
-                choice = self._box.engine.choice(name).result()
-                if scores := choice.verdict:
-                    best = min(scores, key=lambda score: score.loss or 0.0)
-                    nearest[str(own)].append(best.start == taste)
-                taken[str(own)] += [choice.start == taste] if choice.start else []
-            self._box.forget(name)
-            self._say(f"{arm}: {number + 1} of {len(users)} new users")
-        shares = {"nearest": _means(nearest), "taken": _means(taken)}
-        return _means(accuracies), {**shares, "took_one": {own: len(all_) / len(users) for own, all_ in taken.items()}}
+        missing = [user for user in self._users if self._kept.figures(f"{arm} {user.name}") is None]
+        if starts and missing:
+            engine = self._box.engine
+            for taste, of in starts.items():
+                engine.add_start(engine.start_files.add(taste, self._start(of))).result()
+            self._box.wait(lambda: all(start.scale is not None for start in engine.starts().values()))
+            self._kept.keep_figures(f"{arm} scale", {start.name: start.scale for start in engine.starts().values()})
+        for number, user in enumerate(missing):
+            self._kept.keep_figures(f"{arm} {user.name}", self._teach(f"{arm}-{user.name}", user))
+            self._say(f"{arm}: {number + 1} of {len(missing)} new users")
+        found = [self._kept.figures(f"{arm} {user.name}") for user in self._users]
+        means = {kind: _means([each[kind] for each in found]) for kind in ("accuracy", "nearest", "taken")}
+        took = {str(own): fmean(str(own) in each["taken"] for each in found) for own in self._plan.own}
+        return means.pop("accuracy"), {**means, "took_one": took, "scale": self._kept.figures(f"{arm} scale")}
 
-    def _served(self, weights: Weights, users: Sequence[tuple[str, list[TokenPair]]]) -> dict[str, float]:
+    def _teach(self, name: str, user: _NewUser) -> dict[str, dict[str, float]]:
+        """Have a new user teach; return by number of own pairs what is right then."""
+        box, done = self._box, 0
+        found: dict[str, dict[str, float]] = {"accuracy": {}, "nearest": {}, "taken": {}}
+        for own in self._plan.own:
+            # One after the other, as a person gives them: the choice is looked at with each.
+            for pair in user.own[done:own]:
+                box.learn(name, [pair])
+                box.settle(name)
+            done = own
+            found["accuracy"][str(own)] = self._accuracy(box.weights(name), user.unseen)
+            choice = box.engine.choice(name).result()
+            if scores := choice.verdict:
+                best = min(scores, key=lambda score: score.loss or 0.0)
+                found["nearest"][str(own)] = float(best.start == user.taste)
+            if choice.start:
+                found["taken"][str(own)] = float(choice.start == user.taste)
+        box.forget(name)
+        return found
+
+    def _served(self, arm: str, weights: Weights) -> dict[str, float]:
         """Return the accuracy of one adapter for all, whatever pairs they have."""
-        found = fmean(self._box.accuracy(weights, pairs[max(self._plan.own) :]) for _, pairs in users)
+        found = fmean(self._accuracy(weights, user.unseen) for user in self._users)
+        self._say(f"{arm}: {found:.3f}")
         return {str(own): found for own in self._plan.own}
 
-    def _nearest(self, neighbours: Sequence[Weights], users: Sequence[tuple[str, list[TokenPair]]]) -> dict[str, float]:
+    def _nearest(self, neighbours: Sequence[torch.Tensor]) -> dict[str, float]:
         """Return the accuracies of the mean of the neighbours' adapters whose loss on the own pairs is least."""
-        accuracies, most = defaultdict[str, list[float]](list), max(self._plan.own)
-        own_pairs = [pair for _, pairs in users for pair in pairs[:most]]
-        losses = torch.tensor([[score.loss for score in self._box.scores(each, own_pairs)] for each in neighbours])
-        for number, (_, pairs) in enumerate(users):
+        self._linear.add([pair for user in self._users for pair in user.own])
+        accuracies = []
+        for number, user in enumerate(self._users):
+            ids, found = [pair.pair_id for pair in user.own], dict[str, float]()
+            margins = torch.stack([self._linear.margins(flat, user.taste, ids) for flat in neighbours])
+            losses = torch.nn.functional.softplus(-self._linear.beta * margins)
             for own in self._plan.own:
-                means = losses[:, number * most : number * most + own].mean(1)
-                near = [neighbours[at] for at in means.argsort()[:_NEAREST].tolist()]
-                accuracies[str(own)].append(self._box.accuracy(self._mean(near), pairs[most:]))
-            self._say(f"nearest: {number + 1} of {len(users)} new users")
+                near = losses[:, :own].mean(1).argsort()[:_NEAREST].tolist()
+                found[str(own)] = self._accuracy(self._start([neighbours[at] for at in near]), user.unseen)
+            accuracies.append(found)
+            self._say(f"nearest: {number + 1} of {len(self._users)} new users")
         return _means(accuracies)
 
+    def _member(self, name: str, taste: str) -> LearningMember:
+        """Return a member whose steps are linearised."""
+        pairs = self._draw(name, taste, self._plan.pairs_each)
+        self._linear.add(pairs)
+        return LearningMember(taste, tuple(pair.pair_id for pair in pairs))
 
-def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    return {key: fmean(each) for key, each in values.items() if each}
+    def _auxo(self, arms: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """Play Auxo to the letter, and with a split whatever J says; test splits. Adds arms, returns the other figures.
+
+        A new user takes part with the own pairs once, and is served the cohort of the highest reward then.
+        """
+        plan, figures = self._plan, dict[str, Any]()
+        self._linear.add([pair for user in self._users for pair in user.own])
+        members = [self._member(f"{taste}-{number}", taste) for number in range(max(plan.users)) for taste in TASTES]
+        size = sum(own.numel() for name, own in self._first.items() if "lora_B" in name)
+        for arm, threshold in (("auxo", LETTER), ("auxo-split", 1.0)):
+            auxo = AuxoRun(self._linear, members, size, plan.seed, threshold)
+            auxo.play()
+            accuracies = []
+            for user in self._users:
+                found = {}
+                for own in plan.own:
+                    new = LearningMember(user.taste, tuple(pair.pair_id for pair in user.own[:own]))
+                    found[str(own)] = self._accuracy(self._model.weights(auxo.cohort_of(new).flat), user.unseen)
+                accuracies.append(found)
+            arms[arm] = _means(accuracies)
+            figures[arm] = {"cohorts": len(auxo.cohorts), "ratio": _spread(auxo.ratios), "needs": threshold}
+            self._say(f"{arm}: {len(auxo.cohorts)} cohorts")
+        return {"auxo": figures, "single": {kind: self._splits(kind) for kind in ("one", "two")}}
+
+    def _splits(self, kind: str) -> dict[str, Any]:
+        """Return how often updates that are seen singly split, of members of one taste or of two, and how purely."""
+        tests, ratios = [], []
+        for seed in range(self._plan.splits):
+            tastes = [TASTES[number % 2 if kind == "two" else seed % 2] for number in range(_SPLIT_UPDATES)]
+            own = [self._member(f"single {kind} {seed} {number}", taste) for number, taste in enumerate(tastes)]
+            updates = torch.stack([self._linear.learn(each.taste, each.pairs) for each in own]).numpy()
+            test = find_split(updates, np.random.default_rng(seed))
+            assert test is not None
+            same = fmean(TASTES[label] == taste for label, taste in zip(test.labels, tastes, strict=True))
+            tests.append((test, max(same, 1 - same)))
+            units = updates / np.linalg.norm(updates, axis=1, keepdims=True)
+            gram, labels = units @ units.T, np.array(test.labels)
+            ratios.append(heterogeneity(gram, labels) / heterogeneity(gram, np.zeros_like(labels)))
+            self._say(f"single, {kind}: {seed + 1} of {self._plan.splits}")
+        split = [purity for test, purity in tests if test.splits]
+        return {
+            "updates": _SPLIT_UPDATES,
+            "seeds": len(tests),
+            "splits": len(split),
+            "z": _spread([test.z for test, _ in tests]),
+            "needs": tests[0][0].least,
+            "ratio": _spread(ratios),
+            "purity": fmean(split) if split and kind == "two" else None,
+        }
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each key over the rows that have it."""
+    keys = sorted({key for row in rows for key in row}, key=int)
+    return {key: fmean(row[key] for row in rows if key in row) for key in keys}
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return least, median and largest."""
+    return min(values), median(values), max(values)
