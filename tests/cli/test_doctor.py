@@ -449,3 +449,14 @@ def test_damaged_adapters_are_found(daemon: Daemon, tmp_path: Path) -> None:
     assert "its header says" in only(storage.adapters(it)).seen
     (newest / "edged.json").unlink()
     assert only(storage.adapters(it)).state == "warn"
+
+
+def test_a_default_that_names_no_start_is_found(tmp_path: Path) -> None:
+    settings = load_settings(environ={}, overrides={"starts.default": "kind"})
+    missing = only(storage.starts(examination(tmp_path, settings=settings)))
+    assert missing.state == "warn"
+    assert missing.seen == 'starts.default = "kind" names no start: known are none'
+    assert missing.way_out.startswith("`edged starts add kind FOLDER`")
+    (tmp_path / "data" / "starts" / "fingerprint" / "kind" / "v000001").mkdir(parents=True)
+    assert only(storage.starts(examination(tmp_path, settings=settings))).state == "ok"
+    assert storage.starts(examination(tmp_path)) is None

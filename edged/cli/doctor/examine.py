@@ -38,6 +38,7 @@ CHECKS = (
     Check("socket", storage.socket_folder),
     Check("database", storage.database),
     Check("adapters", storage.adapters),
+    Check("starts", storage.starts),
     Check("language", storage.language),
     *FILE_CHECKS,
     # The checks from here on wait for the check process.

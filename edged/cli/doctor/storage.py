@@ -18,7 +18,7 @@ from edged.cli.doctor.finding import Examination, Finding, broken, doubtful, fin
 from edged.cli.doctor.model import tensors_of
 from edged.cli.output import size
 from edged.cli.settings import INSTALLED_DATA_DIR
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, paths_under, sha256_of
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, STARTS_FOLDER, paths_under, sha256_of
 from edged.store.lock import LOCK_FILE
 
 _OPERATIONS = 10_000
@@ -195,6 +195,20 @@ def adapters(it: Examination) -> Finding:
         return fine("none yet")
     checked = "" if summed == len(newest) else f" ({summed} with checksums, for want of time)"
     return fine(f"{len(newest)} on disk, whole{checked}")
+
+
+def starts(it: Examination) -> Finding | None:
+    """Check that starts.default names a start that is on disk, of whatever base model."""
+    default = it.settings.starts.default
+    if not default:
+        return None
+    if _closed(it.data_dir):
+        return doubtful(f"{it.data_dir} may not be read by this user", _AS_OWNER)
+    known = sorted({version.parent.name for version in (it.data_dir / STARTS_FOLDER).glob("*/*/v[0-9]*")})
+    if default in known:
+        return fine(f"users without pairs begin with {default}")
+    seen = f'starts.default = "{default}" names no start: known are {", ".join(known) or "none"}'
+    return doubtful(seen, f'`edged starts add {default} FOLDER`, or set starts.default = ""')
 
 
 def language(it: Examination) -> Finding | None:
