@@ -26,7 +26,7 @@ from edged.api.event_router import EventRouter
 from edged.api.tastes import Tastes, is_sure, is_sure_of
 from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
-from edged.engine.request import EngineBusy, Request, RequestRefused
+from edged.engine.request import EngineBusy, EngineStopping, Request, RequestRefused
 from edged.engine.sampling.params import Sampling
 from edged.runtime import logs
 from edged.scheduler.task import ServiceClass
@@ -278,17 +278,18 @@ class Practice:
         ):
             return
         prompts, picks = await asyncio.to_thread(self._read, adapter)
+        began = before is None and await self._began(adapter)
         if await self._tastes.of(adapter) is not taste:
             # It was fitted anew, or forgotten, meanwhile.
             return
         # Answers that are served edited show the edits; to imitate them, too, would only make the rest worse.
         operator = taste.operator if taste and not self._live.current.serving.by_taste else None
-        practised = Practised(taste or Taste.fit([]), operator, prompts, picks, preference, preference)
+        practised = Practised(taste or Taste.fit([]), operator, prompts, picks, preference, preference, started=began)
         if before is not None:
+            practised.started = before.started
             if before.text == preference:
                 practised.preference, practised.told = before.preference, before.told
                 practised.distances = before.distances
-            practised.started = before.started
             practised.kl_nats, practised.turn, practised.proven = before.kl_nats, before.turn, before.proven
             asked = {prompt.question for prompt in prompts}
             practised.base_answers = {text: each for text, each in before.base_answers.items() if text in asked}
@@ -296,6 +297,13 @@ class Practice:
         while len(self.users) > _MOST_USERS:
             self.users.popitem(last=False)
         self._wake.set()
+
+    async def _began(self, adapter: str) -> bool:
+        """Tell whether an adapter is on a start: taken before there was a taste to judge it by, or before a restart."""
+        try:
+            return bool((await asyncio.wrap_future(self._engine.choice(adapter))).start)
+        except EngineStopping:
+            return False
 
     def _read(self, adapter: str) -> tuple[list[PracticePrompt], bool]:
         """Read a user's latest prompts, those with signals first, also with the written preference.
