@@ -111,8 +111,10 @@ class _Box:
                 records = self._records[user]
                 begun = max((at for at, each in enumerate(records) if _is_start(each)), default=-1)
                 ended = {each.pair_id for each in records[begun + 1 :] if isinstance(each, PairRetired)}
-                choice = self.engine.trainer.pair_queues.queues[user].choice
-                if not self._learned[user].keys() <= ended or (choice.start and begun < 0):
+                # The engine takes pairs in when it comes to it: a new user has no queue before.
+                queue = self.engine.trainer.pair_queues.queues.get(user)
+                waits = not self._learned[user].keys() <= ended
+                if queue is None or waits or (queue.choice.start and begun < 0):
                     return False
             return True
 
