@@ -120,13 +120,14 @@ async def get_offer(request: web.Request) -> RoundOffer:
     memory = reading.gpu_memory_total_bytes or reading.memory_total_bytes
     busy = rounds.latest.id if rounds.latest is not None and rounds.latest.state == "training" else None
     at_rest = not (services.event_router.open_requests or services.engine.finetuning.pairs_queued)
+    free = busy is None and services.engine.finetuning.opens_steps and not await rounds.rests()
     return RoundOffer(
         model=rounds.model,
         rank=rounds.spec.rank,
         memory_mb=_class(memory >> 20),
         tokens_per_s=_class(int(_TOKENS / max(cost.prompt_s(_TOKENS), 1e-9))),
         participants=_class(len(able)),
-        idle=busy is None and services.engine.finetuning.opens_steps and (at_rest or box.when == "always"),
+        idle=free and (at_rest or box.when == "always"),
         busy=busy,
         terms=box.model_dump(exclude={"enabled", "when"}),
     )

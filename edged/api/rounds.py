@@ -127,11 +127,16 @@ class Rounds:
         if problem := await asyncio.to_thread(self.store.read, why_not):
             raise ApiError(409, f"{user} {problem}", "user", "no_participant")
 
+    async def rests(self) -> bool:
+        """Tell whether a record has left so lately that a hub gets none."""
+        last = await asyncio.to_thread(self.store.read, ledger.last_left_at)
+        rest = timedelta(hours=self.settings.min_interval_h)
+        return last is not None and utc_now() - datetime.fromisoformat(last) < rest
+
     async def _choose(self, terms: Terms) -> str:
         """Return who takes part in a round that a hub asks for. Raises ApiError (409); it names nobody."""
-        last, hours = await asyncio.to_thread(self.store.read, ledger.last_left_at), self.settings.min_interval_h
-        if last is not None and utc_now() - datetime.fromisoformat(last) < timedelta(hours=hours):
-            told = f"a record left less than federated.min_interval_h = {hours:g} h ago"
+        if await self.rests():
+            told = f"a record left less than federated.min_interval_h = {self.settings.min_interval_h:g} h ago"
             raise ApiError(409, told, code="too_soon")
         able = await self.participants(terms.noise, terms.min_pairs)
         if not able:

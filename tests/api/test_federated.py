@@ -265,6 +265,7 @@ def test_a_hub_asks_no_more_often_than_the_box_says(model: Path, tmp_path: Path)
         ended(http, begun)
         assert http.get(f"/v1/federated/rounds/{begun}/record").status_code == 200
         assert "less than federated.min_interval_h = 1 h ago" in refusal(post(http, asked(campaign(http))), 409)
+        assert not http.get("/v1/federated/rounds").json()["idle"]
         assert post(http, asked(campaign(http)), "ann").status_code == 202, "its operator decides"
 
 
