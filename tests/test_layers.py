@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import json
 import re
@@ -150,12 +151,32 @@ def test_packages_without_torch_can_be_imported_without_it() -> None:
     light = {package for _, packages, torch in table() if not torch for package in ROW if f"`{package}`" in packages}
     names = [module for module in MODULES if module.count(".") and module.split(".")[1] in light]
     names = [name for name in names if not name.endswith("__main__")]
+    if importlib.util.find_spec("nvflare") is None:
+        names = [name for name in names if not _imports(MODULES[name], "nvflare")]
     code = (
         "import importlib, sys\n"
         "for name in sys.argv[1:]:\n"
         "    importlib.import_module(name)\n"
         "    if 'torch' in sys.modules: sys.exit(f'{name} brings torch')\n"
     )
+    done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _imports(path: Path, package: str) -> bool:
+    return package in {name.split(".")[0] for name in imports(path)}
+
+
+def test_one_package_imports_nvflare_and_all_else_goes_without_it() -> None:
+    users = {module for module, path in MODULES.items() if _imports(path, "nvflare")}
+    assert users
+    assert {module.split(".")[1] for module in users} == {"federated_nvflare"}
+    # Where they import it in a function alone, to say what is missing, their module goes without.
+    late = {"edged.federated_nvflare.provision", "edged.federated_nvflare.submission"}
+    light = ("edged.federated", "edged.cli.federat")
+    names = [name for name in MODULES if name.startswith(light) and name not in users - late]
+    blocked = "import importlib, sys\nsys.modules['nvflare'] = None\n"
+    code = f"{blocked}for name in sys.argv[1:]: importlib.import_module(name)\n"
     done = subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -96,7 +96,7 @@ ROUTES = (
     Route("GET", "/v1/adapters/{name}/starts", starts.get_scores, role="train", speaks_for="name",
           answer=responses.StartScores, errors=(404,)),
     Route("GET", "/v1/starts", starts.list_starts, role="train", answer=responses.StartList),
-    Route("PUT", "/v1/starts/{name}", starts.put_start, streamed=True,
+    Route("PUT", "/v1/starts/{name}", starts.put_start, role="federated", streamed=True,
           answer=responses.StartAdded, errors=(408, 409, 413, 507)),
     Route("DELETE", "/v1/starts/{name}", starts.delete_start, answer=responses.StartRemoved, errors=(404, 409)),
     Route("GET", "/v1/federated", federated.get_federation, role="train", answer=responses.Federation),

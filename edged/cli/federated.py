@@ -1,6 +1,5 @@
 """The commands `edged federated`: starts that boxes teach together, by file, and what users agreed to."""
 
-import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from urllib.parse import quote
 
 import click
 
+from edged.cli import federation
 from edged.cli.adapters import refuse_full
 from edged.cli.options import asks_daemon, explain_os_errors, shown
 from edged.cli.output import make_table, moment, number, show_progress
@@ -22,6 +22,10 @@ def federated() -> None:
     """Starts that boxes teach together: see docs/federated.md."""
 
 
+for command in federation.COMMANDS:
+    federated.add_command(command)
+
+
 @federated.command()
 @click.argument("user")
 @click.option("--job", required=True, type=_FILE, metavar="FILE", help="The campaign's file (TOML).")
@@ -34,6 +38,8 @@ def update(client: Client, user: str, job: Path, output: Path, noise: float | No
 
     USER must have agreed. The daemon clips the record, adds the noise, and writes its line into the ledger.
     """
+    import secrets  # and what it brings, which no help needs
+
     from edged.federated.campaign_file import parse_campaign, read_campaign
     from edged.federated.records import RoundFile
 

@@ -64,7 +64,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
     *("CompareError", "DeviceError", "ProfilingFailed", "RebuildError", "BackupError", "FolderTaken", "StoreError"),
-    *("PluginError", "CampaignRefused", "RecordRefused"),
+    *("PluginError", "CampaignRefused", "RecordRefused", "KitError"),
 }
 """Class names of edged's errors that are shown by their message alone; names, so that none is imported for this."""
 

@@ -145,6 +145,19 @@ def dialogues(seed: int, fresh: bool = False) -> Iterator[Dialogue]:
         yield _dialogue(fresh, rng)
 
 
+def style_pairs(seed: int, formal: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield a question, the answer of who likes formal (or casual) ones, and one that differs in that, without end."""
+    rng = random.Random(f"pairs {seed}")
+    while True:
+        topic, facts, question = _open(TOPICS, False, rng)
+        drawn = _draw_style({}, rng)
+        liked, other = (
+            _answer(topic, facts, replace(drawn, formal=is_formal), rng) for is_formal in (formal, not formal)
+        )
+        if liked != other:
+            yield question, liked, other
+
+
 def _is_fresh(topic: Topic, question: str) -> bool:
     """Whether a question is held out of training: a fixed share, whatever the seed, of topics that have enough
     questions."""

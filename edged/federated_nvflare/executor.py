@@ -1,0 +1,38 @@
+"""The box's side of a task: a round by its daemon, or a start for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+
+from edged.client.client import DaemonError
+from edged.federated_nvflare.box_daemon import add_start, daemon_client, facts_of, make_record
+
+NONCE = "edged_nonce"
+"""Where the filter finds of which round a result must be; NVFlare has forgotten the task by then."""
+
+
+class RoundExecutor(Executor):
+    """The only executor that a box loads. A task is data: the daemon checks it, and this class hands it on."""
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """Return a record, or the code of a failure; why stands in this box's log alone."""
+        try:
+            data: dict[str, Any] = from_shareable(shareable).data
+            with daemon_client() as client:
+                if task_name == "start":
+                    add_start(client, str(data["name"]), bytes(data["folder"]))
+                    return make_reply(ReturnCode.OK)
+                asked = bytes(data["round"])
+                fl_ctx.set_prop(NONCE, facts_of(asked)["nonce"], private=True, sticky=False)
+                record = make_record(client, asked, lambda: bool(abort_signal.triggered))
+        except (DaemonError, KeyError, TypeError, ValueError) as error:
+            self.log_warning(fl_ctx, f"no answer to the task {task_name!r}: {error}", fire_event=False)
+            return make_reply(ReturnCode.EXECUTION_EXCEPTION)
+        return DXO(DataKind.APP_DEFINED, data={"record": record}).to_shareable()

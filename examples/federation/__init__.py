@@ -1,0 +1,1 @@
+"""`tools/federation-demo`: boxes that teach starts together, over a hub."""
