@@ -18,7 +18,7 @@ from tests.cli.conftest import edged
 
 INSTALL = Path(__file__).parents[1] / "tools" / "install"
 UNITS = Path("usr/local/lib/systemd/system")
-FLEET = "try-restart edged-fleet.service edged-ray.service"
+FLEET = "try-restart edged-fleet.service edged-ray.service edged-federated.service edged-federated-hub.service"
 
 pytestmark = pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
 

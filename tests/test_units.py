@@ -12,7 +12,8 @@ import pytest
 from edged.cli.settings import INSTALLED_DATA_DIR, INSTALLED_MODELS
 
 UNITS = Path(__file__).parents[1] / "systemd"
-SERVICES = ("edged.service", "edged-fleet.service", "edged-ray.service")
+FEDERATED = ("edged-federated.service", "edged-federated-hub.service")
+SERVICES = ("edged.service", "edged-fleet.service", "edged-ray.service", *FEDERATED)
 MAX_EXPOSURE = 2.5
 
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
@@ -94,3 +95,22 @@ def test_the_daemon_needs_neither_ray_nor_an_ingress_and_what_ray_started_outliv
         assert "edged-ray" not in (UNITS / name).read_text()
         assert "edged-fleet" not in (UNITS / name).read_text()
     assert dict(directives("edged-ray.service"))["KillMode"] == "process"
+
+
+@pytest.mark.parametrize("name", FEDERATED)
+def test_a_federation_has_accounts_of_its_own_without_data_and_without_a_gpu(name: str) -> None:
+    unit = dict(directives(name))
+    assert unit["User"] == unit["Group"] == unit["StateDirectory"]
+    others = {dict(directives(other))["User"] for other in SERVICES if other != name}
+    assert unit["User"] not in others
+    assert f"m {unit['User']}" not in (UNITS / "edged.sysusers").read_text()
+    closed = {path.lstrip("-") for path in unit["InaccessiblePaths"].split()}
+    assert {INSTALLED_DATA_DIR, "/etc/edged"} <= closed
+    assert (unit["PrivateDevices"], unit["IPAddressDeny"], unit["IPAddressAllow"]) == ("yes", "any", "localhost")
+
+
+def test_a_box_takes_part_only_after_its_operator_has_joined() -> None:
+    for name in ("edged.service", "edged.socket"):
+        assert "edged-federated" not in (UNITS / name).read_text()
+    unit = dict(directives("edged-federated.service"))
+    assert unit["ConditionPathExists"] == f"{unit['ExecStart'].split()[3]}/joined.json"
