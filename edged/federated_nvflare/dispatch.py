@@ -54,7 +54,9 @@ class Dispatcher:
             if job not in self._requests:
                 self._requests[job] = self._scheduler.request(each.missing, each.rounds_left, now)
         for box, capacity in able.items():
-            if not _is_counted(box, rounds.values()):
+            # A request that has just filled up holds its boxes no more: they are not new ones.
+            is_granted = any(box in request.granted for request in self._scheduler.full)
+            if not is_granted and not _is_counted(box, rounds.values()):
                 self._waiting[box] = capacity
                 self._scheduler.check_in(box, capacity, now)
         full, self._scheduler.full[:] = list(self._scheduler.full), []

@@ -28,8 +28,10 @@ _PAUSE_S, _MAX_PAUSE_S = 5.0, 600.0
 """Seconds after which boxes are asked again that gave nothing, twice as many each time."""
 _PROGRESS = "edged_progress"
 """What `edged federated jobs` sees of a campaign, in its job's meta data."""
-_KEPT = ("name", "job_folder_name", "deploy_map", "data_storage_format", "study", "custom_props", "submitter_name",
-         "submitter_org", "submitter_role", _PROGRESS)  # fmt: skip
+_KEPT = (
+    *("name", "job_folder_name", "deploy_map", "data_storage_format", "study", "scope", "custom_props", _PROGRESS),
+    *("submitter_name", "submitter_org", "submitter_role"),
+)
 _UNSCHEDULED = {RunStatus.FINISHED_ABNORMAL, RunStatus.FINISHED_EXECUTION_EXCEPTION, RunStatus.FAILED_TO_RUN}
 
 

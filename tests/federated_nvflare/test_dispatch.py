@@ -58,6 +58,15 @@ def test_boxes_of_a_cancelled_round_go_to_another_one() -> None:
     assert granted(grants) == {"second": {"a", "b", "c", "d"}}
 
 
+def test_no_box_is_granted_twice_when_a_round_fills_up_in_the_middle_of_a_tick() -> None:
+    dispatcher = Dispatcher(random.Random(1))
+    rounds = {"first": opened("first", 2), "second": opened("second", 2)}
+    assert not dispatcher.tick(rounds, boxes("b"), 0.0)
+    assert len(granted(dispatcher.tick(rounds, boxes("a", "b"), 2.0))) == 1
+    (other,) = granted(dispatcher.tick({"second": rounds["second"]}, boxes("c", "d"), 4.0)).values()
+    assert other == {"c", "d"}
+
+
 def test_a_large_box_is_kept_for_the_round_that_needs_it() -> None:
     dispatcher = Dispatcher(random.Random(1))
     rounds = {"any": opened("any", 2), "large": opened("large", 1, LARGE)}
