@@ -195,6 +195,8 @@ class Client:
             # Not readline: it mistakes a connection that breaks between two chunks for the end of the document.
             while data := response.read1(1 << 16):
                 yield data
+            # One whose length was told would be taken for unread, and the next request sent twice.
+            response.close()
         except (OSError, http.client.HTTPException) as error:
             raise self._lost(error) from None
 
