@@ -89,6 +89,8 @@ def average(files: tuple[Path, ...], output: Path, start: Path | None) -> Any:
     from edged.federated.records import FederatedRecord, RecordRefused, check_together, check_weights
 
     refuse_full(output)
+    if len({*files}) < len(files):
+        raise RecordRefused("a file is named twice: give each once")
     records = {str(path): FederatedRecord.read(path, _MAX_RECORD_BYTES) for path in files}
     check_together(records)
     first, alpha = (known := [*records.values()])[0], known[0].form.alpha

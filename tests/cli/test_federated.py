@@ -63,7 +63,7 @@ def test_records_by_file_become_a_start(box: Daemon, tmp_path: Path) -> None:
     assert "ben" in box.run("federated", "ledger").stdout
     twice = edged("federated", "average", records[0], records[0], "-o", str(tmp_path / "twice"))
     assert twice.returncode == 1
-    assert "are the same record: give each once" in twice.stderr
+    assert "a file is named twice: give each once" in twice.stderr
     averaged = edged("federated", "average", *records, "-o", str(tmp_path / "start"), "--json")
     assert averaged.returncode == 0, averaged.stderr
     assert json.loads(averaged.stdout)["records"] == 2
