@@ -81,6 +81,8 @@ class CampaignFile(_Table):
     def _agrees(self) -> CampaignFile:
         if self.aggregation == "sum" and self.aggregate != "mean":
             refuse(f'aggregate = "{self.aggregate}" must see each record: take aggregation = "single", or "mean"')
+        if self.aggregate == "multi-krum" and self.threshold < 3:
+            refuse('aggregate = "multi-krum" compares records with each other: three are needed, raise demand')
         if self.noise and self.aggregation == "single":
             refuse('noise hides a person in a sum, not in a single record: take aggregation = "sum", or noise = 0')
         if self.noise and len(self.starts) > 1:

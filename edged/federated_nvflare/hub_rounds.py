@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import secrets
 import tarfile
@@ -24,6 +25,7 @@ from edged.federated.averaging import moved, new_start, write_start
 from edged.federated.campaign_file import CampaignFile, CampaignRefused, parse_campaign
 from edged.federated.privacy import Tensors, norm
 from edged.federated.records import FederatedRecord, RecordRefused, RoundFile
+from edged.federated.robust import AGGREGATES
 
 _MAX_BYTES = 1 << 28
 _ROUNDING = 1.0 + 1e-4
@@ -38,8 +40,6 @@ def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
     if not isinstance(table, dict):
         raise CampaignRefused("the job has no campaign: submit it with `edged federated submit`")
     job = parse_campaign(table)
-    if job.aggregate != "mean":
-        raise CampaignRefused(f'campaign "{job.name}": "aggregate" = "{job.aggregate}" is not there yet: take "mean"')
     if job.starts:
         raise CampaignRefused(
             f'campaign "{job.name}": "starts" of boxes are not taught on over a network yet: leave it out'
@@ -49,10 +49,14 @@ def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
 
 @dataclass(frozen=True, slots=True)
 class RunningSum:
-    """The sum of a round under way: `boxes` says after how many seconds each record came."""
+    """The records of a round under way: `boxes` says after how many seconds each came.
+
+    `tensors` are their sum, in float64, or with `single` they themselves one after the other, in float32.
+    """
 
     round: int
     nonce: str
+    single: bool
     boxes: dict[str, float] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
     tensors: Tensors = field(default_factory=dict)
@@ -61,14 +65,35 @@ class RunningSum:
         """Return the sum with one more record. Raises RecordRefused for one of another form."""
         form = record.form.model_dump()
         shapes = {name: own.shape for name, own in record.tensors.items()}
-        if self.boxes and (form != self.form or shapes != {name: own.shape for name, own in self.tensors.items()}):
+        if self.boxes and (form != self.form or shapes != self.shapes):
             raise RecordRefused("its form is another than that of the first record of the round")
-        total = {name: self.tensors.get(name, 0.0) + own.astype(np.float64) for name, own in record.tensors.items()}
+        total: Tensors
+        if self.single:
+            total = {
+                name: np.concatenate([self.tensors.get(name, own[:0]), own.astype(np.float32)])
+                for name, own in record.tensors.items()
+            }
+        else:
+            total = {name: self.tensors.get(name, 0.0) + own.astype(np.float64) for name, own in record.tensors.items()}
         return replace(self, boxes={**self.boxes, box: response_s}, form=form, tensors=total)
 
-    def mean(self) -> dict[str, np.ndarray]:
-        """Return the mean of the records, in float32."""
-        return {name: (own / len(self.boxes)).astype(np.float32) for name, own in self.tensors.items()}
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """The shape of each tensor of a record."""
+        each = len(self.boxes) if self.single else 1
+        return {name: (len(own) // each, own.shape[1]) for name, own in self.tensors.items()}
+
+    def mean(self, aggregate: str) -> dict[str, np.ndarray]:
+        """Return the mean of the records, in float32; of single ones by the `aggregate` of this name."""
+        number = len(self.boxes)
+        if not self.single:
+            return {name: (own / number).astype(np.float32) for name, own in self.tensors.items()}
+        updates = np.concatenate([own.reshape(number, -1) for own in self.tensors.values()], 1)
+        left, found = AGGREGATES[aggregate](updates), {}
+        for name, shape in self.shapes.items():
+            found[name] = left[: math.prod(shape)].reshape(shape).astype(np.float32)
+            left = left[math.prod(shape) :]
+        return found
 
 
 class HubRounds:
@@ -102,7 +127,7 @@ class HubRounds:
                 facts = json.loads(file.metadata()[_FACTS])
                 if facts["round"] == self.round:
                     return RunningSum(**facts, tensors={name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-        return self._keep(RunningSum(self.round, secrets.token_hex(16)))
+        return self._keep(RunningSum(self.round, secrets.token_hex(16), self.job.aggregation == "single"))
 
     def round_file(self) -> bytes:
         """Return what boxes are asked in the round under way."""
@@ -144,7 +169,7 @@ class HubRounds:
             else new_start(self.job.name, record_shapes)
         )
         draft = self.folder / "draft"
-        write_start(draft, moved(start, done.mean()), done.form["alpha"])
+        write_start(draft, moved(start, done.mean(self.job.aggregate)), done.form["alpha"])
         (draft / "responses.json").write_text(json.dumps(done.boxes), "utf-8")
         for path in (*draft.iterdir(), draft):
             _sync(path)
@@ -190,7 +215,7 @@ class HubRounds:
         return self.folder / f"start-{self.round}"
 
     def _keep(self, running: RunningSum) -> RunningSum:
-        facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "boxes", "form")})
+        facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "single", "boxes", "form")})
         self._write(_SUM, lambda path: save_file(dict(running.tensors), path, {_FACTS: facts}))
         return running
 
@@ -221,10 +246,10 @@ class HubJob:
 def _shapes(done: RunningSum) -> dict[str, tuple[int, int]]:
     """Return the shapes of A and B of the records' LoRA."""
     found = {}
-    for name, own in done.tensors.items():
+    for name, shape in done.shapes.items():
         linear = name.removesuffix(".lora_B.weight")
-        found[f"{linear}.lora_A.weight"] = own.shape[1], done.form["inputs"][linear]
-        found[name] = own.shape
+        found[f"{linear}.lora_A.weight"] = shape[1], done.form["inputs"][linear]
+        found[name] = shape
     return found
 
 

@@ -60,6 +60,7 @@ def test_a_table_goes_there_and_back(tmp_path: Path) -> None:
         ({"noise": -1.0}, '"noise" = -1.0: it must be at least 0'),
         ({"aggregate": "mode"}, "\"aggregate\" = 'mode': known: mean, median, trimmed, multi-krum"),
         ({"aggregate": "median"}, 'must see each record: take aggregation = "single", or "mean"'),
+        ({"aggregate": "multi-krum", "aggregation": "single", "demand": 2}, "three are needed, raise demand"),
         ({"noise": 1.0, "aggregation": "single"}, "noise hides a person in a sum"),
         ({"noise": 1.0, "starts": ["a", "b"]}, "with noise no box may choose by private pairs"),
     ],

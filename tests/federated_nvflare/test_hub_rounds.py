@@ -58,6 +58,21 @@ def test_a_start_is_moved_by_the_mean_of_what_boxes_said(tmp_path: Path) -> None
     assert again.nonce != file.nonce
 
 
+@pytest.mark.parametrize("aggregate", ["mean", "median", "trimmed", "multi-krum"])
+def test_single_records_are_aggregated_as_the_campaign_says(tmp_path: Path, aggregate: str) -> None:
+    rounds = HubRounds(tmp_path, job(demand=7, aggregation="single", aggregate=aggregate))
+    file = asked(rounds, tmp_path)
+    honest = [record(file, 1, mode="single")] * 6
+    hostile = replace(honest[0], tensors={B: -honest[0].tensors[B]})
+    for at, each in enumerate((*honest[:3], hostile, *honest[3:])):
+        rounds = HubRounds(tmp_path, rounds.job)  # the hub may start anew between two records
+        rounds.take(f"box-{at}", each.content(), 1.0)
+    assert rounds.close()
+    moved_by = load_file(tmp_path / "tone" / "start-1" / "adapter_model.safetensors")[B]
+    share = 5 / 7 if aggregate == "mean" else 1.0
+    np.testing.assert_allclose(moved_by, share * honest[0].tensors[B], atol=1e-6)
+
+
 def test_a_second_round_moves_the_start_of_the_first(tmp_path: Path) -> None:
     rounds, starts = HubRounds(tmp_path, job(demand=1)), []
     for number in range(2):
