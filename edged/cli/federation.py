@@ -162,7 +162,11 @@ def what_leaves(startup: dict[str, Any], terms: dict[str, Any]) -> str:
         f"- for each round a record: how one half of an adapter moved, clipped to {terms['clip']:g}; the number of "
         "pairs, and on how many held-out ones it was right where there is no noise",
         noise,
-        "Records are not encrypted for the hub yet: whoever runs it sees each one by itself.",
+        (
+            "A record is encrypted, and the hub adds up what it cannot read. A hub in league with one box can read it."
+            if terms["aggregation"] == "sum"
+            else "Campaigns may ask for records that are not encrypted (single): whoever runs the hub sees each one."
+        ),
         "No text, name, pair or own adapter leaves. `edged federated ledger` shows each record that did.",
         "It would take from the hub: starts, which are checked as an import is, then by the guard.",
         "NVFlare's processes talk to each other unencrypted on this box (loopback).",

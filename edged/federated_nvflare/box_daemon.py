@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import tarfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +63,17 @@ def is_in_ledger(client: Client, record: bytes, nonce: str) -> bool:
     digest = hashlib.sha256(record).hexdigest()
     lines = client.get(f"/v1/federated/ledger?sha256={digest}")["ledger"]
     return any(line["sha256"] == digest and line["nonce"] == nonce for line in lines)
+
+
+def start_tar(weights: bytes, config: bytes) -> bytes:
+    """Return the tar of a PEFT folder, which the daemon checks as an import."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:") as tar:
+        for name, content in (("adapter_config.json", config), ("adapter_model.safetensors", weights)):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
 
 
 def add_start(client: Client, name: str, folder: bytes) -> dict[str, Any]:

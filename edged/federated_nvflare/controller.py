@@ -39,12 +39,13 @@ class RoundController(Controller):
         rounds = self._rounds
         boxes = [client.name for client in fl_ctx.get_engine().get_clients()]
         if rounds.is_complete:
-            data = {"name": rounds.job.name, "folder": rounds.start_tar()}
+            data = {"name": rounds.job.name, "sealed": rounds.sealed_start(), **rounds.start_files()}
             self._ask("start", data, [box for box in boxes if box not in rounds.told], _TELL_S, abort_signal, fl_ctx)
             return
         asked = [box for box in boxes if box not in rounds.sum().boxes]
         deadline_s = math.ceil(rounds.job.deadline_s)
-        self._ask("round", {"round": rounds.round_file()}, asked, deadline_s, abort_signal, fl_ctx)
+        data = {"round": rounds.round_file(), "sealed": rounds.sealed_start()}
+        self._ask("round", data, asked, deadline_s, abort_signal, fl_ctx)
         number = rounds.round + 1
         ended = "is complete" if rounds.close() else "goes on: too few boxes answered"
         self.log_info(fl_ctx, f"{rounds.job.name}: round {number} {ended} ({self._counted} records)", fire_event=False)
@@ -80,8 +81,9 @@ class RoundController(Controller):
         try:
             if code != ReturnCode.OK:
                 raise RecordRefused(f"it answers {code}; why stands in its own log")
-            record = from_shareable(result).data["record"]
-            self._counted = self._rounds.take(box, record, time.monotonic() - self._since_s)
+            data = from_shareable(result).data
+            took_s = time.monotonic() - self._since_s
+            self._counted = self._rounds.take(box, data["record"], took_s, data["sealed"])
         except (RecordRefused, CampaignRefused, KeyError, TypeError, ValueError) as error:
             self.log_warning(fl_ctx, f"{self._rounds.job.name}: nothing of {box} is counted: {error}", fire_event=False)
             return

@@ -10,9 +10,12 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
+from nvflare.private.fed.client.admin_commands import AdminCommands, ConfigureJobLogCommand
 
 from edged.client.client import DaemonError
-from edged.federated_nvflare.box_daemon import add_start, daemon_client, facts_of, make_record
+from edged.federated_nvflare.box_daemon import add_start, daemon_client, facts_of, make_record, start_tar
+from edged.federated_nvflare.encrypted_sum import box_key, opened_round, opened_weights
+from edged.federated_nvflare.kits import KitError
 
 NONCE = "edged_nonce"
 """Where the filter finds of which round a result must be; NVFlare has forgotten the task by then."""
@@ -21,18 +24,28 @@ NONCE = "edged_nonce"
 class RoundExecutor(Executor):
     """The only executor that a box loads. A task is data: the daemon checks it, and this class hands it on."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        # This one would configure logging, and so load any class, as a hub says.
+        known = AdminCommands.commands
+        known[:] = [each for each in known if not isinstance(each, ConfigureJobLogCommand)]
+
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
         """Return a record, or the code of a failure; why stands in this box's log alone."""
         try:
             data: dict[str, Any] = from_shareable(shareable).data
             with daemon_client() as client:
+                sealed = [bytes(piece) for piece in data["sealed"]]
                 if task_name == "start":
-                    add_start(client, str(data["name"]), bytes(data["folder"]))
+                    weights = bytes(data["weights"])
+                    weights = opened_weights(weights, sealed, box_key()) if sealed else weights
+                    add_start(client, str(data["name"]), start_tar(weights, bytes(data["config"])))
                     return make_reply(ReturnCode.OK)
                 asked = bytes(data["round"])
+                asked = opened_round(asked, sealed, box_key()) if sealed else asked
                 fl_ctx.set_prop(NONCE, facts_of(asked)["nonce"], private=True, sticky=False)
                 record = make_record(client, asked, lambda: bool(abort_signal.triggered))
-        except (DaemonError, KeyError, TypeError, ValueError) as error:
+        except (DaemonError, KitError, OSError, KeyError, TypeError, ValueError) as error:
             self.log_warning(fl_ctx, f"no answer to the task {task_name!r}: {error}", fire_event=False)
             return make_reply(ReturnCode.EXECUTION_EXCEPTION)
         return DXO(DataKind.APP_DEFINED, data={"record": record}).to_shareable()

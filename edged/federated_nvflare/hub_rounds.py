@@ -6,12 +6,10 @@ Each file is whole at any moment: it is written beside its place, synced, and mo
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import os
 import secrets
-import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,11 +24,13 @@ from edged.federated.campaign_file import CampaignFile, CampaignRefused, parse_c
 from edged.federated.privacy import Tensors, norm
 from edged.federated.records import FederatedRecord, RecordRefused, RoundFile
 from edged.federated.robust import AGGREGATES
+from edged.federated_nvflare.encrypted_sum import Sealed, add
+from edged.federated_nvflare.kits import SUM_PUBLIC_KEY
 
 _MAX_BYTES = 1 << 28
 _ROUNDING = 1.0 + 1e-4
 """Factor by which float32 may make a clipped record longer."""
-_FACTS, _SUM, _JOB, _TOLD = "edged", "sum.safetensors", "job.json", "told.json"
+_FACTS, _SUM, _JOB, _TOLD, _SEALED = "edged", "sum.safetensors", "job.json", "told.json", "sealed"
 
 
 def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
@@ -51,7 +51,8 @@ def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
 class RunningSum:
     """The records of a round under way: `boxes` says after how many seconds each came.
 
-    `tensors` are their sum, in float64, or with `single` they themselves one after the other, in float32.
+    `tensors` are with `single` they themselves, one after the other, in float32. Else they are zeros of one record's
+    form, and `sealed` is the encrypted sum.
     """
 
     round: int
@@ -59,23 +60,26 @@ class RunningSum:
     single: bool
     boxes: dict[str, float] = field(default_factory=dict)
     form: dict[str, Any] = field(default_factory=dict)
+    sealed: Sealed = ()
     tensors: Tensors = field(default_factory=dict)
 
-    def plus(self, box: str, response_s: float, record: FederatedRecord) -> RunningSum:
-        """Return the sum with one more record. Raises RecordRefused for one of another form."""
+    def plus(self, box: str, response_s: float, record: FederatedRecord, sealed: Sealed, key: Path) -> RunningSum:
+        """Return the sum with one more record, encrypted by `key` or single. Raises RecordRefused for another form."""
         form = record.form.model_dump()
         shapes = {name: own.shape for name, own in record.tensors.items()}
         if self.boxes and (form != self.form or shapes != self.shapes):
             raise RecordRefused("its form is another than that of the first record of the round")
-        total: Tensors
+        more = replace(self, boxes={**self.boxes, box: response_s}, form=form)
         if self.single:
-            total = {
-                name: np.concatenate([self.tensors.get(name, own[:0]), own.astype(np.float32)])
-                for name, own in record.tensors.items()
-            }
-        else:
-            total = {name: self.tensors.get(name, 0.0) + own.astype(np.float64) for name, own in record.tensors.items()}
-        return replace(self, boxes={**self.boxes, box: response_s}, form=form, tensors=total)
+            first = {name: own[:0] for name, own in record.tensors.items()} | dict(self.tensors)
+            return replace(more, tensors={name: np.concatenate([first[name], record.tensors[name]]) for name in first})
+        if not sealed or any(own.any() for own in record.tensors.values()):
+            raise RecordRefused("it is not encrypted: its box has another edged, or another kit")
+        try:
+            total = add([self.sealed, sealed] if self.boxes else [sealed], key.read_bytes())
+        except Exception as error:  # whatever TenSEAL makes of a stranger's bytes
+            raise RecordRefused(f"its encrypted numbers cannot be added: {error}") from None
+        return replace(more, tensors=record.tensors, sealed=total)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -84,11 +88,9 @@ class RunningSum:
         return {name: (len(own) // each, own.shape[1]) for name, own in self.tensors.items()}
 
     def mean(self, aggregate: str) -> dict[str, np.ndarray]:
-        """Return the mean of the records, in float32; of single ones by the `aggregate` of this name."""
+        """Return the mean of single records, in float32, by the `aggregate` of this name."""
         number = len(self.boxes)
-        if not self.single:
-            return {name: (own / number).astype(np.float32) for name, own in self.tensors.items()}
-        updates = np.concatenate([own.reshape(number, -1) for own in self.tensors.values()], 1)
+        updates = np.concatenate([own.reshape(number, -1) for own in self.tensors.values()], 1, dtype=np.float64)
         left, found = AGGREGATES[aggregate](updates), {}
         for name, shape in self.shapes.items():
             found[name] = left[: math.prod(shape)].reshape(shape).astype(np.float32)
@@ -102,6 +104,7 @@ class HubRounds:
     def __init__(self, root: Path, job: CampaignFile) -> None:
         """Open the folder, or make it. Raises CampaignRefused where it is of another campaign of this name, OSError."""
         self.job, self.folder = job, root / job.name
+        self._key = root.parent / "startup" / SUM_PUBLIC_KEY
         self.folder.mkdir(parents=True, exist_ok=True)
         known = self._json("campaign.json")
         if known and known != job.table():
@@ -126,7 +129,9 @@ class HubRounds:
             with safe_open(path, "np") as file:
                 facts = json.loads(file.metadata()[_FACTS])
                 if facts["round"] == self.round:
-                    return RunningSum(**facts, tensors={name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                    sealed = [tensors.pop(name).tobytes() for name in sorted(tensors) if name.startswith(_SEALED)]
+                    return RunningSum(**facts, sealed=sealed, tensors=tensors)
         return self._keep(RunningSum(self.round, secrets.token_hex(16), self.job.aggregation == "single"))
 
     def round_file(self) -> bytes:
@@ -135,8 +140,8 @@ class HubRounds:
         nonce = self.sum().nonce
         return RoundFile(job=self.job, round=self.round, nonce=nonce, start="", tensors=start).content()
 
-    def take(self, box: str, content: bytes, response_s: float) -> int:
-        """Count a box's record and return how many there are; it is on disk then.
+    def take(self, box: str, content: bytes, response_s: float, sealed: Sealed = ()) -> int:
+        """Count a box's record, whose numbers are `sealed` or single, and return how many are on disk.
 
         Raises RecordRefused, CampaignRefused for what is none of this round, OSError.
         """
@@ -155,10 +160,13 @@ class HubRounds:
         clip = self.job.clip
         if clip is not None and not self.job.noise and norm(record.tensors) > clip * _ROUNDING:
             raise RecordRefused(f"its norm is over the clip of {clip:g}")
-        return len(self._keep(so_far.plus(box, response_s, record)).boxes)
+        return len(self._keep(so_far.plus(box, response_s, record, sealed, self._key)).boxes)
 
     def close(self) -> bool:
-        """End the round where enough boxes have answered, and tell whether they had: start' = start + mean."""
+        """End the round where enough boxes have answered, and tell whether they had: start' = start + mean.
+
+        The mean of a sum stays encrypted, beside the start that it moves.
+        """
         done = self.sum()
         if len(done.boxes) < self.job.threshold:
             return False
@@ -169,7 +177,13 @@ class HubRounds:
             else new_start(self.job.name, record_shapes)
         )
         draft = self.folder / "draft"
-        write_start(draft, moved(start, done.mean(self.job.aggregate)), done.form["alpha"])
+        if done.single:
+            start = moved(start, done.mean(self.job.aggregate))
+        else:
+            key, former = self._key.read_bytes(), self.sealed_start()
+            mean = add([done.sealed], key, 1.0 / len(done.boxes))
+            save_file(_as_bytes(add([mean, former], key) if former else mean), _made(draft) / _SEALED)
+        write_start(draft, start, done.form["alpha"])
         (draft / "responses.json").write_text(json.dumps(done.boxes), "utf-8")
         for path in (*draft.iterdir(), draft):
             _sync(path)
@@ -183,13 +197,16 @@ class HubRounds:
         path = self._start / "responses.json"
         return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
-    def start_tar(self) -> bytes:
-        """Return the newest start as a tar of a PEFT folder."""
-        archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w:") as tar:
-            for name in ("adapter_config.json", "adapter_model.safetensors"):
-                tar.add(self._start / name, arcname=name)
-        return archive.getvalue()
+    def start_files(self) -> dict[str, bytes]:
+        """Return the newest start's files, whose B `sealed_start` moves."""
+        config, weights = self._start / "adapter_config.json", self._start / "adapter_model.safetensors"
+        return {"config": config.read_bytes(), "weights": weights.read_bytes()}
+
+    def sealed_start(self) -> list[bytes]:
+        """Return how far B of the newest start is moved, encrypted; nothing of single records, or before a round."""
+        path = self._start / _SEALED
+        tensors = load_file(path) if path.exists() else {}
+        return [tensors[name].tobytes() for name in sorted(tensors)]
 
     @property
     def told(self) -> list[str]:
@@ -216,7 +233,8 @@ class HubRounds:
 
     def _keep(self, running: RunningSum) -> RunningSum:
         facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "single", "boxes", "form")})
-        self._write(_SUM, lambda path: save_file(dict(running.tensors), path, {_FACTS: facts}))
+        tensors = {**running.tensors, **_as_bytes(running.sealed)}
+        self._write(_SUM, lambda path: save_file(tensors, path, {_FACTS: facts}))
         return running
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -251,6 +269,16 @@ def _shapes(done: RunningSum) -> dict[str, tuple[int, int]]:
         found[f"{linear}.lora_A.weight"] = shape[1], done.form["inputs"][linear]
         found[name] = shape
     return found
+
+
+def _as_bytes(sealed: Sealed) -> dict[str, np.ndarray]:
+    """Return ciphertexts as tensors of a safetensors file, in order of their names."""
+    return {f"{_SEALED}.{at:06}": np.frombuffer(piece, np.uint8) for at, piece in enumerate(sealed)}
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _sync(path: Path) -> None:

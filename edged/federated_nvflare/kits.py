@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ORG = "edged"
-BOX_STARTUP = ("client.crt", "client.key", "fed_client.json", "rootCA.pem")
-HUB_STARTUP = ("fed_server.json", "rootCA.pem", "server.crt", "server.key")
+SUM_KEY, SUM_PUBLIC_KEY = "sum.key", "sum.pub"
+"""Keys of encrypted sums: that of all boxes, and the hub's, which cannot decrypt."""
+BOX_STARTUP = ("client.crt", "client.key", "fed_client.json", "rootCA.pem", SUM_KEY)
+HUB_STARTUP = ("fed_server.json", "rootCA.pem", "server.crt", "server.key", SUM_PUBLIC_KEY)
 _OURS = "edged.federated_nvflare"
 _NVFLARE = "nvflare.app_common"
 _RIGHTS = ("clone_job", "download_job", "manage_job", "operate", "view", "byoc", "shell_commands")
@@ -127,8 +129,9 @@ def check_box_kit(kit: Path) -> dict[str, Any]:
         raise KitError(f'"{path}" opens the box: require_signed_jobs is not true: remove it')
     if client.get("connection_security") != "mtls" or client.get("ssl_root_cert") != "rootCA.pem":
         raise KitError(f'"{path}" opens the box: its connection to the hub must be "mtls", checked by "rootCA.pem"')
-    if (kit / "startup" / "client.key").stat().st_mode & 0o077:
-        raise KitError(f'"{kit / "startup" / "client.key"}" may be read by others: chmod 600')
+    for key in (kit / "startup" / name for name in ("client.key", SUM_KEY)):
+        if key.stat().st_mode & 0o077:
+            raise KitError(f'"{key}" may be read by others: chmod 600')
     return startup
 
 
@@ -192,7 +195,13 @@ def _exec(kit: Path, module: str, startup: str, *variables: str, **environment: 
     options = ["secure_train=true", *variables, f"org={ORG}", "config_folder=config"]
     command = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(kit), "-s", startup]
     # PYTHONSAFEPATH: a file in the kit is never a module. Two arenas: many threads that do little.
-    own = {"PYTHONSAFEPATH": "1", "MALLOC_ARENA_MAX": "2", "PYTHONUNBUFFERED": "1", **environment}
+    own = {
+        "PYTHONSAFEPATH": "1",
+        "EDGED_KIT": str(kit),
+        "MALLOC_ARENA_MAX": "2",
+        "PYTHONUNBUFFERED": "1",
+        **environment,
+    }
     os.execve(sys.executable, [*command, "--set", *options], {**os.environ, **own})
 
 

@@ -10,7 +10,17 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from edged.federated_nvflare.kits import BOX_LOCAL, BOX_STARTUP, HUB_STARTUP, ORG, KitError, write_local
+from edged.federated_nvflare.encrypted_sum import make_keys
+from edged.federated_nvflare.kits import (
+    BOX_LOCAL,
+    BOX_STARTUP,
+    HUB_STARTUP,
+    ORG,
+    SUM_KEY,
+    SUM_PUBLIC_KEY,
+    KitError,
+    write_local,
+)
 
 _STATE = ".provisioning"
 _BOX = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
@@ -59,6 +69,11 @@ def provision(federation: FederationFile, folder: Path, added: str = "") -> list
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / _STATE
     state.mkdir(mode=0o700, exist_ok=True)
+    if not (state / SUM_KEY).exists():
+        secret, public = make_keys()
+        (state / SUM_PUBLIC_KEY).write_bytes(public)
+        (state / SUM_KEY).touch(0o600)
+        (state / SUM_KEY).write_bytes(secret)
     made = _provisioned(federation, boxes, state)
     host = federation.hub.partition(":")[0]
     wanted = {"hub": host, **{box: box for box in boxes}, federation.submitter: federation.submitter}
@@ -68,6 +83,8 @@ def provision(federation: FederationFile, folder: Path, added: str = "") -> list
         kept = {"hub": HUB_STARTUP, federation.submitter: None}.get(name, BOX_STARTUP)
         if kept is BOX_STARTUP:
             write_local(folder / name, BOX_LOCAL)
+        for key in {SUM_KEY, SUM_PUBLIC_KEY}.intersection(kept or ()):
+            shutil.copy(state / key, folder / name / "startup" / key)
         _strip(folder / name, kept)
     shutil.rmtree(made)
     return new

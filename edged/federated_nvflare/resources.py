@@ -8,22 +8,35 @@ from typing import Any
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_context import FLContext
 from nvflare.app_common.resource_managers.auto_clean_resource_manager import AutoCleanResourceManager
+from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 
 from edged.client.client import DaemonError
 from edged.federated_nvflare.box_daemon import daemon_client, drop_orphan, ready_capacity
 from edged.federated_nvflare.capacity import capacity_token
 
 _RESERVED_S = 30
+_NEEDED = {
+    *("ClientStatusProcessor", "ClientInfoProcessor", "ScopeInfoProcessor", "ReportResourcesProcessor"),
+    *("CheckResourceProcessor", "CancelResourceProcessor", "DeployProcessor", "StartJobProcessor"),
+    *("AbortAppProcessor", "AbortTaskProcessor", "NotifyJobStatusProcessor", "DeleteRunNumberProcessor"),
+    "ShutdownClientProcessor",
+}
+"""NVFlare's commands that rounds need; others read files or configure logging, with no more right than a header."""
 _PLACE = {"round": 1}
 """What is allocated: something true, else NVFlare never frees it."""
 
 
 class BoxResources(AutoCleanResourceManager):
-    """One place for one round. The token of a reservation says what the box has, since NVFlare hands it to the hub."""
+    """One place for one round. The token of a reservation says what the box has, since NVFlare hands it to the hub.
+
+    NVFlare makes it before the agent connects; from then on the agent answers no commands but those of rounds.
+    """
 
     def __init__(self) -> None:
         super().__init__(resources={}, expiration_period=_RESERVED_S)
         self._taken = False
+        known = ClientRequestProcessors.request_processors
+        known[:] = [each for each in known if type(each).__name__ in _NEEDED]
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Drop what an agent that was killed has left at the daemon."""

@@ -19,6 +19,7 @@ min_pairs = 4
 min_participants = 1
 min_interval_h = 0
 max_rounds = 99
+aggregation = "single"
 [align]
 practice = false
 rank = 4

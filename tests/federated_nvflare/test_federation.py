@@ -44,7 +44,7 @@ def ledger(federation: Federation, box: str) -> list[dict[str, Any]]:
 
 def test_two_campaigns_are_taught_and_every_box_is_given_their_starts(federation: Federation) -> None:
     federation.submit(name="one", demand=2, overcommit=1.0, deadline_s=120)
-    federation.submit(name="two", demand=1, overcommit=1.0, deadline_s=120, rounds=2)
+    federation.submit(name="two", demand=1, overcommit=1.0, deadline_s=120, rounds=2, aggregation="single")
     federation.wait_for(complete(federation, "one", 1), "campaign one", WITHIN_S)
     federation.wait_for(complete(federation, "two", 2), "campaign two", WITHIN_S)
     for name in ("one", "two"):
@@ -59,6 +59,8 @@ def test_two_campaigns_are_taught_and_every_box_is_given_their_starts(federation
     for name in NAMES:
         starts = {each["name"] for each in federation.boxes[name].ask("GET", "/v1/starts")["starts"]}
         assert {"one", "two"} <= starts
+    # Sums stay encrypted at the hub; single records do not.
+    assert not any(each.any() for name, each in load_file(start_of(federation, "one", 1)).items() if ".lora_B" in name)
     first, second = load_file(start_of(federation, "two", 1)), load_file(start_of(federation, "two", 2))
     begun = new_start("two", {name: each.shape for name, each in first.items()})
     for name, each in begun.items():

@@ -21,7 +21,8 @@ MODEL = "ab" * 32
 
 
 def job(**changes: Any) -> CampaignFile:
-    return parse_campaign({"name": "tone", "model": MODEL, "rank": RANK, "demand": 3, "rounds": 2, **changes})
+    told = {"name": "tone", "model": MODEL, "rank": RANK, "demand": 3, "rounds": 2, "aggregation": "single"}
+    return parse_campaign({**told, **changes})
 
 
 def asked(rounds: HubRounds, folder: Path) -> RoundFile:
@@ -36,7 +37,7 @@ def record(file: RoundFile, seed: int, **changes: Any) -> FederatedRecord:
     delta = np.random.default_rng(seed).normal(size=(OUTPUTS, RANK)).astype(np.float32)
     delta *= 0.3 / np.linalg.norm(delta)
     made = FederatedRecord(
-        job=file.job, round=file.round, nonce=file.nonce, start=file.start, base=MODEL, mode="sum", pairs=16,
+        job=file.job, round=file.round, nonce=file.nonce, start=file.start, base=MODEL, mode="single", pairs=16,
         held_out=None, epsilon=None, form=RecordForm(alpha=4.0, inputs={LINEAR: INPUTS}), tensors={B: delta},
     )  # fmt: skip
     return replace(made, **changes)
@@ -60,9 +61,9 @@ def test_a_start_is_moved_by_the_mean_of_what_boxes_said(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("aggregate", ["mean", "median", "trimmed", "multi-krum"])
 def test_single_records_are_aggregated_as_the_campaign_says(tmp_path: Path, aggregate: str) -> None:
-    rounds = HubRounds(tmp_path, job(demand=7, aggregation="single", aggregate=aggregate))
+    rounds = HubRounds(tmp_path, job(demand=7, aggregate=aggregate))
     file = asked(rounds, tmp_path)
-    honest = [record(file, 1, mode="single")] * 6
+    honest = [record(file, 1)] * 6
     hostile = replace(honest[0], tensors={B: -honest[0].tensors[B]})
     for at, each in enumerate((*honest[:3], hostile, *honest[3:])):
         rounds = HubRounds(tmp_path, rounds.job)  # the hub may start anew between two records
@@ -155,6 +156,14 @@ def test_a_campaign_of_a_known_name_must_be_the_same(tmp_path: Path) -> None:
     HubRounds(tmp_path, job())
     with pytest.raises(CampaignRefused, match='"tone" is another one at this hub'):
         HubRounds(tmp_path, job(demand=4))
+
+
+def test_a_sum_takes_nothing_that_is_not_encrypted(tmp_path: Path) -> None:
+    rounds = HubRounds(tmp_path / "campaigns", job(aggregation="sum"))
+    file = asked(rounds, tmp_path)
+    with pytest.raises(RecordRefused, match="not encrypted"):
+        rounds.take("box", record(file, 0, mode="sum").content(), 1.0)
+    assert not rounds.sum().boxes
 
 
 def test_a_job_without_a_campaign_or_with_starts_of_boxes_is_refused() -> None:

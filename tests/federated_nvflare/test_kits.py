@@ -11,6 +11,7 @@ import pytest
 
 from edged.federated_nvflare.kits import (
     BOX_LOCAL,
+    SUM_KEY,
     KitError,
     check_box_kit,
     exec_agent,
@@ -31,7 +32,7 @@ def kit(tmp_path: Path) -> Path:
     server = {"name": "home", "service": {"target": "localhost:8002", "scheme": "grpc"}, "identity": "localhost"}
     client = {"ssl_root_cert": "rootCA.pem", "fqsn": "kitchen", "connection_security": "mtls"}
     (kit / "startup" / "fed_client.json").write_text(json.dumps({"servers": [server], "client": client}))
-    for name in ("client.crt", "client.key", "rootCA.pem"):
+    for name in ("client.crt", "client.key", "rootCA.pem", SUM_KEY):
         (kit / "startup" / name).touch(0o600)
     write_local(kit, BOX_LOCAL)
     return kit
@@ -111,9 +112,10 @@ def test_a_startup_file_that_trusts_more_is_refused(kit: Path, how: Change, said
         check_box_kit(kit)
 
 
-def test_a_key_that_others_may_read_is_refused(kit: Path) -> None:
-    (kit / "startup" / "client.key").chmod(0o644)
-    with pytest.raises(KitError, match=r"client\.key.*chmod 600"):
+@pytest.mark.parametrize("name", ["client.key", SUM_KEY])
+def test_a_key_that_others_may_read_is_refused(kit: Path, name: str) -> None:
+    (kit / "startup" / name).chmod(0o644)
+    with pytest.raises(KitError, match=f"{name}.*chmod 600"):
         check_box_kit(kit)
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load
 
 pytest.importorskip("nvflare", reason="edged[federated] is not installed")
+pytest.importorskip("tenseal", reason="edged[federated] is not installed")
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
@@ -19,7 +23,9 @@ from nvflare.apis.shareable import Shareable, make_reply
 from edged.federated.campaign_file import parse_campaign
 from edged.federated.records import RoundFile
 from edged.federated_nvflare.box_daemon import daemon_client, facts_of, make_record, ready_capacity
+from edged.federated_nvflare.encrypted_sum import box_key, decrypt, make_keys
 from edged.federated_nvflare.executor import NONCE
+from edged.federated_nvflare.kits import SUM_KEY
 from edged.federated_nvflare.ledger_filter import LedgerFilter
 from examples.demo_model.dialogues import style_pairs
 from examples.federation.federation import Box
@@ -46,8 +52,11 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 
 @pytest.fixture
-def asked(box: Box, monkeypatch: pytest.MonkeyPatch) -> bytes:
+def asked(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """A round file for this box; the environment is the agent's."""
+    (tmp_path / "startup").mkdir()
+    (tmp_path / "startup" / SUM_KEY).write_bytes(make_keys()[0])
+    monkeypatch.setenv("EDGED_KIT", str(tmp_path))
     monkeypatch.setenv("EDGED_URL", f"http://127.0.0.1:{box.port}")
     monkeypatch.setenv("EDGED_TOKEN", box.token)
     told = box.ask("GET", "/v1/federated")
@@ -75,7 +84,12 @@ def test_a_record_passes_and_nothing_beside_it(asked: bytes) -> None:
     given.set_header("note", "what ann said")
     passed = filtered(given, asked)
     assert passed.get_return_code() == ReturnCode.OK
-    assert from_shareable(passed).data == {"record": record}
+    data = from_shareable(passed).data
+    assert data.keys() == {"record", "sealed"}
+    assert facts_of(data["record"]) == facts_of(record)
+    assert not any(each.any() for each in load(data["record"]).values())
+    numbers = np.concatenate([each.ravel() for _, each in sorted(load(record).items())])
+    np.testing.assert_allclose(decrypt(data["sealed"], box_key()), numbers, atol=1e-6)
     assert "ann said" not in repr(passed)
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("nvflare", reason="edged[federated] is not installed")
+pytest.importorskip("tenseal", reason="edged[federated] is not installed")
 
 from cryptography import x509
 
-from edged.federated_nvflare.kits import KitError, check_box_kit
+from edged.federated_nvflare.kits import SUM_KEY, KitError, check_box_kit
 from edged.federated_nvflare.provision import FederationFile, provision, read_federation
 
 HOME = """
@@ -45,6 +46,10 @@ def test_each_has_a_kit_of_its_own_and_a_later_box_is_of_the_same_authority(tmp_
     for box in ("kitchen", "hall", "attic"):
         assert check_box_kit(kits / box)["client"]["fqsn"] == box
     assert len({issuer(kits / box) for box in ("kitchen", "hall", "attic")}) == 1
+    assert len({(kits / box / "startup" / SUM_KEY).read_bytes() for box in ("kitchen", "hall", "attic")}) == 1
+    assert [path.parent.parent.name for path in kits.rglob(SUM_KEY) if ".provisioning" not in path.parts].count(
+        "hub"
+    ) == 0
     assert not [path for path in made if path.stat().st_mode & 0o077]
     assert (kits / ".provisioning").stat().st_mode & 0o077 == 0
     with pytest.raises(KitError, match='two boxes are named "hall"'):
