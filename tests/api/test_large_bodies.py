@@ -95,7 +95,7 @@ async def test_large_bodies_are_parsed_one_after_the_other_and_in_turns_of_their
     class Sent(web.Request):
         def __init__(self) -> None:
             """A request whose body has come."""
-            self._state = {CALLER: SimpleNamespace(tenant=next(callers))}
+            self._state = {CALLER: SimpleNamespace(tenant=next(callers), demand_user=lambda user: None)}
             self._cache = {"headers": {}}
 
         async def read(self) -> bytes:
