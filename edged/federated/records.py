@@ -142,12 +142,13 @@ class FederatedRecord:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """The shapes of A and B by PEFT's names."""
-        found = {}
-        for name, own in self.tensors.items():
-            linear = name.removesuffix(B)
-            found[linear + A] = own.shape[1], self.form.inputs[linear]
-            found[name] = own.shape[0], own.shape[1]
-        return found
+        return lora_shapes({name: (own.shape[0], own.shape[1]) for name, own in self.tensors.items()}, self.form.inputs)
+
+
+def lora_shapes(shapes: Mapping[str, tuple[int, int]], inputs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the shapes of A and B by PEFT's names, from those of B and the inputs of each linear."""
+    of_a = {name.removesuffix(B) + A: (shape[1], inputs[name.removesuffix(B)]) for name, shape in shapes.items()}
+    return of_a | dict(shapes)
 
 
 def fingerprint(base: str, alpha: float, shapes: Mapping[str, tuple[int, ...]]) -> str:

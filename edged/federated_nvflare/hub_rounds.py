@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from edged.federated.averaging import moved, new_start, write_start
 from edged.federated.campaign_file import CampaignFile, CampaignRefused, parse_campaign
 from edged.federated.privacy import Tensors, norm
-from edged.federated.records import FederatedRecord, RecordRefused, RoundFile
+from edged.federated.records import FederatedRecord, RecordRefused, RoundFile, lora_shapes
 from edged.federated.robust import AGGREGATES
 from edged.federated_nvflare.encrypted_sum import Sealed, add
 from edged.federated_nvflare.kits import SUM_PUBLIC_KEY
@@ -170,19 +170,20 @@ class HubRounds:
         done = self.sum()
         if len(done.boxes) < self.job.threshold:
             return False
-        record_shapes = _shapes(done)
+        record_shapes = lora_shapes(done.shapes, done.form["inputs"])
         start = (
             load_file(self._start / "adapter_model.safetensors")
             if self.round
             else new_start(self.job.name, record_shapes)
         )
         draft = self.folder / "draft"
+        draft.mkdir(exist_ok=True)
         if done.single:
             start = moved(start, done.mean(self.job.aggregate))
         else:
             key, former = self._key.read_bytes(), self.sealed_start()
             mean = add([done.sealed], key, 1.0 / len(done.boxes))
-            save_file(_as_bytes(add([mean, former], key) if former else mean), _made(draft) / _SEALED)
+            save_file(_as_bytes(add([mean, former], key) if former else mean), draft / _SEALED)
         write_start(draft, start, done.form["alpha"])
         (draft / "responses.json").write_text(json.dumps(done.boxes), "utf-8")
         for path in (*draft.iterdir(), draft):
@@ -261,24 +262,9 @@ class HubJob:
     is_over: bool = False
 
 
-def _shapes(done: RunningSum) -> dict[str, tuple[int, int]]:
-    """Return the shapes of A and B of the records' LoRA."""
-    found = {}
-    for name, shape in done.shapes.items():
-        linear = name.removesuffix(".lora_B.weight")
-        found[f"{linear}.lora_A.weight"] = shape[1], done.form["inputs"][linear]
-        found[name] = shape
-    return found
-
-
 def _as_bytes(sealed: Sealed) -> dict[str, np.ndarray]:
     """Return ciphertexts as tensors of a safetensors file, in order of their names."""
     return {f"{_SEALED}.{at:06}": np.frombuffer(piece, np.uint8) for at, piece in enumerate(sealed)}
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 def _sync(path: Path) -> None:
