@@ -64,7 +64,8 @@ def opened(browser: Browser, port: int, path: str = "/", expected: str = "(?!)",
         page.add_init_script(_WATCH_POLICY)
         page.goto(f"http://127.0.0.1:{port}{path}")
         yield page
-        assert [problem for problem in problems if not re.search(expected, problem)] == []
+        unexpected = [problem for problem in problems if not re.search(expected, problem)]
+        assert not unexpected, unexpected
         # The icon is a data URL.
         assert requests - {""} == {f"127.0.0.1:{port}"}
 

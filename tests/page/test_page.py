@@ -413,10 +413,10 @@ def test_the_page_says_that_the_daemon_is_gone_and_comes_back(
 ) -> None:
     folder, port = tmp_path_factory.mktemp("again"), free_port()
     model = save_tiny(folder / "tiny")
-    gone = "ERR_CONNECTION_REFUSED|503|ERR_INCOMPLETE|ERR_EMPTY"
+    # How a request breaks off depends on how far it had come.
     with (
         running(folder / "run", model, api__listen=f"127.0.0.1:{port}") as daemon,
-        opened(browser, port, expected=gone) as page,
+        opened(browser, port, expected=r"net::ERR_|\b503\b") as page,
     ):
         expect(page.locator("#connection")).to_have_text("live")
         daemon.stop()
