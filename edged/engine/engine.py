@@ -118,7 +118,7 @@ class Engine:
             starts,
         )
         finetuning = self.finetuning = StepTable(
-            self._live, runner, scheduler, trainer, slots, loader, writer, stats, journal, starts
+            self._live, runner, scheduler, trainer, slots, loader, writer, sequences, journal, starts
         )
         limits = self.limits = ResourceLimits(settings.serving, runner, scheduler, sequences, finetuning)
         self.loop = EngineLoop(self._live, commands, limits, scheduler, runner, sequences, finetuning, deliver, journal)

@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,11 +25,11 @@ from edged.align.versions import VersionsDiffer
 from edged.engine.command_queue import pass_on
 from edged.engine.lora.slots import SlotTable
 from edged.engine.model.memory_model import free_bytes, kept_that_fits, max_open_steps, unused_bytes
-from edged.engine.model_runner import ModelRunner, OpenStep
-from edged.engine.stats.counters import Counters
+from edged.engine.model_runner import ModelRunner, OpenStep, RunnerOutput
+from edged.engine.sequences import SequenceTable
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Task, Unit
+from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.tensors.oom import out_of_memory
@@ -54,15 +53,15 @@ class StepTable:
         slots: SlotTable,
         loader: AdapterLoader,
         writer: AdapterWriter,
-        stats: Counters,
+        sequences: SequenceTable,
         journal: Callable[[list[Record]], Future[None] | None],
         start_files: StartFiles,
     ) -> None:
         """`journal` takes the records of training; its future resolves when they are on disk."""
         self._settings, self._scheduler, self._trainer, self._slots = settings, scheduler, trainer, slots
         self._model, self._pages = runner.model, runner.pages
-        self._loader, self._writer, self._stats, self._journal = loader, writer, stats, journal
-        self._start_files = start_files
+        self._loader, self._writer, self._journal, self._start_files = loader, writer, journal, start_files
+        self._sequences, self._stats = sequences, sequences.stats
         self.pairs_queued = self.pairs_waiting = 0
         self.practice_due = False
         """Whether there is practice to train on."""
@@ -77,8 +76,8 @@ class StepTable:
         self._slotless, self._slotless_s = "", math.inf
         """The adapter whose step waits longest for a LoRA slot, and since when."""
         self._max_open = max_open_steps(settings.current.align.max_loaded_adapters)
-        self.open_steps: dict[int, OpenStep] = {}
-        """Steps and tests under way, by task id."""
+        self.by_task: dict[int, OpenStep] = {}
+        """Open steps and tests by task id."""
         self.resumes_s = math.inf
         """When steps are opened again after memory ran out; inf when nothing waits."""
         self._ending: list[tuple[str, Future[int]]] = []
@@ -128,12 +127,13 @@ class StepTable:
             self.abandon_all()
         self._held = held
 
-    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
+    def open_due(self, now: float) -> None:
         """Open the steps that are due and give them to the scheduler; few at once, since each holds memory.
 
-        While requests wait for LoRA slots (`slots_wanted`), steps open only if they need no further slot; the step
-        that has waited longest gets one after `finetune_max_wait_s`.
+        While requests wait for LoRA slots, steps open only if they need no further slot; the step that has waited
+        longest gets one after `finetune_max_wait_s`.
         """
+        slots_wanted = self._sequences.waiting_for_slot
         self._trainer.pair_queues.tick(now)
         if self._scheduler.degraded:
             self.abandon_all()
@@ -146,7 +146,7 @@ class StepTable:
         self._make_way(bool(ready), slots_wanted)
         if self._under_way >= self._max_open:
             return
-        if self._practice_next and ready and not any(open_step.practice for open_step in self.open_steps.values()):
+        if self._practice_next and ready and not any(open_step.practice for open_step in self.by_task.values()):
             self._begin_practice(now, slots_wanted)
         for adapter in self._scheduler.next_steps(ready, _MAX_TRIED):
             if self._under_way >= self._max_open or not self._rested(now):
@@ -154,15 +154,15 @@ class StepTable:
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
                 self._begin(adapter, now, slots_wanted)
-        if self._trainer.jobs and not (ready or self.open_steps):
+        if self._trainer.jobs and not (ready or self.by_task):
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
                 self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
-        if self._trainer.rounds.due and not (ready or self.open_steps):
+        if self._trainer.rounds.due and not (ready or self.by_task):
             self._begin_round(now, self._slots.count if slots_wanted else 0)
-        if self.trains and self._trainer.trials.catalogue and not (ready or self.open_steps):
+        if self.trains and self._trainer.trials.catalogue and not (ready or self.by_task):
             self._begin_trial(now, self._slots.count if slots_wanted else 0)
-        if not (ready or self.open_steps):
+        if not (ready or self.by_task):
             self._begin_practice(now, slots_wanted)
 
     def _begin_practice(self, now: float, slots_wanted: bool) -> None:
@@ -176,7 +176,7 @@ class StepTable:
         It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
         Practice that is not in turn also ends for its adapter's own work, and for a job.
         """
-        bulk = [open_step for open_step in self.open_steps.values() if open_step.task.bulk]
+        bulk = [open_step for open_step in self.by_task.values() if open_step.task.bulk]
         for open_step in list(bulk):
             queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
             wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
@@ -190,9 +190,7 @@ class StepTable:
                 self.abandon(open_step.step.adapters[0])
             return
         asking = [
-            open_step.task
-            for open_step in self.open_steps.values()
-            if not (open_step.task.bulk or open_step.task.begun)
+            open_step.task for open_step in self.by_task.values() if not (open_step.task.bulk or open_step.task.begun)
         ]
         holding = [open_step.task for open_step in bulk if open_step.task.held_pages]
         if asking and holding:
@@ -323,7 +321,7 @@ class StepTable:
 
     def under_way(self, adapter: str) -> bool:
         """Whether a step or test of an adapter is under way; may be called on any thread."""
-        return any(adapter in open_step.step.adapters for open_step in list(self.open_steps.values()))
+        return any(adapter in open_step.step.adapters for open_step in list(self.by_task.values()))
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 
@@ -474,11 +472,8 @@ class StepTable:
 
     # -- the record --------------------------------------------------------------------------------------------------
 
-    def flush(self, now: float, answering: Callable[[], set[str]] = set) -> None:
-        """Hand records to the journal and a due version to the writer; drop idle adapters when too many are in memory.
-
-        `answering` are the adapters of open requests.
-        """
+    def flush(self, now: float) -> None:
+        """Hand records to the journal, a due version to the writer; drop idle adapters when too many are in memory."""
         queues, totals = self._trainer.pair_queues, self._stats.totals
         self.pairs_queued, self.pairs_waiting, self.alarms = queues.pairs_queued, queues.waiting(), queues.alarms()
         self.practice_due = bool(queues.practising())
@@ -495,7 +490,7 @@ class StepTable:
         self._writer.save_due(now)
         if self._trainer.adapter_cache.crowded:
             # The adapter whose step waits for a slot must stay in memory until then.
-            self._trainer.tidy(answering() | {self._slotless})
+            self._trainer.tidy(self._sequences.adapters | {self._slotless})
 
     def next_due_s(self) -> float | None:
         """Return when the next version is due to be saved, or the next delayed pair to be trained on; None if never."""
@@ -521,7 +516,7 @@ class StepTable:
 
     def report(self) -> dict[str, Any]:
         """Return the finetune part of the status."""
-        open_steps = list(self.open_steps.values())
+        open_steps = list(self.by_task.values())
         practising = (open_step.step.adapters[0] for open_step in open_steps if open_step.practice)
         return {
             "enabled": self.trains and self._settings.current.align.enabled and not self._scheduler.degraded,
@@ -601,7 +596,7 @@ class StepTable:
         task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
         task.trains, task.bulk = tuple(trains), bulk
         about = step, task, slots, now, practice, self._pages.begin_step()
-        open_step = self.open_steps[task.task_id] = OpenStep(*about)
+        open_step = self.by_task[task.task_id] = OpenStep(*about)
         self._sync(open_step)
         self._scheduler.add(task, now)
 
@@ -620,17 +615,21 @@ class StepTable:
         if serves or self._trainer.size.graphs_fail:
             return "full"
         # Open steps may not have allocated their memory yet.
-        most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.open_steps))
+        most = _GRAPH_SHARE * (free_bytes(device)[0] + unused_bytes(device)) / (1 + len(self.by_task))
         about = self._model.shape, self._settings.current, self._model.dtype, device.type == "cuda", most
         return kept_that_fits(*about, self._trainer.adapter_cache.output_factors)
 
-    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
+    def process(self, output: RunnerOutput, plan: Plan, _now: float) -> list[TaskOutcome]:
+        """Return the outcomes of the plan's grants to steps, which have moved on by themselves."""
+        return output.finetune_outcomes(plan, self.by_task)
+
+    def close_finished(self, now: float, failed: Mapping[int, Exception]) -> None:
         """Have the trainer take finished steps in, and update the tasks of the others.
 
-        `failed` has the error of each task whose unit raised, by task id. `suspects` are (adapter, version) of answers
-        that were not finite, removed here; where the version is the cause, an earlier one is served.
+        `failed` has the error of each task whose unit raised, by task id. Where a version is the cause of answers that
+        were not finite, an earlier one is served.
         """
-        for task_id, open_step in list(self.open_steps.items()):
+        for task_id, open_step in list(self.by_task.items()):
             if task_id in failed:
                 self._give_up(task_id, failed[task_id], now)
             elif open_step.step.finished:
@@ -644,8 +643,8 @@ class StepTable:
                 self._look_ahead(open_step.step, now)
                 self._sync(open_step)
                 self._scheduler.update(open_step.task)
-        while suspects:
-            adapter, version = suspects.popleft()
+        while self._sequences.suspects:
+            adapter, version = self._sequences.suspects.popleft()
             followed = adapter in self._trainer.pair_queues.followed
             if not followed and self._trainer.versions.suspect(adapter, version):
                 log.error("version %d of %s answers with numbers that are not finite: it goes back", version, adapter)
@@ -660,8 +659,8 @@ class StepTable:
     @property
     def _under_way(self) -> int:
         """Number of micro-batches under way, each of which holds its layers' inputs."""
-        return len(self.open_steps) + sum(
-            open_step.step.packing is not open_step.step.micro_batch for open_step in self.open_steps.values()
+        return len(self.by_task) + sum(
+            open_step.step.packing is not open_step.step.micro_batch for open_step in self.by_task.values()
         )
 
     def _look_ahead(self, step: FinetuneStep, now: float) -> None:
@@ -678,7 +677,7 @@ class StepTable:
 
     def _drop(self, task_id: int) -> FinetuneStep:
         """End a step's task, which the scheduler may have removed already; returns the step."""
-        open_step = self.open_steps.pop(task_id)
+        open_step = self.by_task.pop(task_id)
         self._scheduler.remove(task_id)
         self._release(open_step.slots)
         self._pages.end_step(open_step.states)
@@ -686,14 +685,14 @@ class StepTable:
 
     def abandon(self, adapter: str) -> None:
         """Drop the step that trains this adapter; the pairs of all adapters in it stay queued."""
-        for task_id, open_step in list(self.open_steps.items()):
+        for task_id, open_step in list(self.by_task.items()):
             if adapter in open_step.step.adapters:
                 self._drop(task_id)
         self._trainer.abandon(adapter)
 
     def abandon_all(self) -> None:
         """Drop every step; the pairs stay queued."""
-        for open_step in list(self.open_steps.values()):
+        for open_step in list(self.by_task.values()):
             self.abandon(open_step.step.adapters[0])
 
     # -- an iteration ------------------------------------------------------------------------------------------------
@@ -714,7 +713,7 @@ class StepTable:
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Free a step's pages, so that its forward starts again. False when the task is not a fine-tune task."""
-        open_step = self.open_steps.get(task_id)
+        open_step = self.by_task.get(task_id)
         if open_step is None:
             return False
         open_step.step.restart()
@@ -726,20 +725,21 @@ class StepTable:
 
     def restart_above(self, page: int) -> None:
         """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""
-        for task_id, open_step in list(self.open_steps.items()):
+        for task_id, open_step in list(self.by_task.items()):
             if any((pair_forward.pages >= page).any() for pair_forward in open_step.step.pair_forwards):
                 self.preempt(task_id, time.monotonic())
 
     # -- failures and lack of memory ---------------------------------------------------------------------------------
 
-    def fail(self, task_ids: set[int], reason: str) -> None:
+    def fail(self, task_ids: set[int], error: str, _now: float) -> list[str]:
         """Skip the steps of a failed iteration, with the reason on record."""
-        for task_id in task_ids & self.open_steps.keys():
-            self._trainer.skip(self._drop(task_id), reason)
+        for task_id in task_ids & self.by_task.keys():
+            self._trainer.skip(self._drop(task_id), error)
+        return []
 
     def _give_up(self, task_id: int, error: Exception, now: float) -> None:
         """Skip a failed step; one that kept its graph is tried again without, since it may have been too large."""
-        open_step, reason = self.open_steps[task_id], logs.first_line(error, with_kind=True)
+        open_step, reason = self.by_task[task_id], logs.first_line(error, with_kind=True)
         if out_of_memory(error):
             self.starved({task_id}, reason, now)
             message = f"memory ran out in fine-tuning, which waits {self._trainer.size.pause_s:.3g} s ({reason})"
@@ -755,7 +755,7 @@ class StepTable:
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Drop steps in which memory ran out: their pairs come again in smaller steps, or are skipped if hopeless."""
-        starved = task_ids & self.open_steps.keys()
+        starved = task_ids & self.by_task.keys()
         for task_id in starved:
             self._trainer.starved(self._drop(task_id), len(starved) == 1, reason)
         self._shrink(now)

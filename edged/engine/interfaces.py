@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ from edged.engine.model_runner import RunnerOutput
 from edged.engine.pruner import Pruner
 from edged.engine.sequence import Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
-from edged.scheduler.task import Plan, Resources
+from edged.scheduler.task import Plan, Resources, TaskOutcome
 
 
 class Runner(Protocol):
@@ -72,31 +71,38 @@ class Limits(Protocol):
         """Return what the next bin may use."""
 
 
-class Finetuning(Protocol):
-    """The interface of `StepTable`: fine-tune steps as tasks."""
+class Workload(Protocol):
+    """The interface of a table of open tasks, over which loop and recovery go: `SequenceTable` and `StepTable`."""
+
+    @property
+    def by_task(self) -> Mapping[int, Any]:
+        """What is open, by task id."""
+
+    def open_due(self, now: float) -> None:
+        """Open what is due, and end what waits in vain, before a plan is made."""
+
+    def preempt(self, task_id: int, now: float) -> bool:
+        """Free a task's pages; False when nothing of this table has that id."""
+
+    def process(self, output: RunnerOutput, plan: Plan, now: float) -> list[TaskOutcome]:
+        """Take the results of a plan in; return the outcomes of the table's grants."""
+
+    def fail(self, task_ids: set[int], error: str, now: float) -> list[str]:
+        """End those of its tasks with the error; return the ids of the requests that it hit."""
+
+
+class Finetuning(Workload, Protocol):
+    """The interface of `StepTable` beyond a workload's, real or simulated."""
 
     resumes_s: float
 
-    @property
-    def open_steps(self) -> Mapping[int, Any]:
-        """Open steps and tests, by task id."""
-
-    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
-        """Open the steps that are due; `slots_wanted` is whether requests wait for LoRA slots."""
-
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Free a step's pages; False when the task is no step."""
-
-    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, failed: Mapping[int, Exception]) -> None:
         """Take finished steps in; see `StepTable.close_finished`."""
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Drop steps in which memory ran out."""
 
-    def fail(self, task_ids: set[int], reason: str) -> None:
-        """Skip the steps of a failed iteration."""
-
-    def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
+    def flush(self, now: float) -> None:
         """Hand over the records of the iteration."""
 
     def next_due_s(self) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from edged.align.feedback.pair import IterationSample, Record
 from edged.engine.command_queue import CommandQueue
-from edged.engine.interfaces import Finetuning, Limits, Runner
+from edged.engine.interfaces import Finetuning, Limits, Runner, Workload
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.recovery import Recovery
 from edged.engine.request import Event
@@ -58,6 +58,7 @@ class EngineLoop:
         """
         self._settings, self._commands, self._limits, self._scheduler = settings, commands, limits, scheduler
         self._runner, self._sequences, self._finetuning, self._stats = runner, sequences, finetuning, sequences.stats
+        self._workloads: tuple[Workload, ...] = (finetuning, sequences)
         self._deliver, self._journal, self._clock = deliver, journal, clock
         self.recovery = Recovery(settings.current.serving, scheduler, sequences, finetuning, runner, clock)
         self._ahead: LookaheadPlan | None = None
@@ -76,8 +77,8 @@ class EngineLoop:
         self._ahead = None if self._limits.apply() else self._ahead
         now = self._clock()
         self._runner.begin_iteration(now)
-        self._finetuning.open_due_steps(now, self._sequences.waiting_for_slot)
-        self._sequences.prepare(now)
+        for workload in self._workloads:
+            workload.open_due(now)
         plan, started = self._plan(), self._clock()
         self.recovery.isolate(plan)
         if plan.grants or plan.preempt:
@@ -85,7 +86,7 @@ class EngineLoop:
                 self._preempt(plan.preempt, started)
                 self._sequences.admit(plan, started)
                 self._sequences.draft(plan, started, limited=bool(self.recovery.memory_problem))
-                sequences, open_steps = self._sequences.by_task, self._finetuning.open_steps
+                sequences, open_steps = self._sequences.by_task, self._finetuning.by_task
                 ahead = partial(self._look_ahead, plan, started)
                 output = self._runner.run(
                     plan, sequences, open_steps, interrupted=lambda: self._commands.arrived, while_waiting=ahead
@@ -186,20 +187,20 @@ class EngineLoop:
 
     def _preempt(self, tasks: Sequence[Task], now: float) -> None:
         for task in tasks:
-            if not self._finetuning.preempt(task.task_id, now):
-                self._sequences.preempt(task.task_id, now)
+            for workload in self._workloads:
+                workload.preempt(task.task_id, now)
 
     def _complete(self, plan: Plan, output: RunnerOutput, started: float) -> None:
         """Take in the iteration's results: tokens, finished steps, and times for the cost model."""
-        now, sequences = self._clock(), self._sequences
-        outcomes = sequences.process(output, now) + output.finetune_outcomes(plan, self._finetuning.open_steps)
+        now = self._clock()
+        outcomes = [outcome for workload in self._workloads for outcome in workload.process(output, plan, now)]
         result, cost = IterationResult(outcomes, output.forward_s, output.units), self._scheduler.cost
         free_pages = self._runner.pages.pool.free_pages
-        iteration = self._stats.record(plan, result, cost, started, now, free_pages, sequences.waiting)
+        iteration = self._stats.record(plan, result, cost, started, now, free_pages, self._sequences.waiting)
         if self._journal is not None:
             self._sample(iteration, self._journal, now)
         self._scheduler.complete(result, now)
-        self._finetuning.close_finished(now, output.failed, sequences.suspects)
+        self._finetuning.close_finished(now, output.failed)
 
     def _sample(self, iteration: Iteration, journal: Callable[[list[Record]], object], now: float) -> None:
         """Journal one iteration a second; warn once, when prices are known, of targets that the device cannot meet."""
@@ -215,7 +216,7 @@ class EngineLoop:
         events = self._sequences.take_events()
         if events:
             self._deliver(events)
-        self._finetuning.flush(self._clock(), lambda: self._sequences.adapters)
+        self._finetuning.flush(self._clock())
 
     # -- between steps -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from edged.settings.load import ServingSettings
 from edged.tensors.oom import out_of_memory
 
 if TYPE_CHECKING:
-    from edged.engine.interfaces import Finetuning, Runner
+    from edged.engine.interfaces import Finetuning, Runner, Workload
 
 log = logging.getLogger("edged.engine")
 _MAX_FAILURES = 3
@@ -58,6 +58,7 @@ class Recovery:
         clock: Callable[[], float],
     ) -> None:
         self._settings, self._scheduler, self._sequences, self._finetuning = settings, scheduler, sequences, finetuning
+        self._workloads: tuple[Workload, ...] = (finetuning, sequences)
         self._runner, self._clock = runner, clock
         self._keeps_states = runner.pages.states is not None
         """Whether layers keep states: some of them have taken in the tokens of an iteration that failed half-way."""
@@ -125,10 +126,12 @@ class Recovery:
     def isolate(self, plan: Plan) -> None:
         """Leave one suspect of an earlier failure alone in the plan, if it has any."""
         if self._suspects:
-            open_ids = self._sequences.by_task.keys() | self._finetuning.open_steps.keys()
-            self._suspects = {task_id: context for task_id, context in self._suspects.items() if task_id in open_ids}
+            self._suspects = {task_id: context for task_id, context in self._suspects.items() if self._open(task_id)}
             suspects = [grant for grant in plan.grants if grant.task.task_id in self._suspects]
             plan.grants[:] = suspects[:1] or plan.grants
+
+    def _open(self, task_id: int) -> bool:
+        return any(task_id in workload.by_task for workload in self._workloads)
 
     def _blame(self, plan: Plan, error: Exception) -> None:
         """Fail the plan's only task, or have each of several run again alone."""
@@ -137,23 +140,21 @@ class Recovery:
         if self.computed:
             # Optimizer steps that were taken are not taken again.
             with self.logged("finished steps could not be closed"):
-                self._finetuning.close_finished(now, {}, self._sequences.suspects)
+                self._finetuning.close_finished(now, {})
         if len(ids) == 1:
-            hit = self._sequences.fail(ids, f"the iteration failed: {error}", now)
-            self._finetuning.fail(ids, str(error))
+            told = f"the iteration failed: {error}"
+            hit = [request for workload in self._workloads for request in workload.fail(ids, told, now)]
         else:
             self._suspects |= {grant.task.task_id: grant.task.context for grant in plan.grants}
             hit = [one.request.request_id for task_id in ids if (one := self._sequences.by_task.get(task_id))]
             for task_id in ids if self.computed or self._keeps_states else ():
                 # Its results were taken in by half. Tokens that were sent stay, and their K/V are computed again.
-                sequence = self._sequences.by_task.get(task_id)
-                if sequence is not None and sequence.admitted:
-                    self._sequences.preempt(task_id, now)
-                elif sequence is None:
-                    self._finetuning.preempt(task_id, now)
-        for task_id in ids - self._sequences.by_task.keys() - self._finetuning.open_steps.keys():
-            # This includes tasks that had ended when the iteration failed.
-            self._scheduler.remove(task_id)
+                for workload in self._workloads:
+                    workload.preempt(task_id, now)
+        for task_id in ids:
+            # Those that ended, also before the iteration failed.
+            if not self._open(task_id):
+                self._scheduler.remove(task_id)
         level, name, told = logging.ERROR, "iteration_failed", f"an iteration failed: {error}"
         if len(ids) > 1:
             level, name, told = logging.WARNING, "iteration_retried", f"{told}; each of its tasks runs again alone"
@@ -194,11 +195,9 @@ class Recovery:
         for task in tasks:
             # A sequence with more K/V than the scheduler knows of is computed again.
             sequence = self._sequences.by_task.get(task.task_id)
-            if sequence is None or not sequence.admitted:
-                continue
-            if self._keeps_states or sequence.computed != task.context:
+            if sequence is not None and (self._keeps_states or sequence.computed != task.context):
                 self._sequences.preempt(task.task_id, now)
-        tuning = {task.task_id for task in tasks} & self._finetuning.open_steps.keys()
+        tuning = {task.task_id for task in tasks} & self._finetuning.by_task.keys()
         if tuning:
             _warn("memory ran out beside fine-tuning, which waits", error)
             self._finetuning.starved(tuning, logs.first_line(error, with_kind=True), now)
@@ -216,8 +215,7 @@ class Recovery:
             _warn(f"memory ran out: at most {keep} sequences at once follow", error)
             # All but the first to arrive lose their pages and are computed again when there is room.
             for task in sorted(serving, key=lambda task: (task.arrival_s, task.task_id))[keep:]:
-                if self._sequences.by_task[task.task_id].admitted:
-                    self._sequences.preempt(task.task_id, now)
+                self._sequences.preempt(task.task_id, now)
 
     def _try_again(self, tasks: list[Task], error: Exception, now: float) -> None:
         """Have the smallest iteration tried again after a pause; after a few tries its request fails."""
@@ -228,7 +226,7 @@ class Recovery:
             why = logs.first_line(error, with_kind=True)
             logs.event(log, logging.ERROR, "out_of_memory", f"a request fails for want of memory: {why}")
             reason = f"out of memory, also alone and in small pieces: {why}"
-            self._sequences.fail([task.task_id for task in tasks], reason, now)
+            self._sequences.fail({task.task_id for task in tasks}, reason, now)
 
     def _ease(self) -> None:
         """Count a successful iteration; after enough of them limits are doubled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -189,8 +189,8 @@ class SequenceTable:
             granted = [decoding[task_id] for grant in plan.grants if (task_id := grant.task.task_id) in decoding]
             draft(granted, plan, self._scheduler.cost, now, 0 if limited else self._max_sequences)
 
-    def prepare(self, now: float) -> None:
-        """Between two iterations: end waits that have become vain, offer LoRA slots, and prune K/V."""
+    def open_due(self, now: float) -> None:
+        """End waits that have become vain, offer LoRA slots, and prune K/V."""
         if self._candidates:
             self._drop_candidates()
         self._planned_s = now
@@ -272,7 +272,7 @@ class SequenceTable:
 
     # -- after an iteration ------------------------------------------------------------------------------------------
 
-    def process(self, work: RunnerOutput, now: float) -> list[TaskOutcome]:
+    def process(self, work: RunnerOutput, _plan: Plan, now: float) -> list[TaskOutcome]:
         """Append sampled tokens and finish sequences that ended. Returns the outcomes of all serving grants."""
         drawn = work.drawn
         if work.scores is not None:
@@ -406,12 +406,17 @@ class SequenceTable:
         self._slots.release(sequence.slot)
         sequence.slot = NO_SLOT
 
-    def preempt(self, task_id: int, now: float) -> None:
-        """Free a sequence's pages; all its tokens are recomputed when there is room. A candidate is dropped."""
-        sequence = self.by_task[task_id]
+    def preempt(self, task_id: int, now: float) -> bool:
+        """Free a sequence's pages; all its tokens are recomputed when there is room. A candidate is dropped.
+
+        False when the task is no sequence, or holds no pages.
+        """
+        sequence = self.by_task.get(task_id)
+        if sequence is None or not sequence.admitted:
+            return False
         if sequence.request.candidate:
             self._drop(sequence, now)
-            return
+            return True
         self._pages.share(sequence)
         self._pages.free(sequence)
         self.move(sequence, SequenceStatus.WAITING)
@@ -422,6 +427,7 @@ class SequenceTable:
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
         self.stats.totals.preemptions += 1
+        return True
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
@@ -491,7 +497,7 @@ class SequenceTable:
         if sequence is not None:
             self._end(sequence, reason, now, error)
 
-    def fail(self, task_ids: Iterable[int], error: str, now: float) -> list[str]:
+    def fail(self, task_ids: set[int], error: str, now: float) -> list[str]:
         """End the sequences among `task_ids` with an error; returns their requests' ids."""
         failed = [self.by_task[task_id] for task_id in task_ids if task_id in self.by_task]
         for sequence in failed:

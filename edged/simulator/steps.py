@@ -4,7 +4,6 @@ Every pair is assumed to have a loss over the threshold, and none is held out fo
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,9 @@ from edged.align.dpo.step_plan import Work as UnitWork
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import FIRST_LOSS, AdapterQueue
 from edged.bench.recorder import SentPair
+from edged.engine.model_runner import RunnerOutput
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Task, Unit
+from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
 from edged.settings.load import AlignSettings
 
 
@@ -140,7 +140,7 @@ class SimulatedFinetuning:
         self._queue = AdapterQueue(adapter)
         self.pairs: dict[int, SentPair] = {}
         """Submitted pairs by pair id."""
-        self.open_steps: dict[int, SimulatedOpenStep] = {}
+        self.by_task: dict[int, SimulatedOpenStep] = {}
         self.pairs_trained = self.trained_tokens = self.optimizer_steps = 0
 
     def submit(self, pair: TokenPair, now: float) -> None:
@@ -183,9 +183,9 @@ class SimulatedFinetuning:
             del self.pairs[pair.pair_id]
         return gone
 
-    def open_due_steps(self, now: float, slots_wanted: bool) -> None:
+    def open_due(self, now: float) -> None:
         """Open the next step where none is under way."""
-        if self.open_steps or not self._queue.queue:
+        if self.by_task or not self._queue.queue:
             return
         draw = self._queue.draw(self._align)
         self._queue.begin(draw)
@@ -200,7 +200,7 @@ class SimulatedFinetuning:
             keeps_states=self._keeps_states,
         )
         task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
-        self.open_steps[task.task_id] = open_step = SimulatedOpenStep(step, task, [])
+        self.by_task[task.task_id] = open_step = SimulatedOpenStep(step, task, [])
         self._sync(open_step)
         self._scheduler.add(task, now)
 
@@ -217,7 +217,7 @@ class SimulatedFinetuning:
 
     def preempt(self, task_id: int, now: float) -> bool:
         """Take a step's pages away; False when the task is no step."""
-        open_step = self.open_steps.get(task_id)
+        open_step = self.by_task.get(task_id)
         if open_step is None:
             return False
         self._release(open_step.pages)
@@ -232,10 +232,15 @@ class SimulatedFinetuning:
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Do nothing: memory does not run out in a simulation."""
 
-    def fail(self, task_ids: set[int], reason: str) -> None:
+    def fail(self, task_ids: set[int], error: str, now: float) -> list[str]:
         """Do nothing: no step fails in a simulation."""
+        return []
 
-    def flush(self, now: float, answering: Callable[[], set[str]]) -> None:
+    def process(self, output: RunnerOutput, plan: Plan, now: float) -> list[TaskOutcome]:
+        """Return the outcomes of the plan's grants to steps."""
+        return output.finetune_outcomes(plan, self.by_task)
+
+    def flush(self, now: float) -> None:
         """Do nothing: a simulation keeps no records."""
 
     def next_due_s(self) -> float | None:
@@ -245,11 +250,11 @@ class SimulatedFinetuning:
     def close(self) -> None:
         """Do nothing: a simulation saves nothing."""
 
-    def close_finished(self, now: float, failed: Mapping[int, Exception], suspects: deque[tuple[str, int]]) -> None:
+    def close_finished(self, now: float, failed: Mapping[int, Exception]) -> None:
         """Publish the versions of finished steps, and update the tasks of the others."""
-        for task_id, open_step in list(self.open_steps.items()):
+        for task_id, open_step in list(self.by_task.items()):
             if open_step.step.finished:
-                del self.open_steps[task_id]
+                del self.by_task[task_id]
                 self._close(now)
             else:
                 if self._align.fill_ahead and self._scheduler.policy.fills_ahead:

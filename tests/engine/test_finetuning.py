@@ -179,7 +179,7 @@ def take_pages_of_steps(engine: BuiltEngine, times: int) -> list[int]:
 
     def plan(*arguments: Any) -> Plan:
         made = plan_of(*arguments)
-        for task_id, open_step in engine.built.finetuning.open_steps.items():
+        for task_id, open_step in engine.built.finetuning.by_task.items():
             task = open_step.task
             if task.held_pages and len(hit) < times and rng.random() < 0.5:
                 hit.append(task_id)

@@ -29,7 +29,7 @@ class Watch:
     def __init__(self, engine: BuiltEngine) -> None:
         self.units: list[Unit] = []
         trainer, runner, sequences = engine.built.trainer, engine.built.runner, engine.built.sequences
-        run, prepare = runner.run, sequences.prepare
+        run, open_due = runner.run, sequences.open_due
 
         def watched(*arguments: Any, **named: Any) -> Any:
             work = run(*arguments, **named)
@@ -41,9 +41,9 @@ class Watch:
             due = {x.name for x in queues if x.step is None and (x.queue or trainer.pair_queues.test_due(x))}
             assert set(trainer.pair_queues.ready()) == due
             assert trainer.pair_queues.pairs_queued == sum(x.pairs for x in queues)
-            prepare(now)
+            open_due(now)
 
-        runner.run, sequences.prepare = watched, checked  # type: ignore[method-assign]
+        runner.run, sequences.open_due = watched, checked  # type: ignore[method-assign]
 
     def steps(self) -> list[int]:
         """How many adapters each optimizer unit was for."""
@@ -161,20 +161,20 @@ def test_a_user_whose_weights_are_not_finite_is_taken_back_and_the_others_learn(
 def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple[str, ...]]:
     """Give the engine a command while a shared step is in its backward pass; returns whose it was, once it is done."""
     hit: list[tuple[str, ...]] = []
-    prepare = engine.built.sequences.prepare
+    open_due = engine.built.sequences.open_due
 
     def prepared(now: float) -> None:
-        prepare(now)
-        for open_step in list(engine.built.finetuning.open_steps.values()):
+        open_due(now)
+        for open_step in list(engine.built.finetuning.by_task.values()):
             kinds = [kind for kind, _ in open_step.step.units_left()]
             if not hit and len(open_step.step.adapters) == 3 and kinds[0] in ("layer", "grad"):
                 hit.append(open_step.step.adapters)
                 command()
                 engine.built.commands.run_pending()
                 # As in the engine's loop, steps that are due are opened before the plan is made.
-                engine.built.finetuning.open_due_steps(time.monotonic(), False)
+                engine.built.finetuning.open_due(time.monotonic())
 
-    engine.built.sequences.prepare = prepared  # type: ignore[method-assign]
+    engine.built.sequences.open_due = prepared  # type: ignore[method-assign]
     return hit
 
 

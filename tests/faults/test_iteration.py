@@ -173,7 +173,7 @@ def test_a_step_that_ended_in_an_iteration_that_failed_is_taken_in_once(tmp_path
         complete = scheduler.complete
 
         def broken(result: Any, now: float) -> None:
-            ended = [each for each in finetuning.open_steps.values() if each.step.finished]
+            ended = [each for each in finetuning.by_task.values() if each.step.finished]
             if not raised and ended and len(result.outcomes) > 1:
                 raised.append(1)
                 raise RuntimeError("the accounts are closed")
@@ -222,7 +222,10 @@ def test_a_held_out_pair_that_cannot_be_computed_is_no_test_and_the_others_are(
         engine.submit_pairs(tests + random_pairs(4))
         client.wait(lambda: any(tested.version == 1 for tested in client.of(VersionTested)))
         retired = {record.pair_id: record for record in client.of(PairRetired)}
-        assert (retired[52].state, retired[52].reason) == ("skipped", "as a test: index out of range in self")
+        assert (retired[52].state, retired[52].reason) == (
+            "skipped",
+            "as a test: the iteration failed: index out of range in self",
+        )
         tested = {score.pair_id for score in client.of(PairScored) if score.split == "held_out"}
         assert tested == {50, 51, 53, 54, 55}
 

@@ -75,7 +75,7 @@ def test_every_request_gets_its_tokens_and_every_page_comes_back(policy: str, me
         assert answer.token_s[0] > answer.due_s
     if memory_mb:
         assert report["scheduler"]["preemptions"] > 0, "70 MB hold some 1280 tokens"
-    while engine.learning.open_steps:
+    while engine.learning.by_task:
         engine.run(engine.now + 1.0)
     assert engine.trie is not None
     check_trie(engine.trie)
