@@ -148,11 +148,12 @@ class Daemon:
 
     def _load(self, store: Store, event_router: EventRouter, folder: Path) -> tuple[Services, Journal]:
         """Build the parts. Raises ModelMissing, TokenizerError, ModelRefused or OtherBase."""
+        # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
+        # 0.2 to 0.5 s. They stay for good: it need not.
+        gc.freeze()
         services, journal = assemble(self._settings, store, folder, event_router, self._lifecycle, self._reload)
         self._reloader.on_change(_set_up_logs)
         connect(services, self._reloader)
-        # A full garbage collection looks at every object of torch and transformers, with all threads standing still for
-        # 0.2 to 0.5 s. They stay for good: it need not.
         gc.collect()
         gc.freeze()
         return services, journal

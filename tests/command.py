@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 forked = multiprocessing.get_context("forkserver")
-forked.set_forkserver_preload(["edged.daemon"])
+forked.set_forkserver_preload(["edged.daemon", "tests.frozen"])
 
 
 def write_to(log: Path) -> None:

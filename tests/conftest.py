@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 import time
 from collections.abc import Generator
@@ -25,6 +26,16 @@ DEFENCES = {name for named in defences().values() for name in named}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test after this time, and say so")
+
+
+def pytest_collection_finish() -> None:
+    """Search what was imported for garbage no more: each time it would take longer than most tests."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -83,14 +83,17 @@ def frugal() -> Iterator[None]:
     thresholds = gc.get_threshold()
     _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_FRUGAL_HEAP)
     # Objects that exist already are not searched again and again.
-    gc.freeze()
+    if ours := not gc.get_freeze_count():
+        gc.freeze()
     gc.set_threshold(100, 2, 2)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        # Before the others are thawed: to search all that was imported takes longer than to load a small model.
         gc.collect()
+        if ours:
+            gc.unfreeze()
         # Where glibc's own moving thresholds end up; setting one of them has stopped both.
         _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
         if not _keeps_freed_memory:
