@@ -1,4 +1,4 @@
-"""Imported last where processes are forked from: what was imported is garbage in none of them, and is searched in none."""
+"""Imported last where processes are forked from: no process searches what was imported for garbage."""
 
 import gc
 
