@@ -59,12 +59,12 @@ from benchmarks.support.machine_limits import report_header
 from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES, Taste, quarters, rated, relabel
 from benchmarks.support.sequential_dpo import Reference, recipe_of, side_of
 from edged.align.feedback.pair import StepSkipped, TokenPair
-from edged.bench.figures import request_counts, serving_figures
-from edged.bench.replay import ReplayPlan, load_pairs, replay
-from edged.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, read_trace, scale_trace
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy
 from edged.engine.sampling.params import Sampling
+from edged.lab.bench.figures import request_counts, serving_figures
+from edged.lab.bench.replay import ReplayPlan, load_pairs, replay
+from edged.lab.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, read_trace, scale_trace
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import Pace
 from edged.settings.load import Settings, load_settings

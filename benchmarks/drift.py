@@ -28,7 +28,7 @@ from benchmarks.support.machine_limits import report_header
 from benchmarks.support.preference_streams import FIRST_ONLINE_LINE, TASTES
 from benchmarks.support.sequential_dpo import recipe_of
 from edged.align.feedback.pair import TokenPair
-from edged.bench.replay import load_pairs
+from edged.lab.bench.replay import load_pairs
 from edged.settings.load import load_settings
 from edged.text.tokenizer import Tokenizer
 

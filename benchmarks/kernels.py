@@ -54,8 +54,8 @@ from benchmarks.support.command import (
 from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import report_header
 from edged.align.dpo.step import DpoStep
-from edged.bench.replay import load_pairs
 from edged.engine.engine import Engine
+from edged.lab.bench.replay import load_pairs
 from edged.settings.load import Settings
 from edged.text.tokenizer import Tokenizer
 

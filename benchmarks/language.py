@@ -68,7 +68,7 @@ from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.align.language import neutral_pairs, repetition
 from edged.align.metrics import RECENT_PAIRS
-from edged.bench.replay import load_pairs
+from edged.lab.bench.replay import load_pairs
 from edged.models import demo_model_dir
 from edged.settings.load import ConfigError, Settings, load_settings
 from edged.text.tokenizer import Tokenizer

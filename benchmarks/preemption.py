@@ -36,8 +36,8 @@ from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, r
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama, write_tokenizer
 from edged.align.feedback.pair import TokenPair
 from edged.align.feedback.pair_formats import read_pairs
-from edged.bench.replay import load_pairs
 from edged.engine.stats.iterations import Iteration
+from edged.lab.bench.replay import load_pairs
 from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer

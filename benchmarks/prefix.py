@@ -46,8 +46,8 @@ from benchmarks.support.local_engine import LocalEngine
 from benchmarks.support.machine_limits import Machine, Sizes, measure_machine, report_header
 from benchmarks.support.prefix_bounds import Bound, bound, conversation_of, scaled, whole_conversations
 from benchmarks.support.random_llama import SHAPES, device_dtype, write_random_llama
-from edged.bench.figures import percentiles_ms
-from edged.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
+from edged.lab.bench.figures import percentiles_ms
+from edged.lab.bench.traces import Arrival, PromptIds, RequestTrace, TraceError, TraceRow, read_trace, scale_rows
 
 WINDOW, CONVERSATIONS = "window", "conversations"
 WINDOWS = (100, 300, 1000)

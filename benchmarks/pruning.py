@@ -39,9 +39,9 @@ from benchmarks.support.interleave import Spread
 from benchmarks.support.machine_limits import report_header
 from benchmarks.support.teacher_forcing import ForcedDecoding
 from edged.align.feedback.pair import TokenPair
-from edged.bench.replay import load_pairs
 from edged.engine.pruner import Pruner
 from edged.engine.sequence import Sequence as Running
+from edged.lab.bench.replay import load_pairs
 from edged.settings.load import CacheSettings, Settings
 from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer

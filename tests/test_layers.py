@@ -147,6 +147,32 @@ def test_what_is_installed_imports_nothing_that_is_not() -> None:
     ]
 
 
+def test_nothing_but_the_laboratory_imports_it() -> None:
+    outside = {module: path for module, path in MODULES.items() if not module.startswith("edged.lab")}
+    assert len(outside) < len(MODULES)
+    assert not [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in outside.values()
+        for name in imports(path)
+        if name.startswith("edged.lab")
+    ]
+
+
+def test_a_daemon_has_nothing_of_the_laboratory_unless_a_policy_of_it_is_named() -> None:
+    code = (
+        "import sys, edged.daemon\n"
+        "from edged.cli.settings import load_settings\n"
+        "from edged.scheduler.policies.registry import ROWS\n"
+        "def imported(): return [name for name in sys.modules if name.startswith('edged.lab')]\n"
+        "policy = load_settings('/dev/null').scheduler.policy\n"
+        "assert ROWS[policy].name == policy and not imported(), imported()\n"
+        "assert load_settings('/dev/null', {'scheduler.policy': 'ekya'}) and not imported(), imported()\n"
+        "assert ROWS['ekya'].name == 'ekya' and 'edged.lab.policies.ekya' in imported()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_packages_without_torch_can_be_imported_without_it() -> None:
     light = {package for _, packages, torch in table() if not torch for package in ROW if f"`{package}`" in packages}
     names = [module for module in MODULES if module.count(".") and module.split(".")[1] in light]

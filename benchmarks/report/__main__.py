@@ -8,8 +8,8 @@ import click
 
 from benchmarks.report.canvas import NoMatplotlib
 from benchmarks.report.page import Sources, write_report
-from edged.bench.compare import CompareError
 from edged.cli.main import Failure
+from edged.lab.bench.compare import CompareError
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

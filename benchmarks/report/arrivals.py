@@ -19,14 +19,14 @@ import torch
 
 from benchmarks.report.scored import ScoredWorkload
 from edged.align.feedback.pair import TokenPair
-from edged.bench.load_run import ADAPTER, Progress
-from edged.bench.replay import ReplayPlan, replay
-from edged.cli.bench import compare as compare_command
-from edged.cli.bench import replay as replay_command
 from edged.cli.main import CONTEXT, FailingGroup
 from edged.client.client import DaemonError
 from edged.engine.engine import Engine
-from edged.rebuild.scores import answer_logps
+from edged.lab.bench.load_run import ADAPTER, Progress
+from edged.lab.bench.replay import ReplayPlan, replay
+from edged.lab.cli.bench import compare as compare_command
+from edged.lab.cli.bench import replay as replay_command
+from edged.lab.rebuild.scores import answer_logps
 
 _MEANS = {"win_rate": "win", "clpd_nats": "clpd_nats"}
 Weights = tuple[int, dict[str, torch.Tensor]]

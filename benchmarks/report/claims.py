@@ -13,7 +13,7 @@ from benchmarks.report import learning, paper
 from benchmarks.report.overheads import decision_ms, memory_mb, queued_decision_ms
 from benchmarks.report.setting import HEADLINE_RETRAIN_RATE, Setting
 from benchmarks.report.sources import WHOLE
-from edged.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, Middle, ReportFigure
+from edged.lab.bench.summary import ATTAINMENT, CLPD, PAIRS, TBT, THROUGHPUT, TTFT, Middle, ReportFigure
 
 LARGEST_TBT = 1.05
 """Largest ratio of TBT to that of serving alone (fcfs)."""

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.report import paper
 from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from benchmarks.report.setting import Setting
-from edged.bench.summary import CLPD, WIN_RATE, Done, ReportFigure
+from edged.lab.bench.summary import CLPD, WIN_RATE, Done, ReportFigure
 
 _STEPS, _WINDOW_SHARE = 60, 0.2
 """Number of points of a curve, and the share of the window before a point over whose pairs it is a mean."""

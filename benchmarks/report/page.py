@@ -28,7 +28,7 @@ from benchmarks.report.serving import ablations, breakdown, iterations, throughp
 from benchmarks.report.setting import Setting
 from benchmarks.report.sources import read_pruning, read_scheduler
 from benchmarks.support.command import markdown
-from edged.bench.compare import CompareError, Workload
+from edged.lab.bench.compare import CompareError, Workload
 
 PAGE = "README.md"
 _ABSOLUTE = re.compile(r"(?<![\w.:/~+-])/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")

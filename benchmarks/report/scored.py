@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from edged.bench.compare import Workload
+from edged.lab.bench.compare import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.report import paper
 from benchmarks.report.panels import ComparisonRow, Curve, Figure, Panel, told
 from benchmarks.report.setting import Setting
-from edged.bench.summary import ATTAINMENT, CLPD, MEAN_TBT, PAIRS, THROUGHPUT, ReportFigure
+from edged.lab.bench.summary import ATTAINMENT, CLPD, MEAN_TBT, PAIRS, THROUGHPUT, ReportFigure
 
 ABLATIONS = ("mace", "mace-bin", "mace-prefix", "mace-prune", "mace-priority")
 STRATEGIES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report.panels import Curve
-from edged.bench.compare import MANIFEST, CompareError
-from edged.bench.summary import Done, Middle, ReportFigure, Runs
+from edged.lab.bench.compare import MANIFEST, CompareError
+from edged.lab.bench.summary import Done, Middle, ReportFigure, Runs
 
 HEADLINE_RETRAIN_RATE = 0.1
 """Retrain rate at which the paper compares throughput (section 6.2)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from edged.bench.compare import CompareError, read_object
+from edged.lab.bench.compare import CompareError, read_object
 
 WHOLE = "off"
 """Name of the budget without pruning."""

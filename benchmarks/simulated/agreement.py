@@ -39,16 +39,16 @@ from benchmarks.support.command import (
     parse,
     say,
 )
-from edged.bench.compare import RunFailed, Workload, call
-from edged.bench.replay import load_pairs
-from edged.bench.traces import RequestTrace, read_trace
+from edged.lab.bench.compare import RunFailed, Workload, call
+from edged.lab.bench.replay import load_pairs
+from edged.lab.bench.traces import RequestTrace, read_trace
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.roofline import Device
+from edged.lab.simulator.simulation import Simulation
 from edged.scheduler.cost.error import PARTS
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings, load_settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.roofline import Device
-from edged.simulator.simulation import Simulation
 from edged.text.tokenizer import Tokenizer
 
 _PROFILING_S = 600.0

@@ -25,14 +25,14 @@ from typing import Any
 from benchmarks.support.command import SEED, finish, flag, option, parse, say
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.runner import START_S, SimulatedEngine
 from edged.scheduler.fairness.justitia import JustitiaOrder
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.scheduler.policies.base import Order
 from edged.scheduler.task import Task
 from edged.settings.load import FairnessSettings, Settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import START_S, SimulatedEngine
 
 Stage = tuple[int, int, float]
 """Mean tokens of prompt and answer, and calls side by side."""

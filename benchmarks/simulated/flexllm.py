@@ -21,14 +21,14 @@ from typing import Any
 
 import click
 
-from edged.bench.arrivals import Arrivals
-from edged.bench.figures import COUNTED
-from edged.bench.traces import read_trace
+from edged.lab.bench.arrivals import Arrivals
+from edged.lab.bench.figures import COUNTED
+from edged.lab.bench.traces import read_trace
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.runner import START_S, SimulatedEngine
+from edged.lab.simulator.simulation import Simulation, pairs_of
 from edged.settings.load import Settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import START_S, SimulatedEngine
-from edged.simulator.simulation import Simulation, pairs_of
 
 TEMPORAL = {"temporal-64": 64, "temporal-128": 128, "temporal-512": 512}
 SEPARATE = {"separate-3:1": 3, "separate-2:2": 2, "separate-1:3": 1}

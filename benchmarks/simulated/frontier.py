@@ -35,17 +35,17 @@ from benchmarks.support.command import (
     parse,
     say,
 )
-from edged.bench.arrivals import Arrivals
-from edged.bench.figures import SLO_FACTOR
-from edged.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
-from edged.bench.traces import Arrival, PromptIds, RequestTrace, read_trace, scale_trace
+from edged.lab.bench.arrivals import Arrivals
+from edged.lab.bench.figures import SLO_FACTOR
+from edged.lab.bench.summary import ATTAINMENT, LEARNING, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, Middle, ReportFigure
+from edged.lab.bench.traces import Arrival, PromptIds, RequestTrace, read_trace, scale_trace
+from edged.lab.simulator.fleet_runs import NOISE
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.runner import SimulatedEngine
+from edged.lab.simulator.simulation import Simulation, lone_ttft_s
 from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import load_settings
-from edged.simulator.fleet_runs import NOISE
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import SimulatedEngine
-from edged.simulator.simulation import Simulation, lone_ttft_s
 
 _SHARES = ("scheduler.finetune_min_share", (0.0, 0.05, 0.1, 0.2, 0.3))
 KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {

@@ -25,10 +25,14 @@ from unittest.mock import patch
 from benchmarks.simulated.frontier import QOE, TBT_P99, TTFT_P99, load_of, played, spread
 from benchmarks.simulated.offline import Job, at_most, chosen
 from benchmarks.support.command import finish, keep, markdown, names, option, parse, say
-from edged.bench.arrivals import Arrivals
-from edged.bench.figures import SLO_FACTOR
-from edged.bench.summary import ATTAINMENT, PAIRS, REQUESTS_IN_TIME
-from edged.bench.traces import Arrival, RequestTrace, TraceRow, read_trace
+from edged.lab.bench.arrivals import Arrivals
+from edged.lab.bench.figures import SLO_FACTOR
+from edged.lab.bench.summary import ATTAINMENT, PAIRS, REQUESTS_IN_TIME
+from edged.lab.bench.traces import Arrival, RequestTrace, TraceRow, read_trace
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.runner import START_S
+from edged.lab.simulator.simulation import lone_ttft_s
 from edged.scheduler.policies.base import Order, Row
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.policy import MACE
@@ -36,10 +40,6 @@ from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.scheduler.task import Task
 from edged.settings.load import load_settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import START_S
-from edged.simulator.simulation import lone_ttft_s
 
 ORIN, ADA = "agx-orin-32gb-maxn", "rtx-6000-ada"
 WORDS_PER_S = 6.0

@@ -25,16 +25,16 @@ from typing import Any
 from benchmarks.simulated.applications import Play, load
 from benchmarks.simulated.frontier import cell, played, spread
 from benchmarks.support.command import finish, keep, markdown, names, option, parse, say
-from edged.bench.arrivals import Arrivals
-from edged.bench.summary import ATTAINMENT, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, ReportFigure
-from edged.bench.traces import Arrival
 from edged.engine.request import Request
+from edged.lab.bench.arrivals import Arrivals
+from edged.lab.bench.summary import ATTAINMENT, MEAN_TBT, PAIRS, REQUESTS_IN_TIME, ReportFigure
+from edged.lab.bench.traces import Arrival
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.simulation import Simulation
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
 from edged.settings.load import Settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.simulation import Simulation
 
 DEVICES = {
     "agx-orin-32gb-maxn": ("mistral-3b", 0.4, 0.34, 4.0),

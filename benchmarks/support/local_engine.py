@@ -10,10 +10,10 @@ from typing import Any
 
 from benchmarks.support.interleave import LONGEST_WAIT_S
 from edged.align.feedback.pair import PairRetired, Record, TokenPair, VersionPublished, VersionSaved
-from edged.bench.recorder import ReplayedAnswer, ReplayRecorder
 from edged.engine.engine import Engine
 from edged.engine.request import Event, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
+from edged.profiler.recorder import ReplayedAnswer, ReplayRecorder
 from edged.scheduler.reader import Pace
 from edged.settings.load import Settings
 

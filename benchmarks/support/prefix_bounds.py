@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from benchmarks.support.machine_limits import Machine, Sizes, decode, prefill
-from edged.bench.traces import TraceRow, scaled_lengths
+from edged.lab.bench.traces import TraceRow, scaled_lengths
 
 _CONVERSATION_BLOCK = 1
 """Index of the block that identifies a conversation: Mooncake's first block is the same in all 12,031 requests."""

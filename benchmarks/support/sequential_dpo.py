@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.report.arrivals import answer_logp
 from benchmarks.support.interleave import Conversation, Side, sides_of
 from edged.align.feedback.pair import TokenPair
-from edged.rebuild.scores import BASE, answer_logps
+from edged.lab.rebuild.scores import BASE, answer_logps
 from edged.settings.load import AlignSettings
 
 _ADAPTER = "default"

@@ -52,14 +52,16 @@ COMMANDS = (
         "bench",
     ),
 )
-"""Names of the click commands; each is in the module of its name unless MODULES has another."""
+"""Names of the click commands; each is in the module of its name unless MODULES has another, or it is of the lab."""
+LAB = ("align", "bench")
+"""Commands that are entry points of edged itself."""
 MODULES = {
-    **{"ask": "chat", "align": "adapters", "export": "feedback", "quarantine": "feedback", "backup": "store"},
+    **{"ask": "chat", "export": "feedback", "quarantine": "feedback", "backup": "store"},
     **{"restore": "store", "config": "settings", "reload": "settings", "token": "settings"},
-    **{"files": "finetune", "metrics": "status", "profile": "bench", "doctor": "doctor.command"},
+    **{"files": "finetune", "metrics": "status", "doctor": "doctor.command"},
 }
 _GROUP = "edged.commands"
-"""Entry points of other packages' commands, each a click command."""
+"""Entry points of commands, each a click command: the laboratory's and other packages'."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 EXPECTED = {
     *("DaemonError", "ConfigError", "ModelMissing", "ModelRefused", "TokenizerError", "TraceError", "ReplayError"),
@@ -90,10 +92,12 @@ class FailingGroup(click.Group):
 
 
 class LazyGroup(FailingGroup):
-    """A group whose commands are imported when they are named or listed; other packages' are entry points."""
+    """A group whose commands are imported when they are named or listed; LAB and other packages' are entry points."""
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         known: Sequence[str] = COMMANDS
+        if args[0] in LAB and args[0] not in plugins.own(_GROUP):
+            ctx.fail(f'"{args[0]}" was not installed: install edged again (from a checkout: tools/env)')
         if args[0] not in known:
             known = self.list_commands(ctx)
         if args[0] not in known and (near := difflib.get_close_matches(args[0], known, 1)):
@@ -101,19 +105,19 @@ class LazyGroup(FailingGroup):
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*COMMANDS, *(name for name in plugins.found(_GROUP) if name not in COMMANDS)]
+        return [*COMMANDS, *(name for name in plugins.others(_GROUP) if name not in COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            point = plugins.found(_GROUP).get(cmd_name)
-            return _of_package(point) if point is not None else None
+        if cmd_name in LAB or cmd_name not in COMMANDS:
+            points = plugins.own(_GROUP) if cmd_name in LAB else plugins.others(_GROUP)
+            return _of_package(points[cmd_name]) if cmd_name in points else None
         module = importlib.import_module(f"edged.cli.{MODULES.get(cmd_name, cmd_name)}")
         command: click.Command = getattr(module, cmd_name)
         return command
 
 
 def _of_package(point: EntryPoint) -> click.Command:
-    """Return the command that another package brings; one that cannot be loaded says why when it is run."""
+    """Return the command that a package brings; one that cannot be loaded says why when it is run."""
     try:
         return plugins.load(point, click.Command)
     except plugins.PluginError as error:

@@ -5,11 +5,11 @@ import statistics
 import time
 from itertools import count, pairwise
 
-from edged.bench.recorder import ReplayRecorder
 from edged.engine.engine import Engine
 from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.profiler.measure import Progress
+from edged.profiler.recorder import ReplayRecorder
 
 _REQUESTS, _TOKENS = 8, 48
 """Number of requests, and tokens of each prompt and answer, that measure the overhead between iterations."""

@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 
 import edged
-from edged.bench.recorder import ReplayRecorder
 from edged.engine.engine import Engine
 from edged.engine.model.loading import pick_device
 from edged.engine.model.memory_model import free_bytes, iteration_bytes, kept_kinds, lone_step_bytes, total_bytes
 from edged.profiler.engine_time import engine_time
 from edged.profiler.measure import Prober, Progress, Shape, StepShape, measure
 from edged.profiler.proc_memory import peak_bytes, start_peak, used_bytes
+from edged.profiler.recorder import ReplayRecorder
 from edged.scheduler.cost.profile import (
     FOLDER,
     DeviceMemory,

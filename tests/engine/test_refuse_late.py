@@ -9,10 +9,10 @@ import pytest
 from edged.api.errors import as_api_error
 from edged.engine.request import FirstTokenLate, Request
 from edged.engine.sampling.params import Sampling
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.runner import SimulatedEngine
 from edged.settings.load import Settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.runner import SimulatedEngine
 from tests.engine.harness import random_ids, request, running_engine
 
 

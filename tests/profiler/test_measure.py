@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from edged.bench.recorder import ReplayRecorder
 from edged.cli.main import cli
 from edged.engine.engine import Engine
 from edged.profiler.engine_time import engine_time
 from edged.profiler.profile import profile_device
+from edged.profiler.recorder import ReplayRecorder
 from edged.scheduler.cost.profile import Profile
 from edged.settings.load import load_settings
 from tests.models import save_tiny

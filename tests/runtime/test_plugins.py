@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import edged
+from tests.cli.conftest import clean_environment, edged
 
 PROJECT = """
 [build-system]
@@ -20,10 +21,12 @@ version = "1"
 [project.entry-points."edged.policies"]
 longest-first = "theirs:LONGEST"
 not-a-row = "theirs:greet"
+ekya = "theirs:LONGEST"
 [project.entry-points."edged.commands"]
 greet = "theirs:greet"
 gone = "theirs:nothing"
 status = "theirs:greet"
+bench = "theirs:greet"
 """
 MODULE = """
 from dataclasses import replace
@@ -61,6 +64,13 @@ def test_a_policy_of_another_package_is_chosen_by_its_name(theirs: str) -> None:
     assert 'did you mean "longest-first"?' in unknown.stderr
 
 
+def test_a_policy_of_another_package_takes_no_name_of_edgeds_own(theirs: str) -> None:
+    code = "from edged.scheduler.policies.registry import ROWS; print(ROWS['ekya'].name, *list(ROWS)[-1:])"
+    environment = clean_environment(PYTHONPATH=theirs)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "ekya longest-first\n", done.stderr
+
+
 def test_a_command_of_another_package_is_run_and_takes_no_name_of_edgeds_own(theirs: str) -> None:
     assert edged("greet", PYTHONPATH=theirs).stdout == "hello from theirs\n"
     assert "greet" not in edged("--help").stdout
@@ -69,6 +79,7 @@ def test_a_command_of_another_package_is_run_and_takes_no_name_of_edgeds_own(the
     assert "greet" in listed.stdout
     assert listed.stdout.count(" status ") == 1
     assert "What the daemon does now" in edged("status", "--help", PYTHONPATH=theirs).stdout
+    assert "Measure this machine" in edged("bench", "--help", PYTHONPATH=theirs).stdout
 
 
 def test_a_command_that_cannot_be_loaded_says_of_which_package_it_is(theirs: str) -> None:
@@ -76,3 +87,11 @@ def test_a_command_that_cannot_be_loaded_says_of_which_package_it_is(theirs: str
     assert (done.returncode, done.stdout) == (1, "")
     assert 'edged: "gone" of the package theirs cannot be loaded' in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_tree_that_was_installed_before_it_had_entry_points_says_how_to_get_its_commands(tmp_path: Path) -> None:
+    (tmp_path / "edged-0.dist-info").mkdir()
+    (tmp_path / "edged-0.dist-info" / "METADATA").write_text("Name: edged\nVersion: 0\n")
+    told = edged("bench", "simulate", PYTHONPATH=str(tmp_path)).stderr
+    assert '"bench" was not installed: install edged again (from a checkout: tools/env)' in told
+    assert "  status " in edged("--help", PYTHONPATH=str(tmp_path)).stdout

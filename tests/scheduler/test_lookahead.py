@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from edged.lab.policies.spatial import SpatialSharing
 from edged.scheduler.policies.flexllm import CoServing
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.policies.spatial import SpatialSharing
 from edged.scheduler.task import Kind, Plan, Unit
 from tests.scheduler.test_simulation import world_of
 from tests.scheduler.world import Device, World

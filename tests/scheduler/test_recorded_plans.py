@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from edged.bench.traces import read_trace
+from edged.lab.bench.traces import read_trace
+from edged.lab.simulator.hardware import SimulatedHardware
+from edged.lab.simulator.plan import SimulationPlan
+from edged.lab.simulator.simulation import Simulation
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import Pace
 from edged.scheduler.task import Plan
 from edged.settings.load import Settings
-from edged.simulator.hardware import SimulatedHardware
-from edged.simulator.plan import SimulationPlan
-from edged.simulator.simulation import Simulation
 
 FILE = Path(__file__).with_name("recorded_plans.json")
 PART = 200

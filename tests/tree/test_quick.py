@@ -27,7 +27,7 @@ def quick() -> ModuleType:
     ("changed", "nearest"),
     [
         ("edged/align/dpo/loss.py", "tests/align/dpo/test_losses_exact.py"),
-        ("edged/scheduler/policies/registry.py", "tests/scheduler/policies/test_baselines.py"),
+        ("edged/scheduler/policies/registry.py", "tests/scheduler/policies/test_policies.py"),
         ("docs/policies.md", "tests/scheduler/policies/test_rows.py"),
         ("tests/test_units.py", "tests/test_units.py"),
         ("pyproject.toml", "tests/test_layers.py"),

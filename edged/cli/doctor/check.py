@@ -81,8 +81,8 @@ def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str
     """Return the memory that serving and training need, by the engine's memory plan, and the device's memory."""
     import psutil
 
-    from edged.bench.memory import plan_memory
     from edged.engine.model.loading import ModelRefused
+    from edged.profiler.memory import plan_memory
 
     box = psutil.virtual_memory()
     cuda = bool(device["cuda"]) and settings.model.device != "cpu"

@@ -10,7 +10,6 @@ from edged.scheduler.task import Grant, Kind, Task
 
 TaskKey = Callable[[Task], tuple[float, int]]
 by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
-by_deadline: TaskKey = attrgetter("deadline_s", "task_id")
 _queue_key = attrgetter("queue_key")
 _grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 

@@ -5,9 +5,6 @@ tokens s as keep f(c, s) within the target, in the forward and in the backward, 
 (Algorithm 2). Left out: fine-tuning in a second stream, and dependent parallelization, which is for several GPUs.
 """
 
-import math
-from dataclasses import replace
-
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
@@ -56,20 +53,6 @@ class SloBudget(FinetuneShare):
             alone_s = self.cost.priced_s(load)
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
         return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
-
-
-class BatchBudget(FinetuneShare):
-    """Iterations of at most `serving.max_batch_tokens`, however long, and one unit of the backward after them.
-
-    So does FlexLLM's public code, whose backward step is a layer over a whole sequence: here over a window of
-    `align.window_tokens`, which holds one.
-    """
-
-    max_units = 1
-
-    def limit_s(self, builder: BinBuilder, now: float) -> float:
-        """Return no limit."""
-        return math.inf
 
 
 class CoServing(Fill):
@@ -133,16 +116,3 @@ FLEXLLM = Row(
     cuts_windows=True,
     fills_ahead=True,
 )
-FLEXLLM_STATIC = replace(
-    FLEXLLM,
-    name="flexllm-static",
-    summary="FlexLLM's public code: a fixed cap of tokens, one unit of the backward an iteration",
-    finetune_share=BatchBudget,
-    cuts_windows=False,
-    fills_ahead=False,
-)
-FLEXLLM_WHOLE = replace(
-    FLEXLLM, name="flexllm-whole", summary="FlexLLM without windows of the backward that fit", cuts_windows=False
-)
-BEHIND = "FlexLLM 6.2: the forward of a group waits for the backward of the one before it"
-FLEXLLM_BEHIND = replace(FLEXLLM, name="flexllm-behind", summary=BEHIND, fills_ahead=False)

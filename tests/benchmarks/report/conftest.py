@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.report.scored import ScoredWorkload
-from edged.bench.compare import Axes, compare
-from tests.bench.conftest import tiny_workload, workload_files
+from edged.lab.bench.compare import Axes, compare
+from tests.lab.bench.conftest import tiny_workload, workload_files
 
 __all__ = ["compared", "workload_files"]
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from benchmarks.report.arrivals import arrivals, replay_and_score
 from benchmarks.report.scored import ScoredWorkload
-from edged.bench.compare import Axes, CompareError, compare
-from edged.bench.replay import ReplayPlan
+from edged.lab.bench.compare import Axes, CompareError, compare
+from edged.lab.bench.replay import ReplayPlan
 from edged.settings.load import Settings
-from tests.bench.conftest import tiny_workload
+from tests.lab.bench.conftest import tiny_workload
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ from benchmarks.report.page import without_folders
 from benchmarks.report.panels import Curve, Figure, Panel
 from benchmarks.report.serving import ablations, throughput
 from benchmarks.report.setting import Setting
-from edged.bench.compare import Run
-from edged.bench.summary import Done, Runs
+from edged.lab.bench.compare import Run
+from edged.lab.bench.summary import Done, Runs
 from edged.scheduler.policies.registry import ROWS
 
 LARGEST_DRAWING_BYTES = 100_000

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.simulated.optimum import LOADS, Case, Load, known_beginnings, measure, trace_of
-from edged.bench.summary import ATTAINMENT
-from edged.bench.traces import Arrival
+from edged.lab.bench.summary import ATTAINMENT
+from edged.lab.bench.traces import Arrival
 
 
 def test_beginnings_of_earlier_prompts_are_known_but_for_a_prompt_s_last_token() -> None:

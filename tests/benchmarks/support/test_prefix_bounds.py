@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.support.machine_limits import Machine, Sizes
 from benchmarks.support.prefix_bounds import bound, conversation_of, scaled, unbounded_hits, whole_conversations
-from edged.bench.traces import PromptIds, TraceRow, scale_rows
+from edged.lab.bench.traces import PromptIds, TraceRow, scale_rows
 
 SIZES = Sizes(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256, itemsize=4)
 COMPUTES = Machine(bytes_per_s=1e18, operations_per_s=1e9)

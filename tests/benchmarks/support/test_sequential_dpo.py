@@ -13,7 +13,7 @@ from benchmarks.support.interleave import open_sides
 from benchmarks.support.local_engine import WEIGHTS_FILE
 from benchmarks.support.sequential_dpo import Recipe, Reference, side_of
 from edged.align.feedback.pair import TokenPair, VersionSaved
-from edged.bench.traces import read_trace
+from edged.lab.bench.traces import read_trace
 from edged.settings.load import Settings
 from tests.engine.harness import random_pairs, running_engine
 from tests.models import save_tiny

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.support.architectures import ARCHITECTURES, Architecture
-from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.served_model import ServedModel
+from edged.profiler.memory import ModelSizes
 from edged.settings.load import ModelSettings, Settings
 from tests.engine.model.test_loading import QUANTIZE
 from tests.models import VOCAB, save_tiny

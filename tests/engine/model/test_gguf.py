@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.gguf_file import write_gguf
-from edged.bench.memory import ModelSizes
 from edged.cli.doctor.model import find
 from edged.models import ModelMissing, find_model
+from edged.profiler.memory import ModelSizes
 from edged.settings.load import ModelSettings, Settings
 from tests.models import save_tiny
 

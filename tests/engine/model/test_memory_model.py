@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.support.random_llama import Shape, write_random_llama
-from edged.bench.activations import account
 from edged.cli.main import cli
 from edged.engine.model.memory_model import (
     BaseShape,
@@ -30,6 +29,7 @@ from edged.engine.model.memory_model import (
 )
 from edged.engine.model.quantization import MADE_BY, form_of_checkpoint, form_of_setting, method_of
 from edged.engine.model.served_model import ServedModel
+from edged.lab.bench.activations import account
 from edged.settings.load import ModelSettings, Settings, load_settings
 from tests.models import READING, save_tiny, tiny_config
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from benchmarks.support.packed_checkpoints import rewrite
-from edged.bench.memory import ModelSizes
 from edged.engine.lora_selftest import selftest_lora
 from edged.engine.model.loading import ModelRefused, load_pretrained
 from edged.engine.model.served_model import ServedModel
+from edged.profiler.memory import ModelSizes
 from edged.settings.load import AlignSettings, ModelSettings, Settings
 from tests.models import save_tiny
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from benchmarks.support.architectures import ARCHITECTURES
-from edged.bench.memory import ModelSizes
 from edged.engine.model.loading import ModelRefused, load_pretrained
 from edged.engine.model.quantization import settle
 from edged.engine.model.served_model import ServedModel
+from edged.profiler.memory import ModelSizes
 from edged.settings.load import ModelSettings, Settings
 from tests.engine.model.test_loading import QUANTIZE
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edged.bench.figures import times_usual
+from edged.lab.bench.figures import times_usual
 from edged.scheduler.cost.model import CostModel, load_of, roofline
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.regression import OnlineRegression

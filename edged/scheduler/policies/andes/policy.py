@@ -1,4 +1,4 @@
-"""The rows of Andes, and whom they preempt."""
+"""The row of Andes, and whom it preempts."""
 
 from dataclasses import replace
 
@@ -41,15 +41,4 @@ ANDES = replace(
     summary="Andes 2.4: where memory is short, those are served whose readers gain most by it; else `mace`",
     admission=ReaderAdmission,
     victims=LeastGain,
-)
-
-
-class PlainReaderAdmission(ReaderAdmission):
-    """The knapsack alone."""
-
-    refines = False
-
-
-ANDES_PLAIN = replace(
-    ANDES, name="andes-plain", summary="Andes without the refiner (2.4.3)", admission=PlainReaderAdmission
 )

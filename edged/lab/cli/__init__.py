@@ -1,0 +1,1 @@
+"""The commands `edged bench` and `edged align`, which come in by entry points `edged.commands`."""

@@ -1,0 +1,1 @@
+"""Policies that only compare: baselines of papers, and ablations. They come in by entry points `edged.policies`."""
