@@ -1,1 +1,1 @@
-"""What compares and simulates: loads, simulated devices and fleets, baselines and ablations, and their commands."""
+"""The laboratory: loads, simulated devices and fleets, baselines, ablations, a rebuild by TRL, and their commands."""

@@ -5,6 +5,7 @@ More come as entry points of the group `edged.policies`, each a `Row`: the labor
 
 from collections import UserDict
 from importlib.metadata import EntryPoint
+from typing import Any
 
 from edged.runtime import plugins
 from edged.scheduler.policies.andes.policy import ANDES
@@ -32,5 +33,6 @@ class PolicyTable(UserDict[str, Row]):
         return row
 
 
-ROWS = PolicyTable({row.name: row for row in _ALL} | plugins.own(_GROUP))
+_OWN: dict[str, Any] = {row.name: row for row in _ALL} | plugins.own(_GROUP)
+ROWS = PolicyTable(_OWN)
 ROWS |= {name: row for name, row in plugins.load_others(_GROUP, Row).items() if name not in ROWS}
