@@ -46,7 +46,13 @@ def test_other_versions_than_the_tested_ones_are_named(audit: ModuleType) -> Non
     assert named == ["aiohttp 3.9.0: tested with 3.14.5", "own 1.0: not among those tested"]
 
 
-def test_the_constraints_hold_what_the_project_needs(audit: ModuleType) -> None:
-    needed = audit.tomllib.loads((audit.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    named = {line.partition("==")[0].lower().replace("_", "-") for line in audit.CONSTRAINTS.read_text().splitlines()}
-    assert {audit.Requirement(line).name for line in needed} - named == {"torch"}
+def test_the_constraints_hold_what_the_project_and_its_networks_need(audit: ModuleType) -> None:
+    project = audit.tomllib.loads((audit.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["fleet"], *extras["federated"]]
+    pins = audit.CONSTRAINTS.read_text()
+    named = {audit.canonicalize_name(line.partition("==")[0]) for line in pins.splitlines()}
+    assert {audit.canonicalize_name(audit.Requirement(line).name) for line in needed} - named == {"torch"}
+    # What an extra leads to, where it is installed.
+    found = [audit.Package(each.metadata["Name"], each.version, 0, ()) for each in audit.requirements(needed)]
+    assert not [line for line in audit.compare(found, pins) if "not among" in line]
