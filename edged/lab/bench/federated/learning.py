@@ -27,7 +27,9 @@ import torch
 from edged.align.feedback.pair import PairRetired, Record, TokenPair, VersionPublished
 from edged.align.language import neutral_pairs
 from edged.engine.engine import Engine
+from edged.federated.averaging import B, mean
 from edged.federated.clustering import find_split, heterogeneity
+from edged.federated.privacy import clipped, noised, record_deviation
 from edged.lab.bench.federated.auxo import LETTER, AuxoRun, LearningMember
 from edged.lab.bench.federated.kept import Kept
 from edged.lab.bench.federated.linear import TASTES, AnswerModel, LinearMembers, Weights, by_taste
@@ -56,7 +58,7 @@ class LearningPlan:
     new: int = 10
     own: Sequence[int] = (1, 4, 8, 16)
     noise: float = 0.0
-    """Standard deviation of the noise in the sum of members' B, over the clip (z)."""
+    """A campaign's noise (z): boxes add it so that the sum has z over the clip though half of them leave theirs out."""
     splits: int = 20
     """Seeds of the test of splits, and whether Auxo is played; 0: neither."""
     pairs_each: int = 24
@@ -213,10 +215,8 @@ class _Learning:
         return [flat for flat in taught if flat is not None]
 
     def _start(self, of: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the start of these members: the mean of the clipped B, with noise where the plan says so."""
-        clipped = torch.stack([flat * min(1.0, _CLIP / (float(flat.norm()) or 1.0)) for flat in of])
-        noise = torch.randn(clipped.shape[1], generator=torch.Generator().manual_seed(self._plan.seed))
-        return self._model.weights(clipped.mean(0) + noise * self._plan.noise * _CLIP / len(of))
+        """Return the start of these members."""
+        return self._model.weights(mean_sent(of, self._plan.noise, self._plan.seed))
 
     def _accuracy(self, weights: Weights, pairs: Sequence[TokenPair]) -> float:
         """Return the share of pairs that are right; untrained weights decide none."""
@@ -355,6 +355,13 @@ class _Learning:
             "ratio": _spread(ratios),
             "purity": fmean(split) if split and kind == "two" else None,
         }
+
+
+def mean_sent(of: Sequence[torch.Tensor], noise: float, seed: int) -> torch.Tensor:
+    """Return the mean of members' B as boxes send them in a round of so many: clipped, each with its noise."""
+    deviation, drawn = record_deviation(noise, _CLIP, len(of)), np.random.default_rng(seed).bytes
+    sent = [noised(clipped({B: flat.numpy()}, _CLIP), deviation, drawn) for flat in of]
+    return torch.from_numpy(mean(sent)[B])
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from edged.align.feedback.pair import TokenPair
 from edged.cli.main import cli
 from edged.lab.bench.federated.auxo import AuxoRun, Cohort, LearningMember
 from edged.lab.bench.federated.kept import Kept
+from edged.lab.bench.federated.learning import mean_sent
 from edged.lab.bench.federated.linear import TASTES, AnswerModel, LinearMembers, by_taste
 from edged.settings.load import AlignSettings
 from tests.engine.harness import Client, random_ids, running_engine
@@ -151,6 +152,18 @@ def test_a_reward_is_shared_by_kinship(tmp_path: Path) -> None:
     assert rewards == pytest.approx({(0, 1): -0.6, (0, 0): -0.6 / 2, (1,): -0.6 / 3})
     auxo._reward(rewards, tried, 4.0, auxo.cohorts)
     assert rewards[(1,)] == pytest.approx(-0.2), "only cohorts that are not explored have a share"
+
+
+def test_a_start_of_the_bench_is_the_mean_of_records_clipped_and_noised_as_boxes_do() -> None:
+    short, long = torch.zeros(20000), torch.zeros(20000)
+    short[0], long[1] = 0.1, 4.0
+    exact = mean_sent([short, long], 0.0, 0)
+    assert exact[:2] == pytest.approx(torch.tensor([0.05, 0.2]))
+    assert not exact[2:].any()
+    apart = mean_sent([short, long], 3.0, 0) - exact
+    # Each record has z C sqrt(2 / n); nobody leaves it out here, so that the mean has z C sqrt(2) / n.
+    assert float(apart.std()) == pytest.approx(3.0 * 0.4 * 2**0.5 / 2, rel=0.02)
+    assert torch.equal(mean_sent([short, long], 3.0, 0) - exact, apart)
 
 
 def test_what_is_kept_is_of_one_plan(tmp_path: Path) -> None:
