@@ -13,7 +13,7 @@ from typing import Any
 
 from edged.align.dpo.loss import LOSSES
 from edged.align.feedback.pair import JobStepped, PairState, TokenPair
-from edged.align.pair_queues import AdapterQueue, StepBatch
+from edged.align.pair_queues import AdapterQueue, StepBatch, SuppliedQueue
 from edged.settings.load import AlignSettings, GuardSettings
 
 METHODS = {row.method: name for name, row in LOSSES.items() if row.method} | {"kto": "sigmoid"}
@@ -129,7 +129,7 @@ class JobPace:
 
 
 @dataclass(slots=True)
-class JobQueue(AdapterQueue):
+class JobQueue(SuppliedQueue):
     """The queue of an adapter that a job trains: its pairs are the job's examples, and no test judges its versions.
 
     Pairs that its users give meanwhile wait in the queue whose place it has.
@@ -143,16 +143,6 @@ class JobQueue(AdapterQueue):
     batches: deque[list[TokenPair]] = field(default_factory=deque)
     """Examples of the next steps."""
     failed: bool = False
-
-    @property
-    def tested(self) -> bool:
-        """False: no test judges its versions."""
-        return False
-
-    @property
-    def pairs(self) -> int:
-        """None: they are the job's."""
-        return 0
 
     @property
     def validates(self) -> bool:
@@ -178,14 +168,6 @@ class JobQueue(AdapterQueue):
     def draw(self, align: AlignSettings) -> StepBatch:
         """Return the next step's examples, which stay until the step was taken."""
         return StepBatch(self.batches[0], [])
-
-    def begin(self, draw: StepBatch) -> None:
-        """Note the examples of the step under way."""
-        self.taken = draw.fresh
-
-    def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
-        """Note that the step was not taken."""
-        self.step, self.taken = None, []
 
     def drop(self, pair_ids: Collection[int]) -> None:
         """Remove pairs from the queue whose place it has."""

@@ -301,6 +301,29 @@ class AdapterQueue:
             self.unscored.discard(pair_id)
 
 
+@dataclass(slots=True)
+class SuppliedQueue(AdapterQueue):
+    """A queue of pairs that are not a person's new ones: they stay where they are until their step was taken."""
+
+    @property
+    def tested(self) -> bool:
+        """False: no test judges its versions, if it has any."""
+        return False
+
+    @property
+    def pairs(self) -> int:
+        """None: nobody gave them now."""
+        return 0
+
+    def begin(self, draw: StepBatch) -> None:
+        """Note the pairs of the step under way."""
+        self.taken = draw.fresh
+
+    def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
+        """Note that the step was not taken."""
+        self.step, self.taken = None, []
+
+
 class PairQueues:
     """The queues by adapter, and which adapters have work.
 

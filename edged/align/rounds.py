@@ -10,7 +10,7 @@ from edged.align.adapters.adapter import AdapterState
 from edged.align.dpo.adapter_step import AdapterStep
 from edged.align.feedback.pair import PairScored, TokenPair
 from edged.align.jobs import JobQueue
-from edged.align.pair_queues import AdapterQueue, StepBatch
+from edged.align.pair_queues import AdapterQueue, StepBatch, SuppliedQueue
 from edged.settings.load import AlignSettings
 
 ROUNDS = "@round"
@@ -61,22 +61,12 @@ def learned_pairs(queue: AdapterQueue) -> list[TokenPair]:
 
 
 @dataclass(slots=True)
-class RoundQueue(AdapterQueue):
+class RoundQueue(SuppliedQueue):
     """The queue of the round under way, if any. It has no versions, and leaves no record of pairs."""
 
     round: LocalRound | None = None
     number: int = 0
     """The greatest version of a round's state, by which a slot tells them apart."""
-
-    @property
-    def tested(self) -> bool:
-        """False: it has no versions."""
-        return False
-
-    @property
-    def pairs(self) -> int:
-        """None: they are learned already."""
-        return 0
 
     @property
     def due(self) -> bool:
@@ -101,14 +91,6 @@ class RoundQueue(AdapterQueue):
         """Return the next step's pairs, which stay until the step was taken."""
         assert self.round is not None
         return StepBatch(list(islice(self.round.pairs, align.micro_batch_pairs)), [])
-
-    def begin(self, draw: StepBatch) -> None:
-        """Note the pairs of the step under way."""
-        self.taken = draw.fresh
-
-    def put_back(self, pairs: Sequence[TokenPair] | None = None) -> None:
-        """Note that the step was not taken."""
-        self.step, self.taken = None, []
 
     def take_step(self, step: AdapterStep) -> None:
         """Take in a step that ended well; one of a round that has failed meanwhile counts for nothing."""

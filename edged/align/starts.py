@@ -12,7 +12,7 @@ import torch
 from edged.align.adapters.adapter import AdapterError, AdapterFiles, Snapshot
 from edged.align.feedback.pair import IMPORT_REASONS, START_REASON, PairScored, TokenPair
 from edged.runtime.chance import by_chance
-from edged.store.data_dir import sync
+from edged.runtime.durable import sync
 from edged.store.timestamps import utc_now, utc_text
 
 log = logging.getLogger("edged.align")

@@ -10,7 +10,7 @@ from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.feedback.pair import TokenPair
 from edged.align.guard import TestScore, broken_language
 from edged.align.jobs import JobQueue
-from edged.align.pair_queues import AdapterQueue, PairQueues
+from edged.align.pair_queues import PairQueues, SuppliedQueue
 from edged.align.starts import SCALES, Start, StartChoice, neutral_as_pairs
 from edged.settings.load import GuardSettings, Settings
 
@@ -33,7 +33,7 @@ class Trial:
 
 
 @dataclass(slots=True)
-class TrialQueue(AdapterQueue):
+class TrialQueue(SuppliedQueue):
     """The trials of all starts. They are tests of no version: they train nothing, and leave no record of pairs."""
 
     catalogue: dict[str, Start] = field(default_factory=dict)
@@ -52,11 +52,6 @@ class TrialQueue(AdapterQueue):
     """The largest scale so far that keeps the language, of starts that are measured."""
     number: int = 0
     """Number of states that were read, by which a slot tells them apart."""
-
-    @property
-    def tested(self) -> bool:
-        """False: it has no versions."""
-        return False
 
     def add(self, start: Start, queues: PairQueues) -> None:
         """Add a start, also in place of another of its name, to be measured and scored on every user's pairs."""

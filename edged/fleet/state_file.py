@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from edged.runtime.durable import write_whole
 from edged.settings.load import Settings
-from edged.store.data_dir import data_folder, write_whole
+from edged.store.data_dir import data_folder
 
 log = logging.getLogger("edged.fleet")
 

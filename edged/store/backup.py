@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import edged
+from edged.runtime.durable import sync
 from edged.store.archive import END, Content, member
 from edged.store.data_dir import (
     ADAPTERS_FOLDER,
@@ -27,7 +28,6 @@ from edged.store.data_dir import (
     STARTS_FOLDER,
     path_in,
     sha256_of,
-    sync,
 )
 from edged.store.timestamps import utc_now, utc_text
 

@@ -1,4 +1,4 @@
-"""The data folder: its place, the names of its parts, and syncing files in it."""
+"""The data folder: its place, the names of its parts, and what is in it."""
 
 import errno
 import hashlib
@@ -7,6 +7,8 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from edged.runtime.durable import sync
 
 DATABASE_FILE = "edged.db"
 ADAPTERS_FOLDER = "adapters"
@@ -36,29 +38,6 @@ def path_in(folder: Path, *names: str) -> Path:
         if not re.fullmatch(NAME, name):
             raise FileNotFoundError(errno.ENOENT, "not a name of a file of edged", name)
     return folder.joinpath(*names)
-
-
-def sync(path: Path) -> None:
-    """Make a file or folder itself survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a file so that a power cut, and a reader meanwhile, finds the old text or the new one. Raises OSError."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    sync(path.parent)
 
 
 def sha256_of(path: Path) -> str:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import file_bytes, sync
+from edged.runtime.durable import sync
+from edged.store.data_dir import file_bytes
 from edged.store.lock import FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, migrate
 from edged.store.rows import first_value

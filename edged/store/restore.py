@@ -15,9 +15,10 @@ from typing import IO, Any
 
 from sqlite_utils import Database
 
+from edged.runtime.durable import sync
 from edged.store.archive import Content
 from edged.store.backup import CONFIG_FILE, FORMAT, MANIFEST, PROFILES_FOLDER, BackupError
-from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, NAME, STARTS_FOLDER, path_in, sync
+from edged.store.data_dir import ADAPTERS_FOLDER, DATABASE_FILE, FILES_FOLDER, NAME, STARTS_FOLDER, path_in
 from edged.store.lock import LOCK_FILE, FolderLock, FolderTaken
 from edged.store.migrations import UnknownMigration, check_schema
 from edged.store.timestamps import utc_now

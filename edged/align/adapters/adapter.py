@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from edged.align.adapters.form import AdapterForm, LoraLeaves, LoraSpec, RowNorms, master_gradients, measured, served
 from edged.align.adapters.peft_import import CONFIG, WEIGHTS, ImportRefused, form_of
+from edged.runtime.durable import sync
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
-from edged.store.data_dir import erase_folder, path_in, sha256_of, sync
+from edged.store.data_dir import erase_folder, path_in, sha256_of
 from edged.tensors.host_copy import HostCopies
 
 MANIFEST, OPTIMIZER = "edged.json", "optimizer.safetensors"

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from edged.store.data_dir import ADAPTERS_FOLDER, sha256_of, write_whole
+from edged.runtime.durable import write_whole
+from edged.store.data_dir import ADAPTERS_FOLDER, sha256_of
 
 _WHOLE = ("*.safetensors", "tokenizer.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.py")
 """Files that are hashed whole. A chat template is none: it writes prompts, and pairs have those that were served."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from sqlite_utils import Database
 
-from edged.store.data_dir import FILES_FOLDER, path_in, sync
+from edged.runtime.durable import sync
+from edged.store.data_dir import FILES_FOLDER, path_in
 from edged.store.database import FOLDER_MODE, Store
 from edged.store.jobs.jobs import IS_OPEN
 from edged.store.rows import first_column, first_value, insert_row
