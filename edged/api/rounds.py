@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -133,16 +133,25 @@ class Rounds:
         rest = timedelta(hours=self.settings.min_interval_h)
         return last is not None and utc_now() - datetime.fromisoformat(last) < rest
 
-    async def _choose(self, terms: Terms) -> str:
-        """Return who takes part in a round that a hub asks for. Raises ApiError (409); it names nobody."""
+    async def _choose(self, terms: Terms, file: RoundFile) -> str:
+        """Return who takes part in a round that a hub asks for. Raises ApiError (409); it names nobody.
+
+        Of several starts a person takes part in that of least mean loss on their pairs, once all are scored.
+        """
         if await self.rests():
             told = f"a record left less than federated.min_interval_h = {self.settings.min_interval_h:g} h ago"
             raise ApiError(409, told, code="too_soon")
-        able = await self.participants(terms.noise, terms.min_pairs)
-        if not able:
-            told = "nobody here has agreed, has enough learned pairs and may still take part"
-            raise ApiError(409, told, code="no_participant")
-        return able[0]
+        for user in await self.participants(terms.noise, terms.min_pairs):
+            if len(file.job.starts) < 2 or await self._fitting(user, file.job.starts) == file.start:
+                return user
+        told = "nobody here has agreed, has enough learned pairs, may still take part and is fitted best by this start"
+        raise ApiError(409, told, code="no_participant")
+
+    async def _fitting(self, user: str, starts: Collection[str]) -> str | None:
+        """Return the start that fits a user's pairs best; None where not all of these starts were scored on them."""
+        choice = await asyncio.wrap_future(self.engine.choice(user))
+        losses = {score.start: score.loss or 0.0 for score in choice.verdict if score.start in starts}
+        return min(losses, key=losses.__getitem__) if losses.keys() == {*starts} else None
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
@@ -161,7 +170,7 @@ class Rounds:
             except (CampaignRefused, RecordRefused, AdapterError) as error:
                 raise bad_request(str(error), code="round_refused") from None
             if user is None:
-                user = await self._choose(terms)
+                user = await self._choose(terms, file)
             else:
                 await self._demand_participant(user, terms)
             ended = await asyncio.to_thread(

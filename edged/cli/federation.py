@@ -106,13 +106,15 @@ def leave(kit: Path) -> None:
 @click.command()
 @click.argument("file", type=_FOLDER)
 @click.option("--kit", required=True, type=_FOLDER, help="The submitter's kit.")
-def submit(file: Path, kit: Path) -> None:
+@click.option("--start", "starts", multiple=True, metavar="NAME=FOLDER", help="A start that it names; repeated.")
+def submit(file: Path, kit: Path, starts: tuple[str, ...]) -> None:
     """Submit the campaign in FILE to the hub."""
     from edged.federated.campaign_file import read_campaign
     from edged.federated_nvflare.submission import submit
 
     campaign = read_campaign(file)
-    submit(kit, campaign)
+    given = (each.partition("=") for each in starts)
+    submit(kit, campaign, {name: Path(folder) for name, _, folder in given})
     echo(f'"{campaign.name}" is submitted: a round begins when {campaign.campaign(0.0).asked} boxes say that they can')
 
 
@@ -160,7 +162,8 @@ def what_leaves(startup: dict[str, Any], terms: dict[str, Any]) -> str:
         "- whether it may take part now: the fingerprint of its base model and LoRA's form; its memory, speed and "
         "number of people, as powers of two",
         f"- for each round a record: how one half of an adapter moved, clipped to {terms['clip']:g}; the number of "
-        "pairs, and on how many held-out ones it was right where there is no noise",
+        "pairs, and on how many held-out ones it was right where there is no noise; of several starts the name of that "
+        "which fits its pairs",
         noise,
         (
             "A record is encrypted, and the hub adds up what it cannot read. A hub in league with one box can read it."

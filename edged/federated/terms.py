@@ -74,8 +74,9 @@ def consent_text(box: FederatedSettings) -> str:
         )
     else:
         hides = (
-            "Beside it go the number of pairs and on how many held-out ones it was right. NO noise is added: nothing "
-            "guarantees that nobody learns about you from it. Agree only where you trust those who take part."
+            "Beside it go the number of pairs, on how many held-out ones it was right, and of several starts the name "
+            "of that which fits them best. NO noise is added: nothing guarantees that nobody learns about you from it. "
+            "Agree only where you trust those who take part."
         )
     seen = "" if box.aggregation == "sum" else " Each record may be seen by itself."
     by_file = " Who averages records by file sees each."

@@ -9,11 +9,11 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from edged.client.client import Client, DaemonError, find_address
+from edged.client.client import Client, DaemonError, Refused, find_address
 from edged.federated.signature import Capacity
 
 ROUNDS = "/v1/federated/rounds"
@@ -56,6 +56,24 @@ def make_record(client: Client, round_file: bytes, is_aborted: Callable[[], bool
     finally:
         with contextlib.suppress(DaemonError):
             client.call("DELETE", path)
+
+
+def make_fitting_record(
+    client: Client, round_files: Sequence[bytes], is_aborted: Callable[[], bool]
+) -> tuple[bytes, bytes]:
+    """Have the daemon do the first of these rounds for which it has somebody, and return it with its record.
+
+    Of a campaign's starts a person takes part in that which fits their pairs best. Raises DaemonError.
+    """
+    refused: DaemonError = NoRecord("the hub asks for no round")
+    for asked in round_files:
+        try:
+            return asked, make_record(client, asked, is_aborted)
+        except Refused as error:
+            if error.code != "no_participant":
+                raise
+            refused = error
+    raise refused
 
 
 def is_in_ledger(client: Client, record: bytes, nonce: str) -> bool:

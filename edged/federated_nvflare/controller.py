@@ -1,4 +1,4 @@
-"""The hub's side of a job: one round of a campaign, or, once all are complete, the start for boxes that lack it."""
+"""The hub's side of a job: one round of a campaign, or, once all are complete, the starts for boxes that lack them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvflare.apis.signal import Signal
 
 from edged.federated.campaign_file import CampaignRefused
 from edged.federated.records import RecordRefused
-from edged.federated_nvflare.hub_rounds import HubRounds, campaign_of
+from edged.federated_nvflare.hub_rounds import STARTS, HubCampaign, campaign_of
 
 _LOOK_S = 0.1
 _TELL_S = 120
@@ -29,26 +29,35 @@ class RoundController(Controller):
     """
 
     def start_controller(self, fl_ctx: FLContext) -> None:
-        """Open the campaign's folder in the hub's kit. Raises CampaignRefused, OSError: the job fails."""
-        root = Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / "campaigns"
-        self._rounds = HubRounds(root, campaign_of(fl_ctx.get_prop(FLContextKey.JOB_META)))
-        self._counted = len(self._rounds.sum().boxes)
+        """Open the campaign's folder in the hub's kit, with the starts that the job brings.
+
+        Raises CampaignRefused, OSError, ValueError, KeyError: the job fails.
+        """
+        workspace = fl_ctx.get_engine().get_workspace()
+        root, config = Path(workspace.get_root_dir()), Path(workspace.get_app_config_dir(fl_ctx.get_job_id()))
+        self._campaign = HubCampaign(root / "campaigns", campaign_of(fl_ctx.get_prop(FLContextKey.JOB_META)))
+        for rounds in self._campaign.rounds:
+            rounds.begin_with(config / STARTS / rounds.start)
+        self._missing = self._campaign.missing
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Do the round, or hand out the start."""
-        rounds = self._rounds
+        """Do the round, or hand out the starts."""
+        campaign = self._campaign
         boxes = [client.name for client in fl_ctx.get_engine().get_clients()]
-        if rounds.is_complete:
-            data = {"name": rounds.job.name, "sealed": rounds.sealed_start(), **rounds.start_files()}
-            self._ask("start", data, [box for box in boxes if box not in rounds.told], _TELL_S, abort_signal, fl_ctx)
+        if campaign.is_complete:
+            lacking = [box for box in boxes if box not in campaign.told]
+            data = {"starts": [rounds.start_file() for rounds in campaign.rounds]}
+            self._ask("start", data, lacking, _TELL_S, abort_signal, fl_ctx)
             return
-        asked = [box for box in boxes if box not in rounds.sum().boxes]
-        deadline_s = math.ceil(rounds.job.deadline_s)
-        data = {"round": rounds.round_file(), "sealed": rounds.sealed_start()}
-        self._ask("round", data, asked, deadline_s, abort_signal, fl_ctx)
-        number = rounds.round + 1
-        ended = "is complete" if rounds.close() else "goes on: too few boxes answered"
-        self.log_info(fl_ctx, f"{rounds.job.name}: round {number} {ended} ({self._counted} records)", fire_event=False)
+        counted = campaign.counted
+        asked = [{"round": rounds.round_file(), "sealed": rounds.sealed_start()} for rounds in campaign.open]
+        deadline_s = math.ceil(campaign.job.deadline_s)
+        others = [box for box in boxes if box not in counted]
+        self._ask("round", {"rounds": asked}, others, deadline_s, abort_signal, fl_ctx)
+        for rounds in campaign.open:
+            number, records = rounds.round + 1, len(rounds.sum().boxes)
+            ended = "is complete" if rounds.close() else "goes on: too few boxes answered"
+            self.log_info(fl_ctx, f"{rounds.name}: round {number} {ended} ({records} records)", fire_event=False)
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Do nothing: all is on disk."""
@@ -68,23 +77,24 @@ class RoundController(Controller):
         self.cancel_task(task, fl_ctx=ctx)
 
     def _has_enough(self, name: str) -> bool:
-        return name == "round" and self._counted >= self._rounds.job.demand
+        return name == "round" and self._missing <= 0
 
     def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Take a box's answer in: it is on disk before NVFlare hands over the next one."""
-        box, result = client_task.client.name, client_task.result
+        box, result, campaign = client_task.client.name, client_task.result, self._campaign
         code = result.get_return_code()
         if client_task.task.name == "start":
-            self._rounds.tell(box)
-            self.log_info(fl_ctx, f"{self._rounds.job.name}: {box} was given the start: {code}", fire_event=False)
+            campaign.tell(box)
+            self.log_info(fl_ctx, f"{campaign.job.name}: {box} was given the start: {code}", fire_event=False)
             return
         try:
             if code != ReturnCode.OK:
                 raise RecordRefused(f"it answers {code}; why stands in its own log")
             data = from_shareable(result).data
             took_s = time.monotonic() - self._since_s
-            self._counted = self._rounds.take(box, data["record"], took_s, data["sealed"])
+            campaign.take(box, data["record"], took_s, data["sealed"])
         except (RecordRefused, CampaignRefused, KeyError, TypeError, ValueError) as error:
-            self.log_warning(fl_ctx, f"{self._rounds.job.name}: nothing of {box} is counted: {error}", fire_event=False)
+            self.log_warning(fl_ctx, f"{campaign.job.name}: nothing of {box} is counted: {error}", fire_event=False)
             return
-        self.log_info(fl_ctx, f"{self._rounds.job.name}: {box} is counted", fire_event=False)
+        self._missing = campaign.missing
+        self.log_info(fl_ctx, f"{campaign.job.name}: {box} is counted", fire_event=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, from_shareable
@@ -13,8 +15,8 @@ from nvflare.apis.signal import Signal
 from nvflare.private.fed.client.admin_commands import AdminCommands, ConfigureJobLogCommand
 
 from edged.client.client import DaemonError
-from edged.federated_nvflare.box_daemon import add_start, daemon_client, facts_of, make_record, start_tar
-from edged.federated_nvflare.encrypted_sum import box_key, opened_round, opened_weights
+from edged.federated_nvflare.box_daemon import add_start, daemon_client, facts_of, make_fitting_record, start_tar
+from edged.federated_nvflare.encrypted_sum import Sealed, box_key, opened_round, opened_weights
 from edged.federated_nvflare.kits import KitError
 
 NONCE = "edged_nonce"
@@ -35,17 +37,23 @@ class RoundExecutor(Executor):
         try:
             data: dict[str, Any] = from_shareable(shareable).data
             with daemon_client() as client:
-                sealed = [bytes(piece) for piece in data["sealed"]]
                 if task_name == "start":
-                    weights = bytes(data["weights"])
-                    weights = opened_weights(weights, sealed, box_key()) if sealed else weights
-                    add_start(client, str(data["name"]), start_tar(weights, bytes(data["config"])))
+                    for start in data["starts"]:
+                        weights = _clear(opened_weights, start["weights"], start["sealed"])
+                        add_start(client, str(start["name"]), start_tar(weights, bytes(start["config"])))
                     return make_reply(ReturnCode.OK)
-                asked = bytes(data["round"])
-                asked = opened_round(asked, sealed, box_key()) if sealed else asked
-                fl_ctx.set_prop(NONCE, facts_of(asked)["nonce"], private=True, sticky=False)
-                record = make_record(client, asked, lambda: bool(abort_signal.triggered))
+                asked = [_clear(opened_round, each["round"], each["sealed"]) for each in data["rounds"]]
+                # No start is asked for first each time.
+                random.shuffle(asked)
+                of, record = make_fitting_record(client, asked, lambda: bool(abort_signal.triggered))
+                fl_ctx.set_prop(NONCE, facts_of(of)["nonce"], private=True, sticky=False)
         except (DaemonError, KitError, OSError, KeyError, TypeError, ValueError) as error:
             self.log_warning(fl_ctx, f"no answer to the task {task_name!r}: {error}", fire_event=False)
             return make_reply(ReturnCode.EXECUTION_EXCEPTION)
         return DXO(DataKind.APP_DEFINED, data={"record": record}).to_shareable()
+
+
+def _clear(opened: Callable[[bytes, Sealed, bytes], bytes], content: Any, sealed: Any) -> bytes:
+    """Return a file of the hub's, in which B is moved by what is sealed."""
+    pieces = [bytes(piece) for piece in sealed]
+    return opened(bytes(content), pieces, box_key()) if pieces else bytes(content)

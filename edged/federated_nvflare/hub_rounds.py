@@ -1,4 +1,4 @@
-"""A campaign's folder at the hub: its starts, the sum of the round under way, and who has the result. No NVFlare.
+"""A campaign's folder at the hub: its starts, the sums of the rounds under way, and who has the result. No NVFlare.
 
 Each file is whole at any moment: it is written beside its place, synced, and moved there.
 """
@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file, save, save_file
 
-from edged.federated.averaging import moved, new_start, write_start
+from edged.federated.averaging import moved, new_start, read_start, write_start
 from edged.federated.campaign_file import CampaignFile, CampaignRefused, parse_campaign
 from edged.federated.privacy import Tensors, norm
-from edged.federated.records import FederatedRecord, RecordRefused, RoundFile, lora_shapes
+from edged.federated.records import FederatedRecord, RecordRefused, RoundFile, check_weights, lora_shapes
 from edged.federated.robust import AGGREGATES
+from edged.federated_nvflare.box_daemon import facts_of
 from edged.federated_nvflare.encrypted_sum import Sealed, add
 from edged.federated_nvflare.kits import SUM_PUBLIC_KEY
+from edged.runtime.durable import sync, write_whole
 
+STARTS = "starts"
+"""Where a job's configuration has the named starts that it teaches on."""
 _MAX_BYTES = 1 << 28
 _ROUNDING = 1.0 + 1e-4
 """Factor by which float32 may make a clipped record longer."""
 _FACTS, _SUM, _JOB, _TOLD, _SEALED = "edged", "sum.safetensors", "job.json", "told.json", "sealed"
+_WEIGHTS = "adapter_model.safetensors"
 
 
 def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
@@ -39,12 +43,7 @@ def campaign_of(meta: Mapping[str, Any]) -> CampaignFile:
     table = props.get("edged") if isinstance(props, dict) else None
     if not isinstance(table, dict):
         raise CampaignRefused("the job has no campaign: submit it with `edged federated submit`")
-    job = parse_campaign(table)
-    if job.starts:
-        raise CampaignRefused(
-            f'campaign "{job.name}": "starts" of boxes are not taught on over a network yet: leave it out'
-        )
-    return job
+    return parse_campaign(table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +98,28 @@ class RunningSum:
 
 
 class HubRounds:
-    """The rounds of one campaign, in `root/NAME`. One process at a time writes it."""
+    """The rounds of one start: of a campaign's new one in `root/NAME`, of a named one in `root/NAME/START`.
 
-    def __init__(self, root: Path, job: CampaignFile) -> None:
-        """Open the folder, or make it. Raises CampaignRefused where it is of another campaign of this name, OSError."""
-        self.job, self.folder = job, root / job.name
+    One process at a time writes the folder.
+    """
+
+    def __init__(self, root: Path, job: CampaignFile, start: str = "") -> None:
+        """Open the folder, or make it. Raises OSError."""
+        self.job, self.start, self.folder = job, start, root / job.name / start
         self._key = root.parent / "startup" / SUM_PUBLIC_KEY
         self.folder.mkdir(parents=True, exist_ok=True)
-        known = self._json("campaign.json")
-        if known and known != job.table():
-            raise CampaignRefused(f'campaign "{job.name}" is another one at this hub: give this one a name of its own')
-        if not known:
-            self._write("campaign.json", lambda path: path.write_text(json.dumps(job.table()), "utf-8"))
+
+    @property
+    def name(self) -> str:
+        """The start's name on boxes: a new one is called as its campaign."""
+        return self.start or self.job.name
+
+    def begin_with(self, folder: Path) -> None:
+        """Take a named start from a PEFT folder, before its first round. Raises OSError, ValueError, KeyError."""
+        if self.start and not self._start.exists():
+            draft = self.folder / "draft"
+            write_start(draft, *read_start(folder))
+            self._place(draft, 0)
 
     @property
     def round(self) -> int:
@@ -136,9 +145,8 @@ class HubRounds:
 
     def round_file(self) -> bytes:
         """Return what boxes are asked in the round under way."""
-        start = load_file(self._start / "adapter_model.safetensors") if self.round else {}
-        nonce = self.sum().nonce
-        return RoundFile(job=self.job, round=self.round, nonce=nonce, start="", tensors=start).content()
+        about: dict[str, Any] = {"job": self.job, "round": self.round, "nonce": self.sum().nonce, "start": self.start}
+        return RoundFile(**about, tensors=self._weights()).content()
 
     def take(self, box: str, content: bytes, response_s: float, sealed: Sealed = ()) -> int:
         """Count a box's record, whose numbers are `sealed` or single, and return how many are on disk.
@@ -154,9 +162,11 @@ class HubRounds:
             record = FederatedRecord.read(path, _MAX_BYTES)
         finally:
             path.unlink()
-        asked = (self.job.table(), so_far.round, so_far.nonce, "")
+        asked = (self.job.table(), so_far.round, so_far.nonce, self.start)
         if (record.job.table(), record.round, record.nonce, record.start) != asked:
             raise RecordRefused("it is of another round than the one under way")
+        if weights := self._weights():
+            check_weights(weights, record.shapes)
         clip = self.job.clip
         if clip is not None and not self.job.noise and norm(record.tensors) > clip * _ROUNDING:
             raise RecordRefused(f"its norm is over the clip of {clip:g}")
@@ -170,12 +180,7 @@ class HubRounds:
         done = self.sum()
         if len(done.boxes) < self.job.threshold:
             return False
-        record_shapes = lora_shapes(done.shapes, done.form["inputs"])
-        start = (
-            load_file(self._start / "adapter_model.safetensors")
-            if self.round
-            else new_start(self.job.name, record_shapes)
-        )
+        start = self._weights() or new_start(self.job.name, lora_shapes(done.shapes, done.form["inputs"]))
         draft = self.folder / "draft"
         draft.mkdir(exist_ok=True)
         if done.single:
@@ -186,10 +191,7 @@ class HubRounds:
             save_file(_as_bytes(add([mean, former], key) if former else mean), draft / _SEALED)
         write_start(draft, start, done.form["alpha"])
         (draft / "responses.json").write_text(json.dumps(done.boxes), "utf-8")
-        for path in (*draft.iterdir(), draft):
-            _sync(path)
-        draft.rename(self.folder / f"start-{done.round + 1}")
-        _sync(self.folder)
+        self._place(draft, done.round + 1)
         (self.folder / _SUM).unlink()
         return True
 
@@ -198,10 +200,11 @@ class HubRounds:
         path = self._start / "responses.json"
         return dict(json.loads(path.read_text("utf-8"))) if path.exists() else {}
 
-    def start_files(self) -> dict[str, bytes]:
-        """Return the newest start's files, whose B `sealed_start` moves."""
-        config, weights = self._start / "adapter_config.json", self._start / "adapter_model.safetensors"
-        return {"config": config.read_bytes(), "weights": weights.read_bytes()}
+    def start_file(self) -> dict[str, Any]:
+        """Return the newest start for boxes: its files, whose B `sealed` moves."""
+        config, weights = self._start / "adapter_config.json", self._start / _WEIGHTS
+        files = {"config": config.read_bytes(), "weights": weights.read_bytes()}
+        return {"name": self.name, "sealed": self.sealed_start(), **files}
 
     def sealed_start(self) -> list[bytes]:
         """Return how far B of the newest start is moved, encrypted; nothing of single records, or before a round."""
@@ -210,14 +213,90 @@ class HubRounds:
         return [tensors[name].tobytes() for name in sorted(tensors)]
 
     @property
+    def _start(self) -> Path:
+        return self.folder / f"start-{self.round}"
+
+    def _keep(self, running: RunningSum) -> RunningSum:
+        facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "single", "boxes", "form")})
+        tensors = {**running.tensors, **_as_bytes(running.sealed)}
+        write_whole(self.folder / _SUM, save(tensors, {_FACTS: facts}))
+        return running
+
+    def _weights(self) -> dict[str, np.ndarray]:
+        """Return the newest start; nothing before the first round of a new one."""
+        return load_file(self._start / _WEIGHTS) if self._start.exists() else {}
+
+    def _place(self, draft: Path, number: int) -> None:
+        """Make a draft the start after so many rounds."""
+        for path in (*draft.iterdir(), draft):
+            sync(path)
+        draft.rename(self.folder / f"start-{number}")
+        sync(self.folder)
+
+
+class HubCampaign:
+    """A campaign at the hub, in `root/NAME`: the rounds of its starts, of which a box takes part in one at a time."""
+
+    def __init__(self, root: Path, job: CampaignFile) -> None:
+        """Open the folder, or make it. Raises CampaignRefused where it is of another campaign of this name, OSError."""
+        self.job, self.folder = job, root / job.name
+        self.rounds = [HubRounds(root, job, start) for start in job.starts or ("",)]
+        known = self._json("campaign.json")
+        if known and known != job.table():
+            raise CampaignRefused(f'campaign "{job.name}" is another one at this hub: give this one a name of its own')
+        if not known:
+            self._write("campaign.json", job.table())
+
+    @property
+    def open(self) -> list[HubRounds]:
+        """The starts whose rounds are not all complete."""
+        return [rounds for rounds in self.rounds if not rounds.is_complete]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rounds of all starts are complete."""
+        return not self.open
+
+    @property
+    def round(self) -> int:
+        """How many rounds of all starts are complete."""
+        return min(rounds.round for rounds in self.rounds)
+
+    @property
+    def counted(self) -> list[str]:
+        """The boxes whose records are in the rounds under way."""
+        return [box for rounds in self.open for box in rounds.sum().boxes]
+
+    @property
+    def missing(self) -> int:
+        """Records that are wanted by the start that lacks most."""
+        return max((self.job.demand - len(rounds.sum().boxes) for rounds in self.open), default=0)
+
+    def take(self, box: str, content: bytes, response_s: float, sealed: Sealed = ()) -> None:
+        """Count a box's record for its start.
+
+        Raises RecordRefused, CampaignRefused for what is none of a round under way, OSError, and ValueError, KeyError,
+        TypeError for what is no record.
+        """
+        start = facts_of(content)["start"]
+        asked = next((rounds for rounds in self.open if rounds.start == start), None)
+        if asked is None:
+            raise RecordRefused("it is of a start whose round is not under way")
+        asked.take(box, content, response_s, sealed)
+
+    def responses_s(self) -> dict[str, float]:
+        """Return after how many seconds boxes answered in the last complete rounds."""
+        return {box: took_s for rounds in self.rounds for box, took_s in rounds.responses_s().items()}
+
+    @property
     def told(self) -> list[str]:
-        """The boxes that have been given the last start, whether they took it or not."""
+        """The boxes that have been given the last starts, whether they took them or not."""
         return list(self._json(_TOLD).get("boxes", []))
 
     def tell(self, box: str) -> None:
-        """Remember that a box has been given the last start."""
+        """Remember that a box has been given the last starts."""
         boxes = sorted({*self.told, box})
-        self._write(_TOLD, lambda path: path.write_text(json.dumps({"boxes": boxes}), "utf-8"))
+        self._write(_TOLD, {"boxes": boxes})
 
     @property
     def nvflare(self) -> HubJob:
@@ -226,29 +305,15 @@ class HubRounds:
 
     def remember(self, job: HubJob) -> None:
         """Write what the scheduler remembers."""
-        self._write(_JOB, lambda path: path.write_text(json.dumps(asdict(job)), "utf-8"))
-
-    @property
-    def _start(self) -> Path:
-        return self.folder / f"start-{self.round}"
-
-    def _keep(self, running: RunningSum) -> RunningSum:
-        facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "single", "boxes", "form")})
-        tensors = {**running.tensors, **_as_bytes(running.sealed)}
-        self._write(_SUM, lambda path: save_file(tensors, path, {_FACTS: facts}))
-        return running
+        self._write(_JOB, asdict(job))
 
     def _json(self, name: str) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):
             return dict(json.loads((self.folder / name).read_text("utf-8")))
         return {}
 
-    def _write(self, name: str, write: Callable[[Path], Any]) -> None:
-        draft = self.folder / f".{name}"
-        write(draft)
-        _sync(draft)
-        os.replace(draft, self.folder / name)
-        _sync(self.folder)
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        write_whole(self.folder / name, json.dumps(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +330,3 @@ class HubJob:
 def _as_bytes(sealed: Sealed) -> dict[str, np.ndarray]:
     """Return ciphertexts as tensors of a safetensors file, in order of their names."""
     return {f"{_SEALED}.{at:06}": np.frombuffer(piece, np.uint8) for at, piece in enumerate(sealed)}
-
-
-def _sync(path: Path) -> None:
-    """Make a file or folder survive a power cut; that of `store` brings its database along, 70 MB."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

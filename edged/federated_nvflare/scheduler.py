@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 from nvflare.apis.event_type import EventType
@@ -19,7 +20,7 @@ from nvflare.apis.utils.job_utils import get_event_job_id
 from edged.federated.campaign_file import CampaignFile, CampaignRefused
 from edged.federated_nvflare.capacity import read_capacity
 from edged.federated_nvflare.dispatch import BoxGrant, Dispatcher, WaitingRound
-from edged.federated_nvflare.hub_rounds import HubJob, HubRounds, campaign_of
+from edged.federated_nvflare.hub_rounds import HubCampaign, HubJob, campaign_of
 
 _ASK_S = 2.0
 """Seconds between two questions to the boxes whether they may take part."""
@@ -111,12 +112,12 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         capacities = {box: read_capacity(token) for box, token in tokens.items()}
         able = {box: capacity for box, capacity in capacities.items() if capacity is not None}
         grants = []
-        for job_id, rounds in campaigns.items():
-            if rounds.is_complete:
-                lacking = [box for box in able if able[box].model == rounds.job.model and box not in rounds.told]
+        for job_id, campaign in campaigns.items():
+            if campaign.is_complete:
+                lacking = [box for box in able if able[box].model == campaign.job.model and box not in campaign.told]
                 if lacking:
                     grants.append(BoxGrant(job_id, {box: able.pop(box) for box in lacking}, now))
-        open_rounds = {job_id: _open(rounds) for job_id, rounds in campaigns.items() if not rounds.is_complete}
+        open_rounds = {job_id: _open(campaign) for job_id, campaign in campaigns.items() if not campaign.is_complete}
         grants += self._dispatcher.tick(open_rounds, able, now)
         self._ready.extend((grant, tokens) for grant in grants)
         granted = {box for grant in grants for box in grant.boxes}
@@ -124,23 +125,25 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         if rest:
             engine.cancel_client_resources(rest, {}, fl_ctx)
 
-    def _campaigns(self, manager: JobDefManagerSpec, candidates: list[Job], fl_ctx: FLContext) -> dict[str, HubRounds]:
+    def _campaigns(
+        self, manager: JobDefManagerSpec, candidates: list[Job], fl_ctx: FLContext
+    ) -> dict[str, HubCampaign]:
         """Return the campaigns that wait, by job; a job of none, or of one that is over, is never scheduled."""
-        found: dict[str, HubRounds] = {}
+        found: dict[str, HubCampaign] = {}
         for job in candidates:
             try:
-                rounds = _rounds(fl_ctx, campaign_of(job.meta))
-                known = rounds.nvflare
+                campaign = _campaign(fl_ctx, campaign_of(job.meta))
+                known = campaign.nvflare
                 if known.is_over or known.id not in ("", job.job_id):
                     raise CampaignRefused(
-                        f'campaign "{rounds.job.name}" was submitted before: give this one another name'
+                        f'campaign "{campaign.job.name}" was submitted before: give this one another name'
                     )
                 if not known.id:
-                    rounds.remember(HubJob(job.job_id))
-                if job.meta.get(_PROGRESS) != (progress := _progress(rounds)):
+                    campaign.remember(HubJob(job.job_id))
+                if job.meta.get(_PROGRESS) != (progress := _progress(campaign)):
                     manager.update_meta(job.job_id, {_PROGRESS: progress}, fl_ctx)
                 if time.monotonic() >= self._paused_until.get(job.job_id, 0.0):
-                    found[job.job_id] = rounds
+                    found[job.job_id] = campaign
             except CampaignRefused as error:
                 self.log_error(fl_ctx, f"job {job.job_id} is refused: {error}", fire_event=False)
                 manager.update_meta(job.job_id, {"edged_refused": str(error)}, fl_ctx)
@@ -153,26 +156,26 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         if job is None:
             return
         try:
-            rounds = _rounds(fl_ctx, campaign_of(job.meta))
+            campaign = _campaign(fl_ctx, campaign_of(job.meta))
         except CampaignRefused:
             return
-        known, status = rounds.nvflare, job.meta.get(JobMetaKey.STATUS.value)
+        known, status = campaign.nvflare, job.meta.get(JobMetaKey.STATUS.value)
         if known.id != job_id or known.is_over:
             return
-        if not rounds.is_complete:
+        for rounds in campaign.open:
             rounds.close()  # the hub may have ended between the last record and this
         if grant is not None and status == RunStatus.FINISHED_COMPLETED:
-            self._dispatcher.answered(rounds.job.campaign(0.0), grant, rounds.responses_s())
+            self._dispatcher.answered(campaign.job.campaign(0.0), grant, campaign.responses_s())
         failures = known.failures + 1 if status in _UNSCHEDULED else 0
         if status == RunStatus.FINISHED_ABORTED or failures >= _MAX_FAILURES:
-            self._dispatcher.ended(rounds.job.campaign(0.0))
-            rounds.remember(HubJob(job_id, failures, is_over=True))
+            self._dispatcher.ended(campaign.job.campaign(0.0))
+            campaign.remember(HubJob(job_id, failures, is_over=True))
             return
         meta = {name: job.meta[name] for name in _KEPT if name in job.meta}
         clone = manager.clone(job_id, meta, fl_ctx)[JobMetaKey.JOB_ID.value]
-        is_idle = grant is not None and _progress(rounds) == job.meta.get(_PROGRESS)
+        is_idle = grant is not None and _progress(campaign) == job.meta.get(_PROGRESS)
         pause_s = min(_MAX_PAUSE_S, 2 * known.pause_s or _PAUSE_S) if is_idle else 0.0
-        rounds.remember(HubJob(clone, failures, pause_s))
+        campaign.remember(HubJob(clone, failures, pause_s))
         self._paused_until[clone] = time.monotonic() + pause_s
 
     def _reopen(self, manager: JobDefManagerSpec, fl_ctx: FLContext) -> None:
@@ -191,15 +194,15 @@ def _root(fl_ctx: FLContext) -> Path:
     return Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / "campaigns"
 
 
-def _rounds(fl_ctx: FLContext, job: CampaignFile) -> HubRounds:
-    return HubRounds(_root(fl_ctx), job)
+def _campaign(fl_ctx: FLContext, job: CampaignFile) -> HubCampaign:
+    return HubCampaign(_root(fl_ctx), job)
 
 
-def _progress(rounds: HubRounds) -> dict[str, int]:
-    records = 0 if rounds.is_complete else len(rounds.sum().boxes)
-    return {"rounds_complete": rounds.round, "records": records, "boxes_with_start": len(rounds.told)}
+def _progress(campaign: HubCampaign) -> dict[str, int]:
+    return {"rounds_complete": campaign.round, "records": len(campaign.counted), "boxes_with_start": len(campaign.told)}
 
 
-def _open(rounds: HubRounds) -> WaitingRound:
-    left = rounds.job.rounds - rounds.round
-    return WaitingRound(rounds.job.campaign(time.time()), left, frozenset(rounds.sum().boxes))
+def _open(campaign: HubCampaign) -> WaitingRound:
+    counted = frozenset(campaign.counted)
+    wanted = replace(campaign.job.campaign(time.time()), demand=campaign.missing + len(counted))
+    return WaitingRound(wanted, campaign.job.rounds - campaign.round, counted)

@@ -7,12 +7,16 @@ import io
 import json
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from edged.federated.campaign_file import CampaignFile
-from edged.federated_nvflare.hub_rounds import campaign_of
+from safetensors import SafetensorError
+
+from edged.federated.averaging import read_start, write_start
+from edged.federated.campaign_file import CampaignFile, CampaignRefused
+from edged.federated_nvflare.hub_rounds import STARTS, campaign_of
 from edged.federated_nvflare.kits import KitError
 
 _OURS = "edged.federated_nvflare"
@@ -35,8 +39,14 @@ BOX_JOB = {
 }
 
 
-def write_job(folder: Path, job: CampaignFile) -> Path:
-    """Write NVFlare's job of a campaign: configuration alone. Returns its folder. Raises CampaignRefused, OSError."""
+def write_job(folder: Path, job: CampaignFile, starts: Mapping[str, Path] = MappingProxyType({})) -> Path:
+    """Write NVFlare's job of a campaign: configuration, and the `starts` that it names, of PEFT folders.
+
+    Returns its folder. Raises CampaignRefused, OSError.
+    """
+    if {*job.starts} != starts.keys():
+        named = ", ".join(job.starts) or "none"
+        raise CampaignRefused(f'campaign "{job.name}" names the starts {named}: give each by --start NAME=FOLDER')
     meta = {"name": job.name, "resource_spec": {}, "min_clients": 1, "deploy_map": {"app": ["@ALL"]}}
     meta["custom_props"] = {"edged": job.table()}
     campaign_of(meta)
@@ -45,13 +55,19 @@ def write_job(folder: Path, job: CampaignFile) -> Path:
     (folder / job.name / "meta.json").write_text(json.dumps(meta), "utf-8")
     (config / "config_fed_server.json").write_text(json.dumps(_SERVER), "utf-8")
     (config / "config_fed_client.json").write_text(json.dumps(BOX_JOB), "utf-8")
+    for name, path in starts.items():
+        try:
+            weights, alpha = read_start(path)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CampaignRefused(f'"{path}" is no start: {error}') from None
+        write_start(config / STARTS / name, weights, alpha)
     return folder / job.name
 
 
-def submit(kit: Path, job: CampaignFile) -> str:
+def submit(kit: Path, job: CampaignFile, starts: Mapping[str, Path] = MappingProxyType({})) -> str:
     """Submit a campaign and return the id of its first NVFlare job. Raises KitError, CampaignRefused."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_job(Path(folder), job)
+        path = write_job(Path(folder), job, starts)
         with session(kit) as hub:
             if job.name in _latest(hub):
                 raise KitError(f'campaign "{job.name}" was submitted before: give this one a name of its own')

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import signal
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import httpx2
 import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load, save
 
 from edged.api.routes import ROUTES
 from edged.federated.averaging import B, new_start
@@ -22,9 +25,12 @@ from edged.federated.privacy import epsilon, norm
 from edged.federated.records import FederatedRecord, RoundFile
 from edged.settings.access import token_hash
 from tests.api.live import LiveDaemon, running
-from tests.api.test_adapters import teach, until
+from tests.api.test_adapters import saved, teach, until
+from tests.api.test_starts import archive, put
+from tests.federated.planted import Planted, shared_numbers
 from tests.models import save_tiny
 
+WEIGHTS = "adapter_model.safetensors"
 SETTINGS: dict[str, Any] = {
     "store__save_every_s": 0.2,
     "federated__enabled": True,
@@ -80,6 +86,12 @@ def ended(http: httpx2.Client, round_id: str) -> dict[str, Any]:
 def refusal(answer: httpx2.Response, status: int) -> str:
     assert answer.status_code == status, answer.text
     return str(answer.json()["error"]["message"])
+
+
+def members(content: bytes) -> dict[str, bytes]:
+    """The files of a tar."""
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+        return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 
 
 def ledger(http: httpx2.Client) -> list[dict[str, Any]]:
@@ -223,6 +235,50 @@ def test_forgetting_erases_consent_the_name_in_the_ledger_and_the_record_that_wa
     assert ledger(box)[-1]["user"] is None
     assert "gus" not in box.get("/v1/federated").text
     assert box.get(f"/v1/federated/rounds/{begun}/record").status_code == 409
+
+
+def test_nothing_planted_and_no_number_of_a_person_s_own_adapter_is_in_a_record(box: httpx2.Client) -> None:
+    planted = Planted(2)
+    ann = planted.users[0]
+    for prompt, chosen, rejected in planted.pairs:
+        pair = {"user": ann, "prompt": prompt, "chosen": chosen, "rejected": rejected}
+        assert box.post("/v1/feedback", json=pair).status_code == 200
+    until(box, f"/v1/adapters/{ann}", lambda body: body.get("pairs_queued") == 0 and saved(body), 60.0)
+    for user in planted.users:
+        agree(box, user)
+    offer, begun = box.get("/v1/federated/rounds"), post(box, asked(campaign(box)), ann)
+    state = ended(box, begun.json()["id"])
+    record = box.get(f"/v1/federated/rounds/{state['id']}/record")
+    assert (state["state"], record.status_code) == ("done", 200)
+    own = members(box.get(f"/v1/adapters/{ann}/export").content)[WEIGHTS]
+    # What is searched for is there to be found.
+    assert planted.found_in(box.get("/v1/federated").content) == planted.users
+    assert shared_numbers(own, load(own))
+    given = b"".join([offer.content, begun.content, json.dumps(state).encode(), record.content])
+    assert not planted.found_in(given)
+    assert not shared_numbers(given, load(own))
+
+
+def test_of_several_starts_a_person_takes_part_in_the_one_that_fits(box: httpx2.Client) -> None:
+    teach(box, "hal", 8)
+    exported = members(box.get("/v1/adapters/hal/export").content)
+    opposed = {name: -each if ".lora_B" in name else each for name, each in load(exported[WEIGHTS]).items()}
+    put(box, "like-hal", archive(exported))
+    put(box, "unlike-hal", archive({**exported, WEIGHTS: save(opposed)}))
+    names = {"like-hal", "unlike-hal"}
+    until(box, "/v1/starts", lambda body: all(each["scale"] for each in body["starts"]), 60.0)
+    teach(box, "ida", 8)
+    agree(box, "ida")
+    scored = until(box, "/v1/adapters/ida/starts", lambda body: {each["start"] for each in body["scores"]} == names, 60)
+    fitting = min(scored["scores"], key=lambda each: each["loss"])["start"]
+    (other,) = names - {fitting}
+    table = campaign(box, starts=[*names], aggregation="sum")
+    assert "is fitted best by this start" in refusal(post(box, asked(table, start=other)), 409)
+    begun = post(box, asked(table, start=fitting))
+    assert begun.status_code == 202, begun.text
+    assert ended(box, begun.json()["id"])["state"] == "done"
+    for name in names:
+        box.delete(f"/v1/starts/{name}")
 
 
 def test_one_round_runs_at_a_time_and_one_that_is_dropped_leaves_nothing(model: Path, tmp_path: Path) -> None:

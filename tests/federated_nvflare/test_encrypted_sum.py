@@ -82,7 +82,7 @@ def test_boxes_read_the_start_that_two_encrypted_rounds_have_moved(
             assert HubRounds(root, campaign).take(f"box-{at}", sent["record"], 1.0, sent["sealed"]) == at + 1
         assert rounds.close()
         expected = moved(expected or new_start("tone", records[0].shapes), mean([each.tensors for each in records]))
-    files, sealed = rounds.start_files(), rounds.sealed_start()
+    files, sealed = rounds.start_file(), rounds.sealed_start()
     assert not load(files["weights"])[B].any(), "the hub has the start as it began"
     for found in (load(opened_weights(files["weights"], sealed, keys[0])),
                   load(opened_round(rounds.round_file(), sealed, keys[0]))):  # fmt: skip

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load, load_file
 
-from edged.federated.averaging import mean, moved, new_start
+from edged.federated.averaging import mean, moved, new_start, write_start
 from edged.federated.campaign_file import CampaignFile, CampaignRefused, parse_campaign
 from edged.federated.records import FederatedRecord, RecordForm, RecordRefused, RoundFile
-from edged.federated_nvflare.hub_rounds import HubRounds, campaign_of
+from edged.federated_nvflare.hub_rounds import STARTS, HubCampaign, HubRounds, campaign_of
+from edged.federated_nvflare.submission import write_job
 
 LINEAR, RANK, INPUTS, OUTPUTS = "base_model.model.layers.0.q_proj", 2, 6, 4
 B = f"{LINEAR}.lora_B.weight"
@@ -153,9 +154,9 @@ def test_too_few_make_no_start(tmp_path: Path) -> None:
 
 
 def test_a_campaign_of_a_known_name_must_be_the_same(tmp_path: Path) -> None:
-    HubRounds(tmp_path, job())
+    HubCampaign(tmp_path, job())
     with pytest.raises(CampaignRefused, match='"tone" is another one at this hub'):
-        HubRounds(tmp_path, job(demand=4))
+        HubCampaign(tmp_path, job(demand=4))
 
 
 def test_a_sum_takes_nothing_that_is_not_encrypted(tmp_path: Path) -> None:
@@ -166,15 +167,76 @@ def test_a_sum_takes_nothing_that_is_not_encrypted(tmp_path: Path) -> None:
     assert not rounds.sum().boxes
 
 
-def test_a_job_without_a_campaign_or_with_starts_of_boxes_is_refused() -> None:
+def test_a_job_without_a_campaign_is_refused() -> None:
     for meta in ({}, {"custom_props": None}, {"custom_props": {"edged": []}}):
         with pytest.raises(CampaignRefused, match="edged federated submit"):
             campaign_of(meta)
-    with pytest.raises(CampaignRefused, match='"starts"'):
-        campaign_of({"custom_props": {"edged": job(starts=["concise"]).table()}})
 
 
 def test_boxes_that_were_given_the_start_are_remembered(tmp_path: Path) -> None:
-    HubRounds(tmp_path, job()).tell("box-b")
-    HubRounds(tmp_path, job()).tell("box-a")
-    assert HubRounds(tmp_path, job()).told == ["box-a", "box-b"]
+    HubCampaign(tmp_path, job()).tell("box-b")
+    HubCampaign(tmp_path, job()).tell("box-a")
+    assert HubCampaign(tmp_path, job()).told == ["box-a", "box-b"]
+
+
+def given_starts(folder: Path, *names: str) -> dict[str, dict[str, np.ndarray]]:
+    """Starts in PEFT folders, as a campaign's submitter has them."""
+    shapes = {B.replace("_B", "_A"): (RANK, INPUTS), B: (OUTPUTS, RANK)}
+    starts = {}
+    for seed, name in enumerate(names):
+        b = np.random.default_rng(seed).normal(size=shapes[B]).astype(np.float32)
+        starts[name] = new_start(name, shapes) | {B: b}
+        write_start(folder / name, starts[name], 4.0)
+    return starts
+
+
+def test_each_start_that_a_campaign_names_has_its_own_sum_and_is_moved_by_it(tmp_path: Path) -> None:
+    named = job(starts=["concise", "elaborate"], demand=2, min_response=1.0, rounds=1)
+    begun = given_starts(tmp_path / "given", *named.starts)
+    campaign = HubCampaign(tmp_path, named)
+    for rounds in campaign.rounds:
+        rounds.begin_with(tmp_path / "given" / rounds.start)
+    files = {rounds.start: asked(rounds, tmp_path) for rounds in campaign.rounds}
+    for start, file in files.items():
+        assert file.start == start
+        assert all((file.tensors[name] == each).all() for name, each in begun[start].items())
+    records = [record(files[start], at) for at, start in enumerate(("concise", "elaborate", "concise", "elaborate"))]
+    for at, each in enumerate(records[:3]):
+        campaign.take(f"box-{at}", each.content(), 1.0)
+    assert (campaign.missing, campaign.counted) == (1, ["box-0", "box-2", "box-1"])
+    assert [rounds.close() for rounds in campaign.open] == [True, False]
+    # The hub may start anew.
+    campaign = HubCampaign(tmp_path, named)
+    assert ([rounds.start for rounds in campaign.open], campaign.counted) == (["elaborate"], ["box-1"])
+    with pytest.raises(RecordRefused, match="of a start whose round is not under way"):
+        campaign.take("box-3", record(files["concise"], 4).content(), 1.0)
+    campaign.take("box-3", records[3].content(), 1.0)
+    assert campaign.open[0].close()
+    assert campaign.is_complete
+    for rounds, own in zip(campaign.rounds, (records[::2], records[1::2]), strict=True):
+        told = rounds.start_file()
+        expected = moved(begun[rounds.start], mean([each.tensors for each in own]))
+        assert told["name"] == rounds.start
+        assert all((each == expected[name]).all() for name, each in load(told["weights"]).items())
+
+
+def test_a_record_of_another_form_than_the_start_is_refused(tmp_path: Path) -> None:
+    given_starts(tmp_path / "given", "concise")
+    (rounds,) = HubCampaign(tmp_path, job(starts=["concise"])).rounds
+    rounds.begin_with(tmp_path / "given" / "concise")
+    wide = {B: np.zeros((OUTPUTS + 1, RANK), np.float32)}
+    with pytest.raises(RecordRefused, match="of another model or form"):
+        rounds.take("box", record(asked(rounds, tmp_path), 0, tensors=wide).content(), 1.0)
+
+
+def test_a_campaign_is_submitted_with_the_starts_that_it_names_and_no_others(tmp_path: Path) -> None:
+    begun = given_starts(tmp_path / "given", "concise")
+    named, folder = job(starts=["concise"]), tmp_path / "given" / "concise"
+    path = write_job(tmp_path / "job", named, {"concise": folder})
+    weights = load_file(path / "app" / "config" / STARTS / "concise" / "adapter_model.safetensors")
+    assert all((each == begun["concise"][name]).all() for name, each in weights.items())
+    for given in ({}, {"concise": folder, "elaborate": folder}):
+        with pytest.raises(CampaignRefused, match="names the starts concise: give each by --start NAME=FOLDER"):
+            write_job(tmp_path / "other", named, given)
+    with pytest.raises(CampaignRefused, match="is no start"):
+        write_job(tmp_path / "third", named, {"concise": tmp_path})
