@@ -172,6 +172,15 @@ def test_every_benchmark_tells_its_options(name: str) -> None:
     assert "usage:" in done.stdout
 
 
+def test_the_decisions_of_a_federation_s_hub_are_timed() -> None:
+    done = run("fleet.venn", "--requests", "40", "--groups", "4", "--boxes", "5", "--rounds", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["atoms"] >= 4
+    assert {"plan", "check-in"} <= {row["what"] for row in report["times"]}
+    assert all(0 < row["max_ms"] < 1e4 for row in report["times"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "supervised"])
 def test_steps_are_compared_on_equal_losses(method: str, tmp_path: Path) -> None:
