@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from edged.federated.campaign_file import CampaignRefused
 from edged.federated.records import RecordRefused
 from edged.federated_nvflare.hub_rounds import STARTS, HubCampaign, campaign_of
 
+# At a round's end NVFlare clears away tensors that it streamed, and imports torch for it: seconds. Here are none.
+sys.modules.setdefault("nvflare.app_opt.pt.tensor_downloader", None)  # type: ignore[arg-type]
 _LOOK_S = 0.1
 _TELL_S = 120
 

@@ -46,7 +46,8 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         """Jobs that have their boxes, with the boxes' tokens: NVFlare takes one a tick."""
         self._running: dict[str, BoxGrant] = {}
         self._ended: deque[str] = deque()
-        self._ask_again_s = 0.0
+        self._ask_again_s, self._asked_for = 0.0, set[str]()
+        """When boxes are asked again, unless other jobs wait than those for which they were asked."""
         self._paused_until: dict[str, float] = {}
         """Jobs of campaigns to which boxes gave nothing the last time."""
         self._is_open = False
@@ -65,9 +66,9 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
                 self._reopen(job_manager, fl_ctx)
             while self._ended:
                 self._follow(job_manager, self._ended.popleft(), fl_ctx)
-            now = time.monotonic()
-            if not self._ready and now >= self._ask_again_s:
-                self._ask_again_s = now + _ASK_S
+            now, waiting = time.monotonic(), {job.job_id for job in job_candidates}
+            if not self._ready and (now >= self._ask_again_s or waiting != self._asked_for):
+                self._ask_again_s, self._asked_for = now + _ASK_S, waiting
                 self._tick(job_manager, job_candidates, now, fl_ctx)
             return self._next(job_candidates)
         except Exception:
