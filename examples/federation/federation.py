@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from edged.client.client import DaemonError
@@ -130,11 +131,11 @@ class Federation:
         """Have all boxes join; returns what the last one was shown."""
         return [box.join(self.kits / name) for name, box in self.boxes.items()][-1]
 
-    def submit(self, **campaign: Any) -> str:
-        """Submit a campaign of the boxes' model, once the hub answers. Raises KitError."""
+    def submit(self, starts: Mapping[str, Path] = MappingProxyType({}), **campaign: Any) -> str:
+        """Submit a campaign of the boxes' model, with its `starts`, once the hub answers. Raises KitError."""
         told = next(iter(self.boxes.values())).ask("GET", "/v1/federated")
-        job = parse_campaign({"model": told["model"], "rank": told["rank"], **campaign})
-        return self._patiently(lambda: submission.submit(self.kits / SUBMITTER, job))
+        job = parse_campaign({"model": told["model"], "rank": told["rank"], "starts": [*starts], **campaign})
+        return self._patiently(lambda: submission.submit(self.kits / SUBMITTER, job, starts))
 
     def campaigns(self) -> dict[str, dict[str, Any]]:
         """Return how far campaigns are, by name."""

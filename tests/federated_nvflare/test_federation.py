@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import signal
+import tarfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from edged.federated.averaging import new_start
+from edged.federated.averaging import B, new_start, read_start, write_start
 from edged.federated.campaign_file import parse_campaign
 from edged.federated_nvflare import submission
-from examples.federation.federation import SUBMITTER, Federation
+from edged.federated_nvflare.box_daemon import add_start, start_tar
+from examples.federation.federation import SUBMITTER, Box, Federation
 from tests.federated_nvflare.conftest import NAMES, log_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -70,6 +73,41 @@ def test_two_campaigns_are_taught_and_every_box_is_given_their_starts(federation
         else:
             assert (each != first[name]).any()
             assert (first[name] != second[name]).any()
+
+
+def test_starts_that_a_campaign_names_are_moved_by_those_whom_they_fit(federation: Federation, tmp_path: Path) -> None:
+    with federation.boxes["box-a"].daemon.client() as client:
+        exported = tmp_path / "kind.tar"
+        exported.write_bytes(b"".join(client.download("/v1/adapters/ann/export")[1]))
+    with tarfile.open(exported) as tar:
+        tar.extractall(tmp_path / "kind", filter="data")
+    weights, alpha = read_start(tmp_path / "kind")
+    write_start(tmp_path / "unkind", {name: -each if B in name else each for name, each in weights.items()}, alpha)
+    starts = {name: tmp_path / name for name in ("kind", "unkind")}
+    fitting = {}
+    for name, box in federation.boxes.items():
+        with box.daemon.client() as client:
+            for start, folder in starts.items():
+                files = (folder / "adapter_model.safetensors", folder / "adapter_config.json")
+                add_start(client, start, start_tar(*(path.read_bytes() for path in files)))
+
+        def losses(box: Box = box) -> dict[str, float]:
+            scores = box.ask("GET", "/v1/adapters/ann/starts")["scores"]
+            found = {each["start"]: each["loss"] for each in scores if each["start"] in starts}
+            return found if len(found) == 2 else {}
+
+        federation.wait_for(losses, "scores of both starts", WITHIN_S)
+        fitting[name] = min(losses(), key=losses().__getitem__)
+    ((most, number),) = Counter(fitting.values()).most_common(1)
+    federation.submit(starts, name="both", demand=number, overcommit=1.0, min_response=1.0, deadline_s=90)
+    folder = federation.kits / "hub" / "campaigns" / "both" / most
+    federation.wait_for((folder / "start-1").exists, "a round of a start", WITHIN_S)
+    submission.cancel(federation.kits / SUBMITTER, "both")
+    told = {name: line["start"] for name in NAMES for line in ledger(federation, name) if line["campaign"] == "both"}
+    assert told == {name: fitting[name] for name in told}
+    assert [*told.values()].count(most) == number
+    begun, own = load_file(folder / "start-0" / "adapter_model.safetensors"), read_start(starts[most])[0]
+    assert all((each == own[name]).all() for name, each in begun.items())
 
 
 def test_a_round_goes_on_without_a_job_s_process_that_is_killed(federation: Federation) -> None:
