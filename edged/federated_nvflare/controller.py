@@ -1,4 +1,4 @@
-"""The hub's side of a job: one round of a campaign, or, once all are complete, the starts for boxes that lack them."""
+"""The hub's side of a job: one round of a campaign, and, once all are complete, the starts for boxes that lack them."""
 
 from __future__ import annotations
 
@@ -44,23 +44,28 @@ class RoundController(Controller):
         self._missing = self._campaign.missing
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """Do the round, or hand out the starts."""
+        """Do the round, and hand out the starts once all rounds are complete."""
         campaign = self._campaign
         boxes = [client.name for client in fl_ctx.get_engine().get_clients()]
+        if not campaign.is_complete:
+            boxes = self._do_round(boxes, abort_signal, fl_ctx)
         if campaign.is_complete:
             lacking = [box for box in boxes if box not in campaign.told]
             data = {"starts": [rounds.start_file() for rounds in campaign.rounds]}
             self._ask("start", data, lacking, _TELL_S, abort_signal, fl_ctx)
-            return
-        counted = campaign.counted
+
+    def _do_round(self, boxes: list[str], abort_signal: Signal, fl_ctx: FLContext) -> list[str]:
+        """Do the round of each start that has one left; returns the boxes that have answered now."""
+        campaign, before = self._campaign, self._campaign.counted
         asked = [{"round": rounds.round_file(), "sealed": rounds.sealed_start()} for rounds in campaign.open]
-        deadline_s = math.ceil(campaign.job.deadline_s)
-        others = [box for box in boxes if box not in counted]
+        others, deadline_s = [box for box in boxes if box not in before], math.ceil(campaign.job.deadline_s)
         self._ask("round", {"rounds": asked}, others, deadline_s, abort_signal, fl_ctx)
+        answered = [box for box in others if box in campaign.counted]
         for rounds in campaign.open:
             number, records = rounds.round + 1, len(rounds.sum().boxes)
             ended = "is complete" if rounds.close() else "goes on: too few boxes answered"
             self.log_info(fl_ctx, f"{rounds.name}: round {number} {ended} ({records} records)", fire_event=False)
+        return answered
 
     def stop_controller(self, fl_ctx: FLContext) -> None:
         """Do nothing: all is on disk."""
