@@ -28,7 +28,7 @@ from benchmarks.report.serving import ablations, breakdown, iterations, throughp
 from benchmarks.report.setting import Setting
 from benchmarks.report.sources import read_pruning, read_scheduler
 from benchmarks.support.command import markdown
-from edged.lab.bench.compare import CompareError, Workload
+from edged.lab.bench.compare import ComparedLoad, CompareError
 
 PAGE = "README.md"
 _ABSOLUTE = re.compile(r"(?<![\w.:/~+-])/(?:[\w.+@~-]+/)*([\w.+@~-]+)/?")
@@ -195,6 +195,6 @@ def _command(manifest: dict[str, Any], setting: Setting, folder: Path) -> str:
         "--seeds": ",".join(map(str, setting.runs.axis("seed"))),
         "--seconds": f"{workload['seconds']:g}",
     }
-    program = (ScoredWorkload if workload.get("score_arrivals") else Workload).program
+    program = (ScoredWorkload if workload.get("score_arrivals") else ComparedLoad).program
     words = [*program, "compare", folder.name]
     return shlex.join(words + [word for name, value in options.items() if value for word in (name, str(value))])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from edged.lab.bench.compare import Workload
+from edged.lab.bench.compare import ComparedLoad
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredWorkload(Workload):
+class ScoredWorkload(ComparedLoad):
     """A workload whose arrivals are scored; the manifest of its folder records `score_arrivals`."""
 
     score_arrivals: bool = True

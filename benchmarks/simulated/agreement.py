@@ -39,7 +39,7 @@ from benchmarks.support.command import (
     parse,
     say,
 )
-from edged.lab.bench.compare import RunFailed, Workload, call
+from edged.lab.bench.compare import ComparedLoad, RunFailed, call
 from edged.lab.bench.replay import load_pairs
 from edged.lab.bench.traces import RequestTrace, read_trace
 from edged.lab.simulator.hardware import SimulatedHardware
@@ -125,7 +125,7 @@ def begin_round(options: Namespace, folder: Path) -> tuple[Path, Path]:
 
 def replayed(options: Namespace, config: Path, policy: str) -> dict[str, Any]:
     """Run a replay and return its report."""
-    workload = Workload(
+    workload = ComparedLoad(
         trace=options.trace,
         model=str(options.model),
         seconds=options.seconds,

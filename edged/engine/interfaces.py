@@ -76,7 +76,7 @@ class Workload(Protocol):
 
     @property
     def by_task(self) -> Mapping[int, Any]:
-        """What is open, by task id."""
+        """Open sequences or steps by task id."""
 
     def open_due(self, now: float) -> None:
         """Open what is due, and end what waits in vain, before a plan is made."""

@@ -34,7 +34,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ComparedLoad:
     """The settings that all runs of a comparison share; `device` names a simulated device, None measures this
     machine."""
 
@@ -117,7 +117,7 @@ class Axes:
 
 
 def compare(
-    workload: Workload, axes: Axes, folder: Path, progress: Progress = lambda _line: None, jobs: int = 1
+    workload: ComparedLoad, axes: Axes, folder: Path, progress: Progress = lambda _line: None, jobs: int = 1
 ) -> dict[str, Any]:
     """Do the runs that are missing in the folder, `jobs` at once; return its manifest.
 
@@ -196,7 +196,7 @@ def call(command: list[str], seconds: float, progress: Progress) -> dict[str, An
         return report
 
 
-def _capacity(workload: Workload, progress: Progress) -> float:
+def _capacity(workload: ComparedLoad, progress: Progress) -> float:
     """Return the requests per second that a burst reaches. Raises CompareError."""
     short = replace(workload, seconds=1.0, arrivals=None)
     try:
@@ -207,7 +207,7 @@ def _capacity(workload: Workload, progress: Progress) -> float:
     return float(report["load"]["capacity_per_s"])
 
 
-def _manifest(workload: Workload, folder: Path) -> dict[str, Any]:
+def _manifest(workload: ComparedLoad, folder: Path) -> dict[str, Any]:
     """Return the folder's manifest, or a new one. Raises CompareError when it belongs to another workload."""
     config = Path(workload.config).read_text("utf-8") if workload.config else ""
     wanted = {**asdict(workload), "config_text": config}

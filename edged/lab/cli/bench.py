@@ -212,7 +212,7 @@ def compare(
     called again, the command does only what is missing or failed.
     """
     from edged.lab.bench.arrivals import Arrivals
-    from edged.lab.bench.compare import Axes, Workload
+    from edged.lab.bench.compare import Axes, ComparedLoad
     from edged.lab.bench.compare import compare as run
     from edged.lab.bench.summary import Runs, summarise
     from edged.scheduler.policies.registry import ROWS
@@ -222,7 +222,7 @@ def compare(
     if jobs > 1 and not load["device"]:
         raise DaemonError("--jobs is for simulations (--device): runs that are measured at once disturb each other")
     Arrivals.parse(load["arrivals"])
-    workload = (kind or Workload)(**load)
+    workload = (kind or ComparedLoad)(**load)
     policies = tuple(ROWS) if policies == ("all",) else policies
     axes = Axes(policies, retrain_rates, seeds, rates or (), loads or (() if rates else (0.7,)))
     for policy in policies:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edged.lab.bench.compare import Workload
+from edged.lab.bench.compare import ComparedLoad
 from tests.models import save_tiny
 
 
@@ -28,7 +28,7 @@ def workload_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def tiny_workload(files: Path, kind: type[Workload] = Workload, /, **changes: object) -> Workload:
+def tiny_workload(files: Path, kind: type[ComparedLoad] = ComparedLoad, /, **changes: object) -> ComparedLoad:
     """Runs of two seconds on the tiny model."""
     values: dict[str, object] = {
         "trace": str(files / "trace.jsonl"),
