@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from edged.federated.campaigns import Campaign
 from edged.federated.signature import Capacity
 from edged.settings.access import refuse
-from edged.settings.load import demand, nearest
+from edged.settings.wrong import demand, nearest
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,31}")
 _MAX_BYTES = 1 << 16

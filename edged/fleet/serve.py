@@ -27,7 +27,8 @@ from edged.placement.policies import POLICIES
 from edged.runtime import logs
 from edged.runtime.process import allow_files
 from edged.settings.addresses import is_loopback
-from edged.settings.load import ConfigError, Settings, nearest
+from edged.settings.load import ConfigError, Settings
+from edged.settings.wrong import nearest
 from edged.store.data_dir import data_folder
 from edged.store.lock import FileLock, LockTaken
 

@@ -3,7 +3,6 @@
 and flags, in rising order of precedence.
 """
 
-import difflib
 import logging
 import math
 import os
@@ -27,6 +26,7 @@ from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
 from edged.settings.jobs import JobSettings as JobSettings
 from edged.settings.starts import StartSettings as StartSettings
+from edged.settings.wrong import demand, nearest
 
 log = logging.getLogger("edged.settings")
 
@@ -465,21 +465,6 @@ class Settings(Section):
     fleet: FleetSettings = FleetSettings()
 
 
-_DEMANDS = {
-    **{
-        "int": "a whole number",
-        "float": "a number",
-        "bool": "true or false",
-        "string_type": "text",
-        "list": "a list",
-        "tuple": "a list",
-    },
-    **{"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than_equal": "at most {le}"},
-    **{"less_than": "less than {lt}", "finite": "a finite number", "dict": "a table", "model": "a table"},
-}
-"""Beginnings of pydantic's kinds of errors, and what each demands; a kind takes the first that fits."""
-
-
 def load_settings(
     path: str | Path | None = None,
     environ: dict[str, str] | None = None,
@@ -545,24 +530,9 @@ def _explain(item: Any) -> str:
     return f'setting "{dotted}"{shown}: {demand(item)}'
 
 
-def demand(item: Any) -> str:
-    """Put what a validation error demands into plain words."""
-    kind, bounds = item["type"], item.get("ctx", {})
-    for beginning, words in _DEMANDS.items():
-        if kind.startswith(beginning):
-            return f"it must be {words.format(**bounds)}"
-    return str(item["msg"])
-
-
 def _is_secret(dotted: str) -> bool:
     """Whether a secret is in this setting's value, or may be: it lies under the name, or the name under it."""
     return any(f"{dotted}.".startswith(f"{name}.") or f"{name}.".startswith(f"{dotted}.") for name in SECRET_SETTINGS)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at the names in `known` that may have been meant by `name`."""
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f'did you mean "{near[0]}"?' if near else "known: " + ", ".join(known)
 
 
 def _fields_at(where: Iterable[str]) -> dict[str, Any]:
