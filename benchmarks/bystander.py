@@ -55,6 +55,8 @@ SETTLED_S = 60.0
 SEATS = 64
 """The default of serving.max_sequences."""
 PERCENTILES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "worst": 100.0}
+_SMALL_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
+"""Daemons do not start themselves again to have huge pages."""
 _forked = multiprocessing.get_context("fork")
 
 Attack = Callable[[Client, dict[str, Any], int], object]
@@ -72,7 +74,7 @@ class Site(TemporaryDaemon):
         self.settings, self._port = settings, free_port()
         # For the abuser, who knows the socket alone.
         (folder / "port").write_text(str(self._port))
-        self._environment = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1", **settings}
+        self._environment = {"PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1", **_SMALL_PAGES, **settings}
         super().__init__(folder=folder)
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -82,7 +84,6 @@ class Site(TemporaryDaemon):
             "API__SOCKET_MODE": "0666",
             "STORE__DATA_DIR": str(self.data),
             "MODEL__THREADS": "1",
-            "MODEL__HUGE_PAGES": "false",
             "API__LISTEN": f"127.0.0.1:{self._port}",
             "API__TOKEN": secrets.token_hex(16),
         }

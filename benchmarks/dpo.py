@@ -15,6 +15,7 @@ Writes every step to --output. Each side has a process of its own, because peak 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -130,9 +131,11 @@ class _EdgedLearner:
         from benchmarks.support.local_engine import LocalEngine
         from edged.align.jobs import JobPlan, job_settings
 
+        if not job.packs:
+            os.environ["EDGED_KERNELS"] = "pack_weights=off"
         settings: dict[str, dict[str, Any]] = {
             # Nothing is served: no decode iterations need be captured.
-            "model": {"device": job.device, "dtype": job.dtype, "graph_memory_mb": 0, "pack_weights": job.packs},
+            "model": {"device": job.device, "dtype": job.dtype, "graph_memory_mb": 0},
             "cache": {"memory_mb": 256},
             "align": {
                 "rank": job.rank,
@@ -319,7 +322,7 @@ def main() -> None:
         option("--pairs-per-step", "pairs of one optimizer step", 4),
         option("--method", "dpo, or supervised: the chosen answers alone", "dpo", choices=("dpo", "supervised")),
         option("--recompute", "edged's align.recompute", "auto", choices=("auto", "full", "selective", "none")),
-        flag("--unpacked", "edged without a packed copy of the weights (model.pack_weights)"),
+        flag("--unpacked", "edged without a packed copy of the weights (EDGED_KERNELS=pack_weights=off)"),
         option("--prompt-share", "only pairs whose prompt is this share of prompt + chosen", 0.0, least=0),
         DEVICE,
         option("--peer", "measure against this side alone", choices=SIDES[1:]),

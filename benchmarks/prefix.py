@@ -1,4 +1,4 @@
-"""The gain of shared prefixes on a real trace: edged with and without `cache.prefix_sharing`, in turns.
+"""The gain of shared prefixes on a real trace: edged with `cache.share_across` "all" and "none", in turns.
 
     python -m benchmarks.prefix mooncake-conversation.jsonl [--requests 64] [--turns 4] [--rounds 3] [--output FILE]
     python -m benchmarks.prefix mooncake-conversation.jsonl --analyse
@@ -84,7 +84,7 @@ class _ClosedLoop(LocalEngine):
         self._concurrency = job.concurrency
         settings: dict[str, dict[str, Any]] = {
             "model": {"device": job.device, "dtype": job.dtype},
-            "cache": {"prefix_sharing": shares, "memory_mb": job.memory_mb},
+            "cache": {"share_across": "all" if shares else "none", "memory_mb": job.memory_mb},
         }
         super().__init__(Path(job.model), settings)
 

@@ -39,10 +39,11 @@ from benchmarks.support.interleave import Spread
 from benchmarks.support.machine_limits import report_header
 from benchmarks.support.teacher_forcing import ForcedDecoding
 from edged.align.feedback.pair import TokenPair
+from edged.cache import pruning_budget
 from edged.engine.pruner import Pruner
 from edged.engine.sequence import Sequence as Running
 from edged.lab.bench.replay import load_pairs
-from edged.settings.load import CacheSettings, Settings
+from edged.settings.load import Settings
 from edged.tensors.cpu_threads import apart
 from edged.text.tokenizer import Tokenizer
 
@@ -53,16 +54,15 @@ Budget = int | None
 """Old tokens that a KV head keeps on average; None: no pruning."""
 
 
-def settings_for(device: str, memory_mb: int, recent_tokens: int) -> Settings:
+def settings_for(device: str, memory_mb: int) -> Settings:
     """Return the settings of a measurement; the budget is set by `PrunedDecoding.use`."""
     return Settings.model_validate(
         {
             "model": {"device": device, "graph_memory_mb": 0},
             "cache": {
                 "memory_mb": memory_mb,
-                "prefix_sharing": False,
+                "share_across": "none",
                 "pruning": "on",
-                "prune_recent": recent_tokens,
             },
             "align": {"enabled": False, "max_active_adapters": 1},
         }
@@ -82,8 +82,8 @@ class PrunedDecoding(ForcedDecoding):
         """Prune sequences to `budget` from now on."""
         runner, cache = self.parts.runner, self.parts.settings.cache
         if budget not in self._pruners:
-            settings = CacheSettings.model_validate(cache.model_dump() | {"pruned_tokens": budget})
-            self._pruners[budget] = Pruner(settings, runner.kv.stores[0], runner.pages)
+            pruning_budget.PRUNED_TOKENS = budget or 0
+            self._pruners[budget] = Pruner(cache, runner.kv.stores[0], runner.pages)
         runner.pruner = self._pruners[budget]
 
 
@@ -269,7 +269,8 @@ def run(options: Namespace) -> dict[str, Any]:
     """Measure and summarise."""
     header = report_header(options.device)
     budgets: list[Budget] = [None, *options.tokens]
-    settings = settings_for(options.device, options.memory_mb, options.recent)
+    settings = settings_for(options.device, options.memory_mb)
+    pruning_budget.RECENT_TOKENS = options.recent
     driver = apart(lambda: PrunedDecoding(options.model, settings))
     context = options.context or driver.parts.max_context_tokens
     lines, _ = load_pairs(options.pairs, options.format, Tokenizer.load(options.model), context)

@@ -27,8 +27,8 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "align": frozenset(
         {
             *("enabled", "beta", "loss", "unpaired", "label_smoothing", "simpo_gamma", "sft_weight", "learning_rate"),
-            *("weight_decay", "max_grad_norm", "epochs", "practice", "kl_budget"),
-            *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "recompute", "fill_ahead"),
+            *("epochs", "practice", "kl_budget"),
+            *("micro_batch_pairs", "accumulate_s", "replay_share", "loss_threshold", "recompute"),
         }
     ),
     "guard": _all_of("guard"),
@@ -36,10 +36,9 @@ RELOADABLE: dict[str, frozenset[str]] = {
     "federated": _all_of("federated"),
     "jobs": _all_of("jobs"),
     "governor": _all_of("governor"),
-    "api": frozenset({"max_stop_chars", "max_schema_kb", "max_logprobs"}),
     "access": _all_of("access"),
     # The patience with slow clients is a connection's, from its beginning.
-    "limits": _all_of("limits") - {"header_s", "body_s", "idle_s", "stalled_s"},
+    "limits": _all_of("limits") - {"patience"},
     "metrics": _all_of("metrics"),
     "store": _all_of("store") - {"data_dir", "new_base"},
     "log": _all_of("log"),

@@ -57,3 +57,16 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
             f"SECURITY.md points to this test, and it was skipped: {report.longrepr}",
         )
     return report
+
+
+@pytest.fixture
+def each_version_is_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this process test each version, not each eighth."""
+    monkeypatch.setattr("edged.align.pair_queues.EVALUATE_EVERY", 1)
+
+
+@pytest.fixture
+def two_held_out_pairs_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards of this process judge from two held-out pairs on."""
+    monkeypatch.setattr("edged.align.guard.MIN_PAIRS", 2)
+    monkeypatch.setattr("edged.align.pair_queues.MIN_PAIRS", 2)

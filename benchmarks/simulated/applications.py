@@ -300,7 +300,7 @@ def main() -> None:
         quick="few applications",
     )
     settings = Settings.model_validate(
-        {"cache": {"prefix_sharing": False, "pruning": "off", "memory_mb": options.memory_mb}}
+        {"cache": {"share_across": "none", "pruning": "off", "memory_mb": options.memory_mb}}
     )
     plan = SimulationPlan(trace="", settings=settings, device=options.device, model=options.model)
     hardware = SimulatedHardware.of(plan)

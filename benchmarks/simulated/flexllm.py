@@ -67,11 +67,10 @@ def simulated(
     policy = "fcfs" if serving else "temporal" if run.strategy in TEMPORAL else run.strategy
     scheduler = {
         "policy": policy,
-        "slo_ms": slo_ms,
         "tbt_floor_ms": slo_ms,
         "tbt_factor": 1.0,
         "ttft_floor_ms": TTFT_MS,
-        "temporal_every": TEMPORAL.get(run.strategy, 128),
+        "options": {"slo_ms": slo_ms, "temporal_every": TEMPORAL.get(run.strategy, 128)},
     }
     align = {"epochs": 100_000, "micro_batch_pairs": step_pairs}
     settings = Settings.model_validate({"align": align, "scheduler": scheduler})

@@ -50,9 +50,9 @@ from edged.settings.load import load_settings
 _SHARES = ("scheduler.finetune_min_share", (0.0, 0.05, 0.1, 0.2, 0.3))
 KNOBS: dict[str, tuple[str, tuple[float, ...]]] = {
     **dict.fromkeys(("mace", "mace-paper", "mace-prefix", "mace-prune", "mace-priority"), _SHARES),
-    "flexllm": ("scheduler.slo_ms", (60.0, 90.0, 120.0, 180.0, 240.0)),
-    "ekya": ("scheduler.retrain_window_s", (2.0, 5.0, 10.0, 15.0, 25.0)),
-    "periodic-async": ("scheduler.retrain_every_s", (5.0, 15.0, 30.0, 60.0)),
+    "flexllm": ("scheduler.options.slo_ms", (60.0, 90.0, 120.0, 180.0, 240.0)),
+    "ekya": ("scheduler.options.retrain_window_s", (2.0, 5.0, 10.0, 15.0, 25.0)),
+    "periodic-async": ("scheduler.options.retrain_every_s", (5.0, 15.0, 30.0, 60.0)),
 }
 """The setting that makes a policy train more or less; policies without one are a single point."""
 TTFT_P99, TBT_P99 = ReportFigure("ttft_ms.p99", "TTFT p99 ms", 0), ReportFigure("tbt_ms.p99", "TBT p99 ms", 0)

@@ -101,7 +101,7 @@ def served(options: Namespace, device: str, kind: str, pair: str, seed: int) -> 
 def completed(options: Namespace, device: str, pair: str, seed: int) -> dict[str, Any]:
     """Return the mean completion time of applications."""
     model, *_, minutes = DEVICES[device]
-    cache = {"prefix_sharing": False, "pruning": "off", "memory_mb": 4096}
+    cache = {"share_across": "none", "pruning": "off", "memory_mb": 4096}
     settings = settings_of(pair, cache=cache)
     hardware = SimulatedHardware.of(SimulationPlan(trace="", settings=settings, device=device, model=model))
     works = load(options.applications, 60.0 * minutes, seed, 8192)

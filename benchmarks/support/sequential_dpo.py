@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.report.arrivals import answer_logp
 from benchmarks.support.interleave import Conversation, Side, sides_of
+from edged.align.adapters import adapter
 from edged.align.feedback.pair import TokenPair
 from edged.lab.rebuild.scores import BASE, answer_logps
 from edged.settings.load import AlignSettings
@@ -96,7 +97,7 @@ def recipe_of(model: str, align: AlignSettings, device: str = "cpu") -> Recipe:
         align.alpha,
         align.beta,
         align.learning_rate,
-        align.max_grad_norm,
+        adapter.MAX_GRAD_NORM,
         align.micro_batch_pairs,
         align.sft_weight,
     )

@@ -16,6 +16,10 @@ from edged.align.feedback.pair import PairScored
 from edged.runtime.chance import by_chance
 from edged.settings.load import GuardSettings
 
+MIN_PAIRS = 4
+"""Held-out pairs that the guard needs before it judges."""
+MAX_ACCURACY_DROP = 0.34
+"""Held-out reward accuracy that may be lost against the best version."""
 _CHANCE = 0.05
 """Highest probability that a loss of accuracy is chance at which a version is taken back."""
 _CALM_NLL, _CALM_KL = 0.05, 0.3
@@ -72,9 +76,9 @@ class TestScore:
         """Reward accuracy in [0, 1] over `pairs`, all of which it must have scored."""
         return sum(self.correct[pair] for pair in pairs) / len(pairs)
 
-    def better_than(self, best: TestScore | None, settings: GuardSettings) -> bool:
+    def better_than(self, best: TestScore | None) -> bool:
         """Whether later versions are to be compared with this score: it is no worse on the pairs that both have."""
-        if len(self.correct) < settings.min_pairs:
+        if len(self.correct) < MIN_PAIRS:
             return False
         common = self.correct.keys() & best.correct.keys() if best else ()
         return best is None or not common or self.accuracy(common) >= best.accuracy(common)
@@ -202,18 +206,18 @@ def lr_scale_margin(score: TestScore, settings: GuardSettings) -> float:
     return nearest**-2
 
 
-def lost_accuracy(score: TestScore, best: TestScore | None, settings: GuardSettings) -> str:
+def lost_accuracy(score: TestScore, best: TestScore | None) -> str:
     """The reason why a version predicts preferences worse than `best`, or "", by the pairs that both were tested on.
 
     The loss must be large, and unlikely to be chance (an exact sign test over the pairs that changed, one-sided).
     """
     common = score.correct.keys() & best.correct.keys() if best else set()
-    if best is None or len(common) < settings.min_pairs:
+    if best is None or len(common) < MIN_PAIRS:
         return ""
     before, now = best.accuracy(common), score.accuracy(common)
     lost = sum(score.correct[pair] < best.correct[pair] for pair in common)
     won = sum(score.correct[pair] > best.correct[pair] for pair in common)
-    if before - now <= settings.max_accuracy_drop or by_chance(lost, lost + won) > _CHANCE:
+    if before - now <= MAX_ACCURACY_DROP or by_chance(lost, lost + won) > _CHANCE:
         return ""
     fell = f"held-out reward accuracy fell from {before:.2f} (version {best.version}) to {now:.2f}"
-    return f"{fell} on {len(common)} pairs, the bound on the loss is {settings.max_accuracy_drop:g}"
+    return f"{fell} on {len(common)} pairs, the bound on the loss is {MAX_ACCURACY_DROP:g}"

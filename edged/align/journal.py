@@ -13,7 +13,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.align.feedback.outliers import OutlierHistory
+from edged.align.feedback.outliers import ALARM_S, OutlierHistory
 from edged.align.feedback.pair import (
     IterationSample,
     JobStepped,
@@ -187,21 +187,21 @@ def load_choices(db: Database, adapter: str | None = None) -> dict[str, StartCho
     return choices
 
 
-def load_pasts(db: Database, alarm_s: float, now: datetime, adapter: str | None = None) -> dict[str, OutlierHistory]:
-    """Load each adapter's outlier history (or that of one) for a restart; alarms last `alarm_s` from their burst."""
+def load_pasts(db: Database, now: datetime, adapter: str | None = None) -> dict[str, OutlierHistory]:
+    """Load each adapter's outlier history (or that of one) for a restart; alarms last ALARM_S from their burst."""
     made = "SELECT adapter FROM adapter_versions WHERE reason = 'job'"
     # Checkpoints learn nothing, and no test judges them.
     names = db.execute(f"SELECT adapter FROM pairs UNION {made} EXCEPT SELECT adapter FROM job_checkpoints").fetchall()
-    return {name: _past(db, name, alarm_s, now) for (name,) in names if adapter in (None, name)}
+    return {name: _past(db, name, now) for (name,) in names if adapter in (None, name)}
 
 
-def _past(db: Database, adapter: str, alarm_s: float, now: datetime) -> OutlierHistory:
+def _past(db: Database, adapter: str, now: datetime) -> OutlierHistory:
     losses, norms, contrary = quarantine.usual(db, adapter)
     begun = quarantine.burst_since(db, adapter)
     # A clock that went backwards makes no alarm longer than it was.
-    gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else alarm_s
+    gone_s = max(0.0, (now - datetime.fromisoformat(begun)).total_seconds()) if begun else ALARM_S
     guard = (*adapters.last_test(db, adapter), *adapters.left_by_job(db, adapter))
-    return OutlierHistory(losses, norms, max(0.0, alarm_s - gone_s), *guard, contrary)
+    return OutlierHistory(losses, norms, max(0.0, ALARM_S - gone_s), *guard, contrary)
 
 
 class LogEvents:

@@ -14,7 +14,7 @@ from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_practice
-from edged.align.guard import GuardState, PreferenceChange
+from edged.align.guard import MIN_PAIRS, GuardState, PreferenceChange
 from edged.align.starts import StartChoice
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
@@ -23,6 +23,10 @@ from edged.settings.load import AlignSettings, GuardSettings, Settings
 FinetuneStep = DpoStep | HeldOutEvaluation
 FIRST_LOSS = math.log(2.0)
 """The DPO loss of an adapter that answers as the base."""
+EVALUATE_EVERY = 8
+"""Versions between two tests while pairs keep coming."""
+HELD_OUT_PAIRS, HELD_OUT_AGE = 16, 200
+"""Most held-out pairs of an adapter, and its pairs after which a held-out one is trained on instead."""
 _REPLAY_POOL = 64
 _ADAPTERS_TOLD = 16
 """Adapters whose pairs are told one by one."""
@@ -128,7 +132,7 @@ class AdapterQueue:
         """Whether a new pair is held out: the newest are, so that tests follow current preferences."""
         self.new_pairs += 1
         share = guard.held_out_share
-        return share > 0 and guard.held_out_pairs > 0 and self.new_pairs % max(1, round(1 / share)) == 0
+        return share > 0 and self.new_pairs % max(1, round(1 / share)) == 0
 
     def _hold_out(self, pair: TokenPair) -> None:
         self.held_out[pair.pair_id], self.held_out_since[pair.pair_id] = pair, self.new_pairs
@@ -141,12 +145,12 @@ class AdapterQueue:
 
     # -- tests -------------------------------------------------------------------------------------------------------
 
-    def to_test(self, version: int, guard: GuardSettings) -> list[TokenPair]:
+    def to_test(self, version: int) -> list[TokenPair]:
         """The held-out pairs to test a version with: at times all, else the unscored and, for language, the newest."""
         pairs = list(self.held_out.values())
-        if version - self.guard.fully_tested >= guard.evaluate_every:
+        if version - self.guard.fully_tested >= EVALUATE_EVERY:
             return pairs
-        few = len(pairs) - guard.min_pairs
+        few = len(pairs) - MIN_PAIRS
         return [pair for index, pair in enumerate(pairs) if index >= few or pair.pair_id in self.unscored]
 
     def finish_test(self, test: HeldOutEvaluation) -> tuple[list[PairScored], list[Record]]:
@@ -178,13 +182,13 @@ class AdapterQueue:
         self.unscored.clear()
         self.practice_versions = 0
 
-    def outgrown(self, guard: GuardSettings) -> list[TokenPair]:
+    def outgrown(self) -> list[TokenPair]:
         """Queue and return the held-out pairs that are too old or too many, of those that were scored."""
-        surplus = len(self.held_out) - guard.held_out_pairs
+        surplus = len(self.held_out) - HELD_OUT_PAIRS
         old = [
             pair
             for index, (pair_id, pair) in enumerate(self.held_out.items())
-            if (index < surplus or self.new_pairs - self.held_out_since[pair_id] > guard.held_out_age)
+            if (index < surplus or self.new_pairs - self.held_out_since[pair_id] > HELD_OUT_AGE)
             and pair_id not in self.unscored
         ]
         for pair in old:
@@ -449,7 +453,7 @@ class PairQueues:
             return False
         settings = self._settings.current
         behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
-        if (queue.guard.test_soon and behind > 0) or behind >= settings.guard.evaluate_every:
+        if (queue.guard.test_soon and behind > 0) or behind >= EVALUATE_EVERY:
             return True
         if queue.queue:
             return False

@@ -154,7 +154,7 @@ class Trainer:
                 self.records.append(pair.retired(state, version, 0, reason))
                 if state == "held_out":
                     reason = "newer pairs are kept as the test"
-                    outgrown = queue.outgrown(guard)
+                    outgrown = queue.outgrown()
                     self.records += [old.retired("queued", version, old.epochs_done, reason) for old in outgrown]
 
     def practise(self, adapter: str, pairs: Sequence[TokenPair]) -> None:
@@ -280,7 +280,7 @@ class Trainer:
 
     def _open_test(self, queue: AdapterQueue) -> HeldOutEvaluation:
         settings, version = self._settings.current, self.adapter_cache.version(queue.name)
-        pairs = queue.to_test(version, settings.guard)
+        pairs = queue.to_test(version)
         neutral = self.pair_queues.neutral if version else ()
         try:
             about = (queue.name, version, pairs, self._decoder, settings.align, self._release)

@@ -148,7 +148,7 @@ class Versions:
         broken = known or broken_language(score, settings)
         if known and guard.baseline_version:
             broken += f", beyond version {guard.baseline_version}, which a job left"
-        problem = broken or (lost_accuracy(score, guard.best, settings) if guard.third_party_since_best > 0 else "")
+        problem = broken or (lost_accuracy(score, guard.best) if guard.third_party_since_best > 0 else "")
         if problem:
             guard.passed_in_a_row = 0
             if known and queue.steps > guard.restored_at_step:
@@ -167,7 +167,7 @@ class Versions:
         self._adapter_cache.files.protect(
             queue.name, score.version, guard.version_before_change, guard.baseline_version
         )
-        if guard.fully_tested == score.version and score.better_than(guard.best, settings):
+        if guard.fully_tested == score.version and score.better_than(guard.best):
             guard.best, guard.third_party_since_best = score, 0
         return ""
 

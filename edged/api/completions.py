@@ -45,6 +45,10 @@ from edged.text.tokenizer import TokenizerError
 
 T = TypeVar("T")
 R = TypeVar("R")
+MAX_STOP_CHARS, MAX_SCHEMA_KB = 1024, 64
+"""Longest stop string; largest schema or grammar of an answer in KiB."""
+MAX_LOGPROBS = 131_072
+"""Most log-probabilities of an answer that is no stream: n x max_tokens x (1 + alternatives)."""
 _THREAD_CHARS = 20_000
 """Texts from this size on are tokenized in a thread, so that they do not hold up other clients' tokens."""
 _MESSAGE_CHARS = 64
@@ -128,7 +132,7 @@ async def _answer(request: web.Request, body: Body, name: str = "") -> web.Strea
         raise bad_request('"stream_options" needs "stream": true', "stream_options")
     pace = await _pace(services, body)
     fairness_key = caller.fairness_key(body.user or adapter, services.settings.fairness.weights)
-    names = names_of(request.headers, body, services.settings.fairness)
+    names = names_of(request.headers, body)
     if begun := body.begun:
         completion = replace(completion, id=begun.id)
     if not is_further_prompt(completion.id):
@@ -238,9 +242,9 @@ async def _grammar(
     constraint = body.constraint if turns is None else turns.constraint
     if constraint is None:
         return None
-    size, most = constraint.size, 1024 * services.settings.api.max_schema_kb
+    size, most = constraint.size, 1024 * MAX_SCHEMA_KB
     if size > most:
-        told = f'"{constraint.field}" has {size} bytes, more than api.max_schema_kb = {most}'
+        told = f'"{constraint.field}" has {size} bytes, more than {most}'
         raise bad_request(told, constraint.field)
     reasoning = services.tokenizer.reasoning_before(prompt_ids) if turns is not None else None
     try:
@@ -384,7 +388,7 @@ def _demand_room(services: Services, amount: int, what: Literal["messages", "cha
 
 def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
     """Return sampling parameters with OpenAI's defaults; the context bounds `max_tokens`. Raises ApiError."""
-    context, longest = services.engine.max_context_tokens, services.settings.api.max_stop_chars
+    context, longest = services.engine.max_context_tokens, MAX_STOP_CHARS
     if prompt_tokens >= context:
         raise bad_request(
             f"the prompt has {prompt_tokens} tokens, and this model's context is {context} tokens with the answer",
@@ -395,7 +399,7 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
     if body.min_tokens and body.answer_tokens and body.min_tokens > body.answer_tokens:
         raise bad_request(f"min_tokens = {body.min_tokens} is more than max_tokens = {wanted}", "min_tokens")
     max_tokens = min(wanted, context - prompt_tokens)
-    alternatives, most, echoed = body.top_alternatives, services.settings.api.max_logprobs, False
+    alternatives, most, echoed = body.top_alternatives, MAX_LOGPROBS, False
     if alternatives is not None and not body.stream:
         choices, each = body.drawn, max_tokens * (1 + alternatives)
         echoed = isinstance(body, CompletionRequest) and bool(body.echo)
@@ -405,12 +409,12 @@ def _sampling(services: Services, body: Body, prompt_tokens: int) -> Sampling:
             tokens = each // (1 + alternatives)
             raise bad_request(
                 f"answers x tokens x (1 + alternatives) = {choices} x {tokens} x {1 + alternatives} = "
-                f"{choices * each} log-probabilities are more than api.max_logprobs = {most}: "
+                f"{choices * each} log-probabilities are more than {most}: "
                 "ask for fewer, or for a stream",
                 "logprobs",
             )
     if (chars := max(map(len, body.stops), default=0)) > longest:
-        raise bad_request(f"a stop string of {chars} characters is longer than api.max_stop_chars = {longest}", "stop")
+        raise bad_request(f"a stop string of {chars} characters is longer than {longest}", "stop")
     biases = {int(token): value for token, value in (body.logit_bias or {}).items()}
     check_tokens(services, biases, "logit_bias")
     stop_ids = tuple(body.stop_token_ids or ())

@@ -75,9 +75,8 @@ class FeedbackIntake:
             log.info("another base model was served before: what was learned on it waits until it is served again")
         if lost:
             log.warning("%d pairs are learned again: the versions that had learned them are not on disk", lost)
-        alarm_s = self.settings.current.feedback.alarm_s
         self.engine.test_with(neutral_pairs(self.tokenizer))
-        self.engine.restore_outlier_history(self.store.read(lambda db: load_pasts(db, alarm_s, utc_now())))
+        self.engine.restore_outlier_history(self.store.read(lambda db: load_pasts(db, utc_now())))
         if self.engine.starts():
             self.engine.restore_choices(self.store.read(load_choices))
         here = self.settings.current.api.node
@@ -93,8 +92,7 @@ class FeedbackIntake:
 
     def learn_anew(self, adapter: str) -> None:
         """Submit all open pairs of an adapter that this node writes from now on, as after a restart."""
-        alarm_s = self.settings.current.feedback.alarm_s
-        pasts = self.store.read(lambda db: load_pasts(db, alarm_s, utc_now(), adapter))
+        pasts = self.store.read(lambda db: load_pasts(db, utc_now(), adapter))
         self.engine.restore_outlier_history(pasts)
         self.engine.restore_choices(self.store.read(lambda db: load_choices(db, adapter)))
         self.learn_soon(self.store.read(lambda db: open_pairs(db, adapter=adapter)))

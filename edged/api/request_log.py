@@ -28,6 +28,8 @@ _BAD_TEXT = "bad_text"
 """The code of refusals that a model's files may be the reason of, as a chat template that refuses every chat."""
 _FAILED_BURST, _FAILED_EVERY_S = 20, 1.0
 """Lines at once, then seconds between lines, for failed and slow requests of one route, status and problem."""
+SLOW_TTFT_MS = 10_000.0
+"""Milliseconds until the first token from which a request's line is a warning."""
 _sparing = logs.Sparing(_FAILED_BURST, _FAILED_EVERY_S)
 _SHOWN = ("caller", "peer", "code", "user", "completion_tokens", "ttft_ms", "left_out")
 """Fields that the sentence of a line shows."""
@@ -96,7 +98,7 @@ def _write_line(request: web.Request, status: int, seconds: float, error: ApiErr
     fields: dict[str, Any] = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 4)}
     fields |= _refusal(request, error) | request.get(_NOTES, {})
     _note_outcome(request, path, status, error, fields.get("error", ""))
-    problem = _problem(request, fields)
+    problem = problem_of(request.path, fields, request.app[LIFECYCLE].phase)
     level = logging.WARNING if problem else logging.DEBUG
     if problem:
         missed = _sparing.left_out(f"{path} {status} {problem}")
@@ -133,18 +135,16 @@ def _note_outcome(request: web.Request, path: str, status: int, error: ApiError 
         services.outcomes.note("requests", tenant, broke_off)
 
 
-def _problem(request: web.Request, fields: dict[str, Any]) -> str:
-    """Why a request's line is a warning; "" for none."""
-    lifecycle, status = request.app[LIFECYCLE], fields["status"]
-    if request.path in PROBES:
+def problem_of(path: str, fields: dict[str, Any], phase: str) -> str:
+    """Return why a request's line is a warning, in a phase of the daemon's life; "" for none."""
+    status = fields["status"]
+    if path in PROBES:
         return ""
     if error := fields.get("error"):
         return f"failed ({error})"
     # While the model is loading, and from SIGTERM on, 503 is the expected answer.
-    if status >= 500 and lifecycle.phase == "ready":
+    if status >= 500 and phase == "ready":
         return f"failed ({status})"
     if status in (401, 403, 429):
         return f"refused ({status})"
-    if (ttft_ms := fields.get("ttft_ms")) is None or lifecycle.services is None:
-        return ""
-    return "slow" if ttft_ms > lifecycle.services.settings.log.slow_ttft_s * 1e3 else ""
+    return "slow" if fields.get("ttft_ms", 0.0) > SLOW_TTFT_MS else ""

@@ -45,6 +45,8 @@ from edged.text.grammar import CalledTools, Constraint
 
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _TOLD_FIELDS = 8
+_READ_AFTER_MS = 1000.0
+"""Time to the first token that is no wait for a reader, where a request says nothing of its own."""
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MAX_TOKENS = 2**31
@@ -438,7 +440,7 @@ class QoeRequest(_Own):
         """Return the reader's pace; `reading` and the user's `words_per_s` say what the request leaves open."""
         words_per_minute = self.words_per_minute or SPOKEN_WORDS_PER_MINUTE.get(self.speech or "")
         words_per_s = words_per_minute / 60.0 if words_per_minute else words_per_s
-        ttft_ms = reading.ttft_ms if self.ttft_ms is None else self.ttft_ms
+        ttft_ms = _READ_AFTER_MS if self.ttft_ms is None else self.ttft_ms
         return Pace(self.tokens_per_second or TOKENS_PER_WORD * words_per_s, ttft_ms / 1e3)
 
 

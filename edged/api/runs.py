@@ -30,6 +30,8 @@ from edged.store.application_runs import add_run, forget_runs, latest_runs, salt
 
 log = logging.getLogger("edged.api")
 APPLICATION_HEADER, RUN_HEADER = "X-Edged-Application", "X-Edged-Run"
+CLIENTS_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "session_id")
+"""Headers in which clients name the run that a call belongs to, without being told to."""
 _TRACE = re.compile(r"[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """`traceparent` of W3C Trace Context."""
 _MAX_OPEN = 1024
@@ -57,9 +59,7 @@ class RunNames:
     run: str
 
 
-def names_of(
-    headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest, settings: FairnessSettings
-) -> RunNames:
+def names_of(headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest) -> RunNames:
     """Return what a call says: its own headers, then `metadata`, then what clients send for sessions and traces.
 
     Raises ApiError (400) for names that cannot be used, and for two that differ.
@@ -70,7 +70,7 @@ def names_of(
     run = _named(headers, RUN_HEADER, body.labels, "run")
     if run and not RUN_NAME.fullmatch(run):
         raise _unusable(run, "a run", "1 to 128 of letters, digits and . _ : @ / + = -")
-    return RunNames(application or _type_of(body), run or _session(headers, body, settings))
+    return RunNames(application or _type_of(body), run or _session(headers, body))
 
 
 def _named(headers: CIMultiDictProxy[str], header: str, labels: Mapping[str, str], key: str) -> str:
@@ -95,9 +95,9 @@ def _unusable(name: str, what: str, allowed: str) -> Exception:
     return bad_request(f"{name[:40]!r} cannot name {what}: use {allowed}", "metadata")
 
 
-def _session(headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest, settings: FairnessSettings) -> str:
+def _session(headers: CIMultiDictProxy[str], body: ChatRequest | CompletionRequest) -> str:
     """Return the run by the headers of sessions, else the cache key or the trace; "" without any of them."""
-    named = {value: name for name in reversed(settings.run_headers) for value in headers.getall(name, ())}
+    named = {value: name for name in reversed(CLIENTS_HEADERS) for value in headers.getall(name, ())}
     run = _one(named) or body.prompt_cache_key or ""
     if not run and (trace := _TRACE.fullmatch(headers.get("traceparent", ""))):
         run = trace[1]

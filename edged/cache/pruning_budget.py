@@ -7,10 +7,12 @@ from typing import Literal
 
 import numpy as np
 
-from edged.settings.load import CacheSettings
-
 SINK_PAGES = 1
 """Number of pages at a sequence's beginning that every head keeps: attention sinks (Xiao et al. 2024)."""
+PRUNED_TOKENS = 512
+"""Old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 over the KV heads."""
+RECENT_TOKENS = 128
+"""Latest tokens, which every head keeps."""
 _STEP_SHARE = 0.25
 """A sequence is pruned when its old pages exceed the budget by this share of it, since pruning copies all kept rows."""
 _PRESSED, _RELIEVED, _NEAR = 0.10, 0.20, 0.30
@@ -31,10 +33,9 @@ class PruningRule:
     recent_tokens: int
 
     @classmethod
-    def of(cls, settings: CacheSettings) -> PruningRule:
-        """Make the rule of the settings: `pruned_tokens` are rounded up to whole pages, one at least behind sinks."""
-        pages = max(SINK_PAGES + 1, -(-settings.pruned_tokens // settings.page_size))
-        return cls(settings.page_size, pages, settings.prune_recent)
+    def of(cls, page_size: int) -> PruningRule:
+        """Make the rule for pages of that size: PRUNED_TOKENS are rounded up, to one page at least behind sinks."""
+        return cls(page_size, max(SINK_PAGES + 1, -(-PRUNED_TOKENS // page_size)), RECENT_TOKENS)
 
     def old_pages(self, rows: int) -> int:
         """Return the number of full pages before the recent tokens of a sequence that holds `rows` rows."""

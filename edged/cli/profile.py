@@ -11,11 +11,11 @@ from edged.cli.output import Renderable, make_table, number, percent, progress_b
 from edged.cli.settings import settings_of
 
 
-def prepare_engine(keep_freed_memory: bool = True) -> None:
+def prepare_engine() -> None:
     """Prepare the process before torch is imported, and keep progress bars of libraries off stderr."""
     from edged.runtime.process import prepare
 
-    prepare(keep_freed_memory)
+    prepare()
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -35,7 +35,7 @@ def profile(model: str | None, config: Path | None, data_dir: str | None, output
     few minutes for a model of some hundred million weights on a CPU; nothing else should run meanwhile.
     """
     settings = settings_of(config, {"model.path": model, "store.data_dir": data_dir})
-    prepare_engine(settings.model.keep_freed_memory)
+    prepare_engine()
     from edged.models import find_model
     from edged.profiler.profile import profile_device
     from edged.store.data_dir import data_folder

@@ -53,9 +53,9 @@ def serve(config: Path | None, **flags: str | None) -> None:
         raise SystemExit(code) from None
     from edged.runtime.process import prepare, restart_in_huge_pages
 
-    if settings.model.huge_pages and not settings.model.device.startswith("cuda") and _is_program():
+    if not settings.model.device.startswith("cuda") and _is_program():
         restart_in_huge_pages()
-    prepare(settings.model.keep_freed_memory)
+    prepare()
     from edged.daemon import run_daemon
 
     code = run_daemon(settings, load)

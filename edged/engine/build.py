@@ -43,6 +43,7 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.cost.prices import Prices
 from edged.scheduler.cost.profile import ProfileError, Subject, find_profile
 from edged.scheduler.policies.registry import ROWS
+from edged.settings.kernels import Kernels, kernels_of
 from edged.settings.load import AlignSettings, ModelSettings, Settings
 from edged.tensors.cpu_threads import CpuThreads
 
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("edged.engine")
 
+COPY_STATES_EVERY = 64
+"""Tokens of an answer until what layers keep of it is copied for a next turn."""
 _CPU_RATES = (4e10, 8e9)
 """Operations and bytes per second. Constants: the first eight iterations set the level of all prices whatever they
 were, and measuring would cost every start what they cost once."""
@@ -77,18 +80,18 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
         # cuDNN's attention builds a plan for every new length, some 100 ms each; texts of pairs have any length.
         torch.backends.cuda.enable_cudnn_sdp(False)
         fuse_norms(model.model, model.dtype)
+    kernels = kernels_of(settings.model)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
     selftest_lora(model, settings.align, settings.align.max_active_adapters)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
-    why_not_lora = pick_lora_kernel(model.lora, settings.model)
-    native = settings.model.cpu_kernels
-    if settings.model.pack_weights and (reason := model.pack_weights(native, settings.model.fp16_weights)):
+    why_not_lora = pick_lora_kernel(model.lora, kernels)
+    if kernels.pack_weights and (reason := model.pack_weights(kernels.cpu_kernels, kernels.fp16_weights)):
         log.info("weights are not packed: %s", reason)
-    if why_not_layers := _shorten(model, settings):
+    if why_not_layers := _shorten(model, kernels, settings.cache.page_size):
         log.info("layers are computed as the model has them: %s", why_not_layers)
-    if why_not_steps := _step_in_slots(model, settings):
+    if why_not_steps := _step_in_slots(model, kernels):
         log.info("states are gathered for decodes: %s", why_not_steps)
     page_size, policy = settings.cache.page_size, ROWS[settings.scheduler.policy]
     num_pages, copies = page_count(model, settings)
@@ -100,14 +103,14 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     pool.allocate(1)
     if kv.states is not None:
         log.info("%s: drafts are not used, and K/V is not pruned", KEEPS_STATES)
-    shares = cache.prefix_sharing and policy.shares_prefixes
+    shares = cache.share_across != "none" and policy.shares_prefixes
     offload = pick_offload(kv, cache, folder) if shares else None
-    pages = KvPages(pool, shares, offload, kv.states, copies, cache.copy_states_every)
+    pages = KvPages(pool, shares, offload, kv.states, copies, COPY_STATES_EVERY)
     longest = min(settings.model.max_context_tokens or model.shape.max_positions, model.shape.max_positions)
     max_context = min(longest, (pool.pages - 1) * page_size)
     attention = [(layer, each) for layer, each in enumerate(model.shape.layer_heads) if each is not None]
     kinds = [(kv.store_of_layer(layer)[0], each.heads // each.kv_heads) for layer, each in attention]
-    backends = pick_paths(list(dict.fromkeys(kinds)), settings.model, model.has_sinks)
+    backends = pick_paths(list(dict.fromkeys(kinds)), kernels, model.has_sinks)
     graphs, why_not_graphs = _graphs(model, kv, backends, settings, -(-longest // page_size))
     reasons = {**backends.why_not, "lora": why_not_lora, "layers": why_not_layers, "graphs": why_not_graphs}
     reasons["states"] = why_not_steps
@@ -126,28 +129,28 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     return ModelRunner(model, kv, pages, backends, max_context, threads, graphs, pruner, why_not)
 
 
-def _shorten(model: ServedModel, settings: Settings) -> str:
+def _shorten(model: ServedModel, kernels: Kernels, page_size: int) -> str:
     """Let few rows pass layers in fewer steps than the model's own, where that is set; return why not all do, or ""."""
     if model.device.type != "cuda":
-        return shorten_layers(model) if settings.model.cpu_kernels else ""
-    if not settings.model.fused_layers:
+        return shorten_layers(model) if kernels.cpu_kernels else ""
+    if not kernels.fused_layers:
         return ""
-    if settings.model.decode_attention not in ("auto", "triton"):
-        return f'model.decode_attention = "{settings.model.decode_attention}"'
+    if kernels.decode_attention not in ("auto", "triton"):
+        return f'decode_attention = "{kernels.decode_attention}"'
     if reason := triton_device.why_not(model.device, model.dtype):
         return reason
     from edged.engine.model.gpu_layers import fuse_layers  # brings Triton, which is slow to import
 
-    reason = fuse_layers(model, settings.cache.page_size)
+    reason = fuse_layers(model, page_size)
     # The memory of weights that were merged is free for K/V.
     torch.cuda.empty_cache()
     return reason
 
 
-def _step_in_slots(model: ServedModel, settings: Settings) -> str:
+def _step_in_slots(model: ServedModel, kernels: Kernels) -> str:
     """Let decodes change states in their slots, where that is set; return why not all do, or ""."""
     cuda = model.device.type == "cuda"
-    if not model.states or not (settings.model.fused_layers if cuda else settings.model.cpu_kernels):
+    if not model.states or not (kernels.fused_layers if cuda else kernels.cpu_kernels):
         return ""
     if reason := (triton_device if cuda else library).why_not(model.device, model.dtype):
         return reason

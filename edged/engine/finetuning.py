@@ -665,7 +665,7 @@ class StepTable:
 
     def _look_ahead(self, step: FinetuneStep, now: float) -> None:
         """Have a step's next micro-batch computed beside its units, in the memory of a step that could be open."""
-        fills = self._scheduler.policy.fills_ahead and self._settings.current.align.fill_ahead
+        fills = self._scheduler.policy.fills_ahead
         if not fills or not isinstance(step, DpoStep) or self._under_way >= self._max_open or not self._rested(now):
             return
         try:

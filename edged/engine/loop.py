@@ -61,6 +61,8 @@ class EngineLoop:
         self._workloads: tuple[Workload, ...] = (finetuning, sequences)
         self._deliver, self._journal, self._clock = deliver, journal, clock
         self.recovery = Recovery(settings.current.serving, scheduler, sequences, finetuning, runner, clock)
+        self.plans_ahead = runner.overlaps
+        """Whether the next iteration is planned while one runs: else nothing computes meanwhile."""
         self._ahead: LookaheadPlan | None = None
         self._ahead_s = 0.0
         """Seconds that planning ahead took for the next iteration."""
@@ -177,8 +179,7 @@ class EngineLoop:
 
     def _look_ahead(self, plan: Plan, started: float) -> None:
         """Plan the next iteration while the device is busy with `plan`."""
-        plan_ahead = self._settings.current.scheduler.plan_ahead
-        if plan_ahead == "off" or (plan_ahead == "auto" and not self._runner.overlaps):
+        if not self.plans_ahead:
             return
         with self.recovery.logged("the next iteration could not be planned ahead"):
             begun = time.perf_counter()

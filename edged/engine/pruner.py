@@ -16,6 +16,10 @@ from edged.settings.load import CacheSettings
 from edged.tensors.device_copy import upload
 
 log = logging.getLogger("edged.engine")
+_UNUSED_ITERATIONS = 256
+"""W of MACE 4.3: tokens that were unused for so many iterations go first."""
+_MIN_NORM = 0.0
+"""tau of MACE 4.3: a head whose output's mean L2 norm is less keeps a page; with 0 all share by their norms."""
 _MAX_FAILURES = 3
 """Number of failures after which no more prunings are tried."""
 _FIRST_LOOKS, _LOOK_EVERY = 4, 8
@@ -31,8 +35,8 @@ class Pruner:
     def __init__(self, settings: CacheSettings, kv: KvStore | None, pages: KvPages) -> None:
         """`kv` is None where pages have no contents."""
         assert settings.pruning != "off"
-        self._mode, self._window, self._min_norm = settings.pruning, settings.prune_window, settings.prune_norm
-        self._rule = PruningRule.of(settings)
+        self._mode = settings.pruning
+        self._rule = PruningRule.of(settings.page_size)
         self.pressure = Pressure(settings.pruning)
         self._kv, self._pages, self._pool = kv, pages, pages.pool
         self.prunings = self.pages_returned = 0
@@ -106,9 +110,9 @@ class Pruner:
         recent = sequence.rows - old * kv.page_size
         before = sequence.compacted or PrunedLayout(0, np.zeros((kv.layers, kv.kv_heads), np.int64), 0)
         have = before.counts + (old - before.slabs)
-        counts = head_budgets(watch.mean_norms().cpu().numpy(), slabs * kv.kv_heads, have, self._min_norm)
+        counts = head_budgets(watch.mean_norms().cpu().numpy(), slabs * kv.kv_heads, have, _MIN_NORM)
         watch.reserve(int(have.max()) * kv.page_size + recent)
-        stale_before = sequence.computed - self._window
+        stale_before = sequence.computed - _UNUSED_ITERATIONS
         keep = rows_to_keep(watch, torch.from_numpy(have), torch.from_numpy(counts), kv.page_size, stale_before)
         # Pages that others hold, the trie included, stay unchanged. Released pages can still be read below, since
         # nothing else runs meanwhile: so the kept rows may go into some of them.

@@ -24,6 +24,8 @@ _CALM_S, _LONGEST_CALM_S = 10.0, 160.0
 _FORGIVEN_S = 600.0
 """Time without a step after which the calm is as short as at first."""
 _MARGIN_SHARE, _MIN_MARGIN, _MAX_MARGIN = 0.125, 16 << 20, 256 << 20
+_PRESSURE_PERCENT = 10.0
+"""Share of the time that tasks wait for memory (PSI) from which it counts as short."""
 _PRESSURE_SHARE = 0.05
 """Share of all pages that one reading under pressure takes, though the reserve is free."""
 _MIN_RESERVE, _MAX_RESERVE, _RESERVE_SHARE = 256 << 20, 2048 << 20, 0.05
@@ -89,7 +91,7 @@ class MemoryGovernor:
 
         With plenty left, tasks of the box wait at a limit of their own: memory given up would not reach them.
         """
-        least = self._settings.current.governor.pressure_percent
+        least = _PRESSURE_PERCENT
         own, box = reading.cgroup_pressure_some_percent, reading.memory_pressure_some_percent
         return (own is not None and own >= least) or (little and box is not None and box >= least)
 

@@ -9,6 +9,8 @@ from edged.settings.load import GovernorSettings, Settings, minutes_of
 from edged.telemetry.reading import Reading
 
 LEVELS = (1.0, 0.5, 0.25, 0.0)
+_MARGIN_C = 10.0
+"""Degrees below the limit from which fine-tuning slows down."""
 _HOLD_S = 30.0
 """Seconds for which readings must allow more before the share rises by a level."""
 _DISTANCES = ((0.3, 0.0), (0.6, 0.25), (1.0, 0.5))
@@ -82,7 +84,7 @@ class PowerGovernor:
         limit_c = settings.temperature_limit_c or reading.temperature_limit_c
         if reading.temperature_c is None or not limit_c:
             return self._heat.follow(1.0, 1.0, now), "temperature is not known any more"
-        near = (limit_c - reading.temperature_c) / settings.temperature_margin_c
+        near = (limit_c - reading.temperature_c) / _MARGIN_C
         share = self._heat.follow(_level(_DISTANCES, near), _level(_DISTANCES, near - _RELIEF), now)
         return share, f"{reading.temperature_c:.0f} °C of at most {limit_c:.0f} °C"
 

@@ -31,7 +31,7 @@ async def body_in_time(request: web.Request, body_s: float) -> None:
         async with asyncio.timeout(body_s):
             await request.read()
     except TimeoutError:
-        message = f"the body did not come within limits.body_s = {body_s:g} s"
+        message = f"the body did not come within {body_s:g} s (limits.patience)"
         raise ApiError(408, message, code="body_too_slow") from None
 
 

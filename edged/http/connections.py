@@ -84,7 +84,7 @@ class Connection(web.RequestHandler):
     def is_idle(self) -> bool:
         """Whether every request was answered to the last byte, and nothing of another has come, unread bytes included.
 
-        A client that has connected and said nothing yet is waited for, as long as `limits.header_s`.
+        A client that has connected and said nothing yet is waited for, as long as a header may take.
         """
         if self.transport is None:
             return True
@@ -100,7 +100,7 @@ class Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         with self._counted():
             super().connection_made(transport)
-            reason = f"no header came within limits.header_s = {self._limits.header_s:g} s"
+            reason = f"no header came within {self._limits.header_s:g} s (limits.patience)"
             self._header_timer = self._loop.call_later(self._limits.header_s, self._drop, reason)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -181,14 +181,14 @@ class Connection(web.RequestHandler):
             self._shares.of(self._account).take(time.thread_time() - began_s)
 
     def _header_came(self) -> None:
-        """Stop the header's timer: the first request is known; for later ones `limits.idle_s` holds."""
+        """Stop the header's timer: the first request is known; for later ones the time between requests holds."""
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        reason = f"it did not read for limits.stalled_s = {self._limits.stalled_s:g} s"
+        reason = f"it did not read for {self._limits.stalled_s:g} s (limits.patience)"
         self._stall_timer = self._loop.call_later(self._limits.stalled_s, self._drop, reason)
 
     def resume_writing(self) -> None:

@@ -88,12 +88,12 @@ def http_error(request: web.Request, error: web.HTTPException) -> ApiError:
 
 @asynccontextmanager
 async def upload_in_time(body_s: float, size: int) -> AsyncIterator[None]:
-    """Raise ApiError (408) where an upload of so many bytes takes longer than `limits.body_s` and its size allow."""
+    """Raise ApiError (408) where an upload of so many bytes takes longer than `body_s` and its size allow."""
     try:
         async with asyncio.timeout(body_s + size / _SLOWEST):
             yield
     except TimeoutError:
-        allowed = f"limits.body_s = {body_s:g} s and a second for every {_SLOWEST} bytes"
+        allowed = f"{body_s:g} s (limits.patience) and a second for every {_SLOWEST} bytes"
         raise ApiError(408, f"the body did not come within {allowed}", code="body_too_slow") from None
 
 

@@ -160,7 +160,29 @@ class LimitSettings(Section):
     feedback_per_minute: Limit = setting(0, "signals and pairs of a user; 0: no limit")
     queued_pairs: Limit = setting(5000, "a user's pairs that may wait to be learned, if align.enabled; 0: no limit")
     stored_mb: Limit = setting(0, "what is kept of a user / 2^20; 0: no limit")
-    header_s: float = setting(10.0, "how long a request's header may take to come", gt=0.0)
-    body_s: float = setting(30.0, "how long its body may take", gt=0.0)
-    idle_s: float = setting(75.0, "how long a connection may wait between requests", gt=0.0)
-    stalled_s: float = setting(30.0, "how long a client may leave a full buffer unread before it is dropped", gt=0.0)
+    patience: float = setting(
+        1.0,
+        "factor of the time that a client has: 10 s for a request's header, 30 s for its body, 75 s between requests,"
+        " 30 s with a full buffer unread",
+        gt=0.0,
+    )
+
+    @property
+    def header_s(self) -> float:
+        """The time that a request's header may take."""
+        return 10.0 * self.patience
+
+    @property
+    def body_s(self) -> float:
+        """The time that a request's body may take."""
+        return 30.0 * self.patience
+
+    @property
+    def idle_s(self) -> float:
+        """The time that a connection may wait between requests."""
+        return 75.0 * self.patience
+
+    @property
+    def stalled_s(self) -> float:
+        """The time that a client may leave a full buffer unread."""
+        return 30.0 * self.patience

@@ -4,13 +4,12 @@ and flags, in rising order of precedence.
 """
 
 import logging
-import math
 import os
 import re
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +23,7 @@ from edged.settings.fairness import FairnessSettings as FairnessSettings
 from edged.settings.federated import FederatedSettings as FederatedSettings
 from edged.settings.fleet import NODE_NAME
 from edged.settings.fleet import FleetSettings as FleetSettings
+from edged.settings.former import MEANINGS, REMOVED, RENAMED
 from edged.settings.jobs import JobSettings as JobSettings
 from edged.settings.starts import StartSettings as StartSettings
 from edged.settings.wrong import demand, nearest
@@ -32,16 +32,6 @@ log = logging.getLogger("edged.settings")
 
 SECRET_SETTINGS = ("api.token", "access.tokens")
 """Settings whose values are in no message, no log and no backup."""
-RENAMED = {
-    "align.idle_passes": "align.practice",
-    "align.idle_replay": "align.practice",
-    "cache.spill": "cache.offload",
-    "cache.spill_mb": "cache.offload_mb",
-    "model.short_layers": "model.cpu_kernels",
-    "model.narrow_weights": "model.fp16_weights",
-    "align.keep_graph": "align.recompute",
-}
-"""Former names of settings, which are read with a line in the log, and their names now."""
 _HOURS = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*([01]?\d|2[0-3]):([0-5]\d)")
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -62,7 +52,7 @@ TEMPLATE_OWN = frozenset(
     }
 )
 """Names of chat templates' arguments that edged, or the model's own files, give: nobody else may."""
-TemplateArguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(from_the_environment)]
+Arguments = Annotated[dict[str, str | int | float | bool], BeforeValidator(from_the_environment)]
 
 
 class ModelSettings(Section):
@@ -77,33 +67,15 @@ class ModelSettings(Section):
         "", "quantize plain weights, FP8 and MXFP4 while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
-    pack_weights: bool = setting(True, "CPU, float32: a packed copy of the weights, for prompts and larger batches")
-    cpu_kernels: bool = setting(True, "CPU, float32: few tokens pass products, layers and states by compiled kernels")
-    fp16_weights: bool = setting(
-        True,
-        "CPU, float32: few tokens read weights that are 16-bit numbers from a copy of half the size; the"
-        " results are the same (beside pack_weights and cpu_kernels)",
-    )
-    decode_attention: Literal["auto", "padded", "ragged", "native", "triton"] = setting(
-        "auto", "native, ragged (CPU) and triton (CUDA) read K/V in place; padded copies it"
-    )
-    prefill_attention: Literal["auto", "gathered", "triton"] = setting(
-        "auto", "triton (CUDA) reads the K/V before a chunk in place; gathered copies it"
-    )
-    lora_kernel: Literal["auto", "torch", "native", "triton"] = setting(
-        "auto", "native (CPU, float32; beside cpu_kernels) and triton (CUDA) add all adapters' updates at once"
-    )
-    fused_layers: bool = setting(
-        True, "CUDA: decodes pass common layers and states with few launches, by merged products and Triton's kernels"
+    kernels: Literal["auto", "torch"] = setting(
+        "auto", "auto: edged's own kernels and packed weights, where they pass their tests; torch: PyTorch's alone"
     )
     graph_memory_mb: int = setting(512, "CUDA: most memory of captured decode graphs / 2^20; 0: none is captured", ge=0)
-    keep_freed_memory: bool = setting(True, "CPU: keep freed memory for the next iteration; given back when idle")
-    huge_pages: bool = setting(True, "CPU: weights in huge pages; edged serve starts itself again to have them")
     max_context_tokens: int = setting(0, "longest prompt plus answer; 0: what fits model and cache", ge=0)
     trust_remote_code: bool = setting(
         False, "run Python code that came with the model, with all of edged's rights; off: it is refused"
     )
-    chat_template_kwargs: TemplateArguments = setting(
+    chat_template_kwargs: Arguments = setting(
         {}, "arguments of the chat template where a request names no others, such as { enable_thinking = false }"
     )
     response_template: str = setting(
@@ -157,10 +129,9 @@ class CacheSettings(Section):
 
     page_size: Count = setting(16, "tokens of one page")
     memory_mb: int = setting(0, "bytes of K/V pages / 2^20; 0: derived from free memory", ge=0)
-    prefix_sharing: bool = setting(True, "reuse pages of equal prompt prefixes")
-    copy_states_every: Count = setting(64, "tokens of an answer until what layers keep of it is copied for a next turn")
-    share_across: Literal["all", "user"] = setting(
-        "all", "whose prefixes one may reuse; user: only one's own, so that nobody can time another's"
+    share_across: Literal["all", "user", "none"] = setting(
+        "all",
+        "whose equal prefixes are computed once; user: one's own, so that nobody can time another's; none: no one's",
     )
     offload: Literal["auto", "off", "host", "disk"] = setting(
         "auto", "where evicted prefixes go; auto: to pinned memory from a discrete GPU, else nowhere"
@@ -169,10 +140,6 @@ class CacheSettings(Section):
     pruning: Literal["off", "auto", "on"] = setting(
         "auto", "of long answers' old K/V: auto only where memory is short, as it costs accuracy"
     )
-    pruned_tokens: Count = setting(512, "old tokens that a KV head keeps, on the mean: C_total of MACE 4.3 / KV heads")
-    prune_recent: Count = setting(128, "latest tokens, which every head keeps")
-    prune_window: Count = setting(256, "W of MACE 4.3: tokens unused for so many iterations go first")
-    prune_norm: float = setting(0.0, "tau of MACE 4.3: a head whose output's mean L2 norm is less keeps a page", ge=0.0)
 
 
 class SchedulerSettings(Section):
@@ -180,10 +147,8 @@ class SchedulerSettings(Section):
 
     policy: str = setting("mace", "mace, a baseline or an ablation: see docs/policies.md; fcfs never fine-tunes")
     profile: str = setting("", "the device's measured prices, by edged profile; empty: the data folder's own")
-    plan_ahead: Literal["auto", "on", "off"] = setting("auto", "plan the next iteration while one runs; auto: on CUDA")
     finetune_max_wait_s: Positive = setting(30.0, "longest time that serving may starve fine-tuning")
     finetune_min_share: Share = setting(0.05, "share of time that fine-tuning keeps under overload")
-    idle_quantum_ms: Positive = setting(50.0, "fine-tuning per iteration when nothing is served")
     ttft_factor: Positive = setting(5.0, "TTFT target over the prompt's own forward latency")
     ttft_floor_ms: Positive = setting(200.0, "TTFT targets are never tighter than this")
     refuse_ttft_factor: float = setting(
@@ -191,29 +156,13 @@ class SchedulerSettings(Section):
     )
     tbt_factor: Positive = setting(2.0, "TBT target over the decode latency of the batch without fine-tuning")
     tbt_floor_ms: Positive = setting(50.0, "TBT targets are never tighter than this")
-    batch_ttft_factor: Positive = setting(50.0, "ttft_factor of requests of the batch class")
-    batch_ttft_floor_ms: Positive = setting(5000.0, "ttft_floor_ms of requests of the batch class")
-    batch_tbt_factor: Positive = setting(10.0, "tbt_factor of requests of the batch class")
-    batch_tbt_floor_ms: Positive = setting(500.0, "tbt_floor_ms of requests of the batch class")
     tbt_slowdown: float = setting(
         1.05,
         "mean time between tokens beside fine-tuning, over that of serving alone, before its min share",
         ge=1.0,
         le=100.0,
     )
-    reader_reserve_s: float = setting(
-        2.0, "text that readers keep in hand, in seconds of reading, beside prompts and fine-tuning", ge=0.0
-    )
-    reader_horizon_s: Positive = setting(10.0, "andes: span over which it is told what serving a reader gains")
-    lambda_memory: float = setting(1.0, "lambda1 of MACE 4.2: weight of unused memory", ge=0.0)
-    lambda_latency: float = setting(1.0, "lambda2 of MACE 4.2: weight of latency mismatch", ge=0.0)
-    gamma: float = setting(0.1, "gamma of MACE 4.1: weight of the DPO loss in a priority", ge=0.0)
-    tau_memory: Share = setting(0.95, "tau_mem of Algorithm 1: share of pages at which a bin closes")
-    tau_tasks: Count = setting(256, "tau_task of Algorithm 1: tasks looked at in one decision")
-    retrain_every_s: Positive = setting(30.0, "ekya, periodic-async: interval at which fine-tuning is due")
-    retrain_window_s: float = setting(0.0, "ekya: how long training may stop serving; 0: half retrain_every_s", ge=0.0)
-    temporal_every: Count = setting(128, "temporal: iterations that serve between two groups of pairs")
-    slo_ms: float = setting(0.0, "flexllm: longest iteration; 0: the least TBT target of those who are served", ge=0.0)
+    options: Arguments = setting({}, "options of the policy, such as { gamma = 0.2 }; those of others are not read")
 
     @field_validator("policy")
     @classmethod
@@ -223,15 +172,6 @@ class SchedulerSettings(Section):
             raise PydanticCustomError("literal_error", "it must be {expected}", {"expected": str(list(known))})
         return policy
 
-    @field_validator("retrain_window_s")
-    @classmethod
-    def _leaves_time_to_serve(cls, window_s: float, info: ValidationInfo) -> float:
-        every_s = info.data.get("retrain_every_s", math.inf)
-        if window_s >= every_s:
-            message = "it must be shorter than retrain_every_s ({every_s} s), or nothing is ever served"
-            raise PydanticCustomError("window", message, {"every_s": every_s})
-        return window_s
-
 
 class ReadingSettings(Section):
     """The readers of answers that are streamed, where a request says nothing of its own."""
@@ -239,7 +179,6 @@ class ReadingSettings(Section):
     words_per_s: WordsPerS = setting(6.0, "words that a reader takes in a second")
     users: ByUser[WordsPerS] = setting({}, 'words a second of users, such as { ann = 4.0, "camera*" = 10.0 }')
     learn: bool = setting(True, "learn other users' words a second from their dwell signals")
-    ttft_ms: float = setting(1000.0, "time to the first token that is no wait for a reader", ge=0.0)
 
 
 class AlignSettings(Section):
@@ -259,8 +198,6 @@ class AlignSettings(Section):
         1.0, "sigmoid, ipo, simpo: weight of the chosen answer's NLL per token beside preference loss (RPO)", ge=0.0
     )
     learning_rate: Positive = setting(5e-4, "AdamW's step size; less for steps of less than micro_batch_pairs")
-    weight_decay: float = setting(0.0, "AdamW's weight decay", ge=0.0)
-    max_grad_norm: Positive = setting(1.0, "gradients are clipped to this L2 norm")
     rank: Count = setting(16, "LoRA rank")
     alpha: Positive = setting(32.0, "LoRA alpha; the update is scaled by alpha / rank")
     target_modules: str | list[str] = setting("all-linear", "PEFT's target_modules")
@@ -281,7 +218,6 @@ class AlignSettings(Section):
     recompute: Literal["auto", "full", "selective", "none"] = setting(
         "auto", "in a step's backward, of its forward: full, what is cheap, nothing; auto: the least that memory allows"
     )
-    fill_ahead: bool = setting(True, "flexllm: where memory allows, a step's next pairs are computed beside its units")
     joint_adapters: Count = setting(4, "adapters whose pairs share a step, where they fit into window_tokens; 1: none")
     max_pair_tokens: int = setting(
         1024, "longer pairs keep the prompt's end; texts of over 32 characters a token are refused", ge=16
@@ -303,35 +239,33 @@ class AlignSettings(Section):
         return former.get(str(value).lower(), value)
 
 
+class FeedbackWeights(Section):
+    """How much each kind of feedback counts, from 0, not learned from, to 1."""
+
+    pair: Share = setting(1.0, "of explicit pairs, times what each came with; 0: not learned from")
+    chosen: Share = setting(1.0, "of a choice between candidates")
+    edit: Share = setting(1.0, "of an edited answer over the original")
+    regenerate: Share = setting(1.0, "of an answer that was regenerated, and of the one accepted then")
+    thumbs: Share = setting(1.0, "of up, down and rejected")
+    rephrase: Share = setting(0.5, "of what the next turn shows: a rephrasing or correction")
+    dwell: Share = setting(0.5, "of reading time")
+    skip: Share = setting(0.5, "of a skipped answer")
+
+
 class FeedbackSettings(Section):
     """How much each kind of feedback counts, and what of it is held back."""
 
-    weight_pair: Share = setting(1.0, "of explicit pairs, times what each came with; 0: not learned from")
-    weight_chosen: Share = setting(1.0, "of a choice between candidates")
-    weight_edit: Share = setting(1.0, "of an edited answer over the original")
-    weight_regenerate: Share = setting(1.0, "of an answer that was regenerated, and of the one accepted then")
-    weight_thumbs: Share = setting(1.0, "of up, down and rejected")
-    weight_rephrase: Share = setting(0.5, "of what the next turn shows: a rephrasing or correction")
-    weight_dwell: Share = setting(0.5, "of reading time")
-    weight_skip: Share = setting(0.5, "of a skipped answer")
+    weights: Annotated[FeedbackWeights, BeforeValidator(from_the_environment)] = setting(
+        FeedbackWeights(), "of each kind, such as { skip = 0.0 }; those left out keep their defaults"
+    )
     pairs_per_hour: int = setting(1000, "a user's pairs that are trained on per hour, others wait; 0: no limit", ge=0)
     quarantine: bool = setting(True, "keep pairs that look poisoned out of training until somebody decides")
-    suspicious_deviations: Positive = setting(
-        6.0, "deviations of the loss above the adapter's median: counts for a burst; twice as many: left out"
-    )
-    burst_share: Share = setting(0.5, "share of suspicious pairs among 8 that quarantines them and those that follow")
-    alarm_s: Positive = setting(3600.0, "how long a burst has a user's new pairs quarantined, unless decided")
 
 
 class GuardSettings(Section):
     """Tests of versions, and the bounds beyond which one is taken back."""
 
     held_out_share: Share = setting(0.1, "share of pairs kept out of training as a test")
-    held_out_pairs: int = setting(16, "most held-out pairs per user", ge=0)
-    held_out_age: Count = setting(200, "a user's pairs after which a held-out one is trained on instead")
-    min_pairs: Count = setting(4, "held-out pairs needed before the guard judges")
-    evaluate_every: Count = setting(8, "versions between two tests while pairs keep coming")
-    max_accuracy_drop: Share = setting(0.34, "held-out reward accuracy lost against the best version")
     max_kl_nats: Positive = setting(0.5, "KL to the base per held-out answer token, in nats")
     max_nll_change: Positive = setting(0.1, "NLL of neutral text over the base's: 0.1 is 10 % more")
 
@@ -341,13 +275,9 @@ class GovernorSettings(Section):
 
     enabled: bool = setting(True, "follow the box's memory, temperature and power; off: they are only shown")
     memory_reserve_mb: int = setting(0, "memory to leave free for others / 2^20; 0: a twentieth, 256 to 2048", ge=0)
-    pressure_percent: float = setting(
-        10.0, "share of time that tasks wait for memory (PSI) from which memory counts as short", ge=1.0, le=100.0
-    )
     temperature_limit_c: float = setting(
         0.0, "temperature that is not to be reached; 0: where the sensors say that parts slow down", ge=0.0
     )
-    temperature_margin_c: Positive = setting(10.0, "so far below the limit fine-tuning slows down; nearer, it pauses")
     on_battery: Literal["pause", "slow", "ignore"] = setting("pause", "fine-tuning while on battery")
     quiet_hours: str = setting("", 'no fine-tuning then, local time, such as "22:00-06:00"; empty: none')
 
@@ -399,11 +329,6 @@ class ApiSettings(Section):
         " empty: none",
         pattern=r"[A-Za-z0-9-]{0,64}",
     )
-    max_stop_chars: Count = setting(1024, "longest stop string")
-    max_schema_kb: int = setting(64, "largest schema or grammar of an answer in KiB", ge=1, le=512)
-    max_logprobs: Count = setting(
-        131_072, "log-probabilities of an answer that is no stream: n x max_tokens x (1 + alternatives)"
-    )
 
 
 class StoreSettings(Section):
@@ -416,7 +341,6 @@ class StoreSettings(Section):
         " that one is served again; shelve it and learn its pairs anew",
     )
     keep_completions: Count = setting(100_000, "completions kept; feedback's own stay")
-    keep_samples: Count = setting(20_000, "iteration samples kept")
     keep_days: float = setting(90.0, "days until completions, samples and old versions' records go; 0: never", ge=0.0)
     keep_feedback_days: float = setting(0.0, "days until signals and pairs that are done with go; 0: never", ge=0.0)
     max_database_mb: int = setting(4096, "size / 2^20 at which oldest completions without feedback go; 0: any", ge=0)
@@ -431,7 +355,6 @@ class LogSettings(Section):
         "info", "debug has a line for every request; info only for those that failed or were slow"
     )
     format: Literal["auto", "human", "json"] = setting("auto", "auto: JSON lines under systemd, else plain")
-    slow_ttft_s: Positive = setting(10.0, "a request whose first token took longer is a warning")
 
 
 class MetricsSettings(Section):
@@ -465,55 +388,113 @@ class Settings(Section):
     fleet: FleetSettings = FleetSettings()
 
 
+class HasOptions(Protocol):
+    """A policy: its options are a model of what it reads of `scheduler.options`."""
+
+    @property
+    def options(self) -> type[Section]:
+        """The model."""
+
+
 def load_settings(
     path: str | Path | None = None,
     environ: dict[str, str] | None = None,
     overrides: dict[str, Any] | None = None,
-    policies: Collection[str] = (),
+    policies: Mapping[str, HasOptions] | None = None,
 ) -> Settings:
     """Read settings from a TOML file, then `EDGED_SECTION__KEY` variables, then dotted `overrides`.
 
-    `scheduler.policy` must be one of `policies`, where they are given: this package does not know them.
+    `policies` are those that `scheduler.policy` may name: this package does not know them.
     Raises ConfigError that names the file, the key and the nearest valid name.
     """
     values: dict[str, Any] = {}
     source = "settings"
     if path is not None:
         source = str(path)
-        try:
-            values = tomllib.loads(Path(path).read_text("utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f'config file "{path}" cannot be read: {error}') from None
-    for section, known in values.items():
-        if isinstance(known, dict):
-            values[section] = {_name_now(f"{section}.{key}").split(".", 1)[1]: value for key, value in known.items()}
+        tables = _read(path)
+        values |= {name: value for name, value in tables.items() if not isinstance(value, dict)}
+        named = {f"{name}.{key}": tables[name][key] for name in tables if name not in values for key in tables[name]}
+        _put_all(values, named, source)
     given: dict[str, Any] = {
-        name.removeprefix("EDGED_").lower().replace("__", ".", 1): value
+        name.removeprefix("EDGED_").lower().replace("__", "."): value
         for name, value in sorted((os.environ if environ is None else environ).items())
         if name.startswith("EDGED_") and "__" in name
     }
     given |= {dotted: value for dotted, value in (overrides or {}).items() if value is not None}
-    for dotted, value in given.items():
-        dotted = _name_now(dotted)
-        section, key = dotted.split(".", 1)
-        known = values.setdefault(section, {})
-        if not isinstance(known, dict):
-            shown = "" if _is_secret(section) else f" = {known!r}"
-            raise ConfigError(f'{source}: "{section}"{shown} is not a section: write [{section}] above its settings')
-        known[key] = value
+    _put_all(values, given, source)
+    wrong: list[str] = []
     try:
-        return Settings.model_validate(values, context={"policies": policies})
+        settings = Settings.model_validate(values, context={"policies": policies})
+        wrong = _wrong_options(settings.scheduler, policies or {})
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(_explain(item) for item in error.errors())) from None
+        wrong = [_explain(item) for item in error.errors()]
+    if wrong:
+        raise ConfigError(f"{source}: " + "; ".join(wrong))
+    return settings
 
 
-def _name_now(dotted: str) -> str:
-    """Return a setting's name of now, with a line in the log where `dotted` is a former one."""
+def _read(path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises ConfigError."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f'config file "{path}" does not exist: `edged config init` writes one') from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f'config file "{path}" cannot be read: {error}') from None
+
+
+def _put_all(values: dict[str, Any], named: dict[str, Any], source: str) -> None:
+    """Put values into their tables. A former name of one that was there beside it comes last."""
+    for dotted in sorted(named, key=MEANINGS.__contains__):
+        _put(values, dotted, named[dotted], source)
+
+
+def _put(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+    """Put a value into its tables under its name now, with a line in the log where `dotted` is a former one.
+
+    Raises ConfigError where something else stands in a table's place.
+    """
+    if dotted in REMOVED:
+        log.warning('setting "%s" is no more and was not read: %s', dotted, REMOVED[dotted])
+        return
     if dotted in RENAMED:
         log.warning('setting "%s" is called "%s" now', dotted, RENAMED[dotted])
-    return RENAMED.get(dotted, dotted)
+        value = MEANINGS[dotted].get(str(value).lower()) if dotted in MEANINGS else value
+        if value is None:
+            return
+    *tables, key = RENAMED.get(dotted, dotted).split(".")
+    for depth, name in enumerate(tables, start=1):
+        known = values.setdefault(name, {})
+        if isinstance(known, str) and depth > 1:
+            # A table from the environment.
+            known = values[name] = from_the_environment(known)
+        if not isinstance(known, dict):
+            section = ".".join(tables[:depth])
+            shown = "" if _is_secret(section) else f" = {known!r}"
+            raise ConfigError(f'{source}: "{section}"{shown} is not a section: write [{section}] above its settings')
+        values = known
+    former = values.get(key)
+    values[key] = {**former, **value} if isinstance(former, dict) and isinstance(value, dict) else value
+
+
+def _wrong_options(scheduler: SchedulerSettings, policies: Mapping[str, HasOptions]) -> list[str]:
+    """Return what is wrong with the options of the policy: those of other policies may stand beside them."""
+    if not policies:
+        return []
+    own, prefix = policies[scheduler.policy].options, "scheduler.options."
+    strange = scheduler.options.keys() - own.model_fields.keys()
+    # Former settings are known: no other policy is imported for them.
+    strange = {name for name in strange if prefix + name not in RENAMED.values()}
+    known = [name for row in policies.values() for name in row.options.model_fields] if strange else []
+    wrong = [
+        f'unknown setting "{prefix}{name}": {nearest(name, dict.fromkeys(known))}'
+        for name in sorted(strange.difference(known))
+    ]
+    try:
+        own.model_validate({name: value for name, value in scheduler.options.items() if name in own.model_fields})
+    except ValidationError as error:
+        wrong += [_explain({**item, "loc": ("scheduler", "options", *item["loc"])}) for item in error.errors()]
+    return wrong
 
 
 def _explain(item: Any) -> str:

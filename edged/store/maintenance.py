@@ -53,6 +53,8 @@ LONG_LOG_BYTES = 16 * 2**20
 """From this size on, the write-ahead log is emptied as soon as readers let it."""
 LOG_WAIT_MS = 500
 """Longest time that writes wait for readers to let go of the log."""
+KEEP_SAMPLES = 20_000
+"""Iteration samples that are kept."""
 _TABLES = (
     *("completions", "choices", "signals", "pairs", "alignment_metrics", "adapter_versions", "skipped_steps"),
     *("iteration_samples", "shelved_metrics", "shelved_progress", "shelved_versions", "shelved_steps"),
@@ -328,8 +330,8 @@ def parameters(db: Database, settings: StoreSettings, now: datetime) -> dict[str
         "completions_over": _before_newest(db, "completions", settings.keep_completions),
         "completions_old": _before_newest(db, "completions", min(NEWEST, settings.keep_completions)),
         "runs_over": _before_newest(db, "application_runs", MAX_ROWS),
-        "samples_over": _before_newest(db, "iteration_samples", settings.keep_samples),
-        "samples_old": _before_newest(db, "iteration_samples", min(NEWEST, settings.keep_samples)),
+        "samples_over": _before_newest(db, "iteration_samples", KEEP_SAMPLES),
+        "samples_old": _before_newest(db, "iteration_samples", min(NEWEST, KEEP_SAMPLES)),
         "cutoff": _cutoff(now, settings.keep_days),
         "feedback_cutoff": _cutoff(now, settings.keep_feedback_days),
         "replayed_from": json.dumps(dict(replayed.fetchall())),

@@ -8,7 +8,7 @@ from edged.align.feedback.pair import PairScored
 from edged.align.guard import TestScore, broken_language, lost_accuracy
 from edged.settings.load import GuardSettings
 
-SETTINGS = GuardSettings(min_pairs=4, max_accuracy_drop=0.25, max_kl_nats=1.0, max_nll_change=0.1)
+SETTINGS = GuardSettings(max_kl_nats=1.0, max_nll_change=0.1)
 
 
 def score(version: int, right: int, of: int, first: int = 0) -> TestScore:
@@ -50,18 +50,18 @@ def test_language_is_broken_beyond_the_bounds(kl_nats: float | None, nll_change:
     ],
 )
 def test_a_loss_of_accuracy_must_be_large_and_no_chance(found: TestScore, best: TestScore | None, reason: str) -> None:
-    got = lost_accuracy(found, best, SETTINGS)
+    got = lost_accuracy(found, best)
     assert (reason in got) if reason else got == ""
 
 
 def test_a_lucky_test_of_few_pairs_never_becomes_the_measure_of_later_versions() -> None:
-    assert not score(1, 1, 1).better_than(None, SETTINGS)
-    assert score(2, 2, 4).better_than(None, SETTINGS)
+    assert not score(1, 1, 1).better_than(None)
+    assert score(2, 2, 4).better_than(None)
 
 
 def test_the_best_is_replaced_by_what_is_as_good_on_the_pairs_of_both() -> None:
-    assert score(4, 9, 16).better_than(BEST, SETTINGS)
-    assert not score(4, 8, 16).better_than(BEST, SETTINGS)
+    assert score(4, 9, 16).better_than(BEST)
+    assert not score(4, 8, 16).better_than(BEST)
 
 
 def test_a_score_is_the_mean_over_pairs_its_kl_over_tokens_and_an_untrained_adapter_is_even() -> None:

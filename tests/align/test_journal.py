@@ -317,7 +317,7 @@ def test_a_restart_knows_the_newest_version_that_passed_and_the_step_size_that_i
     queue_pairs(store, 1)
     append(store, published(1), VersionTested("ada", 1, 2.0, 1.9), published(2, step_scale=0.5))
     append(store, VersionTested("ada", 2, 9.0, 1.9, "NLL of neutral text is +374%"))
-    past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
+    past = store.read(lambda db: load_pasts(db, utc_now()))["ada"]
     assert (past.tested_version, past.lr_scale) == (1, 0.5)
 
 
@@ -325,12 +325,12 @@ def test_a_version_that_a_job_made_counts_as_passed_after_a_restart(store):
     queue_pairs(store, 1)
     append(store, published(1), JobStepped("job", "ada", 1, 1), published(2), JobStepped("job", "ada", 2, 2))
     append(store, published(3), JobStepped("job", "ada", 3, 3, error="its loss is nan"))
-    assert store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].tested_version == 2
+    assert store.read(lambda db: load_pasts(db, utc_now()))["ada"].tested_version == 2
 
 
 def test_what_a_job_left_is_known_after_a_restart_until_something_else_takes_its_place(store):
     def floor():
-        past = store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"]
+        past = store.read(lambda db: load_pasts(db, utc_now()))["ada"]
         return past.baseline_version, past.baseline_nll_change
 
     append(store, published(1, reason="job"), published(2, reason="job"))
@@ -350,7 +350,7 @@ def test_a_restart_knows_the_highest_kl_of_what_a_job_left(store):
     def tested(version, *kl_nats):
         scores = zip(pairs, kl_nats, strict=False)
         append(store, *(scored(pair, version=version, split="held_out", kl_nats=kl) for pair, kl in scores))
-        return store.read(lambda db: load_pasts(db, 60.0, utc_now()))["ada"].baseline_kl_nats
+        return store.read(lambda db: load_pasts(db, utc_now()))["ada"].baseline_kl_nats
 
     append(store, published(1, reason="job"), published(2, reason="job"), published(3))
     append(store, published(4, reason="guard: x", restored=2))

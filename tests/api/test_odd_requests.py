@@ -15,7 +15,7 @@ from edged.api.routes import ROUTES
 from tests.api.live import LiveDaemon, running
 from tests.models import save_tiny
 
-SETTINGS = {"api__max_body_kb": 2048, "limits__body_s": 5}
+SETTINGS = {"api__max_body_kb": 2048, "limits__patience": 0.2}
 
 
 @pytest.fixture(scope="module")

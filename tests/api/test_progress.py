@@ -90,10 +90,10 @@ def test_learning_that_is_switched_off_is_named(tmp_path: Path, model: Path) -> 
 
 
 def test_a_feedback_without_a_pair_says_why_and_an_unknown_one_is_not_found(tmp_path: Path, model: Path) -> None:
-    with running(tmp_path / "run", model, feedback__weight_pair=0) as daemon, daemon.http() as http:
+    with running(tmp_path / "run", model, feedback__weights__pair=0) as daemon, daemon.http() as http:
         found = progress(http, teach(http))
         assert (found["pairs"], found["settled"], found["user"]) == ([], True, "ann")
-        assert "weight_pair" in found["reason"]
+        assert "feedback.weights.pair" in found["reason"]
         for name in ("fb-0", "%ED%A0%80", "x" * 200):
             answer = http.get(f"/v1/feedback/{name}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_feedback")

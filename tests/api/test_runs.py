@@ -30,7 +30,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 def names(headers: list[tuple[str, str]], **body: Any) -> RunNames:
     messages = body.pop("messages", [{"role": "user", "content": "hello"}])
     request = ChatRequest.checked({"messages": messages, **body})
-    return names_of(CIMultiDictProxy(CIMultiDict(headers)), request, FairnessSettings())
+    return names_of(CIMultiDictProxy(CIMultiDict(headers)), request)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_type_is_what_is_said_or_the_agents_system_message() -> None:
     assert names([], messages=agent).application == names([], messages=other).application
     assert names([]).application == "chat"
     text = CompletionRequest.checked({"prompt": "once"})
-    assert names_of(CIMultiDictProxy(CIMultiDict()), text, FairnessSettings()).application == "text"
+    assert names_of(CIMultiDictProxy(CIMultiDict()), text).application == "text"
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,10 @@ def test_the_frontier_sweeps_each_policy_over_its_own_knob_beside_the_offline_op
     report = report_of("simulated.frontier", *arguments, report=tmp_path / "out.json")
     rows = [(row["policy"], row["knob"], row["value"]) for row in report["rows"]]
     intervals = (5.0, 15.0, 30.0, 60.0)
-    assert rows == [("fcfs", "", None), *(("periodic-async", "scheduler.retrain_every_s", each) for each in intervals)]
+    assert rows == [
+        ("fcfs", "", None),
+        *(("periodic-async", "scheduler.options.retrain_every_s", each) for each in intervals),
+    ]
     trained = [row["finetune.pairs_trained"][0] for row in report["rows"]]
     assert trained[0] == 0 < trained[1]
     (offline,) = report["offline"]

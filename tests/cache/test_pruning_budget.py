@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edged.cache import pruning_budget
 from edged.cache.pruning_budget import Pressure, PruningRule, head_budgets
-from edged.settings.load import CacheSettings, ConfigError, load_settings
+from edged.settings.load import ConfigError, load_settings
 
 
 def budgets(norms: list[float], blocks: int, most: list[int] | int = 100, tau: float = 0.0) -> list[int]:
@@ -68,8 +69,7 @@ def test_blocks_that_cannot_be_shared_are_refused() -> None:
 
 
 def test_pages_go_in_steps_once_the_old_ones_exceed_the_budget() -> None:
-    rule = PruningRule.of(CacheSettings(page_size=16, pruned_tokens=100, prune_recent=32))
-    assert rule.budget_pages == 7
+    rule = PruningRule(page_size=16, budget_pages=7, recent_tokens=32)
     returned = [rule.returned_pages(rows) for rows in range(16 * 30)]
     # A step of two pages over seven old ones, behind 32 recent tokens.
     first = next(rows for rows, pages in enumerate(returned) if pages)
@@ -82,8 +82,11 @@ def test_pages_go_in_steps_once_the_old_ones_exceed_the_budget() -> None:
     assert rule.old_pages(32 + 24) == 1
 
 
-def test_the_least_budget_has_one_page_behind_the_sinks_and_steps_of_one() -> None:
-    rule = PruningRule.of(CacheSettings(page_size=16, pruned_tokens=1, prune_recent=16))
+def test_the_least_budget_has_one_page_behind_the_sinks_and_steps_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PruningRule.of(page_size=100) == PruningRule(100, 6, 128)
+    monkeypatch.setattr(pruning_budget, "PRUNED_TOKENS", 1)
+    monkeypatch.setattr(pruning_budget, "RECENT_TOKENS", 16)
+    rule = PruningRule.of(page_size=16)
     assert rule.budget_pages == 2
     assert [rule.returned_pages(16 + 16 * pages) for pages in range(5)] == [0, 0, 0, 1, 2]
 

@@ -176,13 +176,12 @@ def test_a_stopped_daemons_database_is_pruned(daemon: Daemon, ida: str, tmp_path
     file, folder, kept = tmp_path / "all.tar", tmp_path / "stopped", tmp_path / "kept.toml"
     daemon.run("backup", str(file))
     edged("restore", str(file), "--data-dir", str(folder))
-    kept.write_text("[store]\nkeep_samples = 1\n")
     with sqlite3.connect(folder / "edged.db") as db:
         columns = "created_at, prefill_tokens, decode_tokens, finetune_tokens, finetune_units, latency_ms"
         many = (
             f"INSERT INTO iteration_samples ({columns}, predicted_ms, free_pages) VALUES ('2020', 0, 0, 0, 0, 0, 0, 0)"
         )
-        for _ in range(1100):
+        for _ in range(21_100):
             db.execute(many)
     data = json.loads(edged("store", "prune", "--json", "--data-dir", str(folder), "--config", str(kept)).stdout)
     assert data["deleted"]["iteration_samples"] >= 1099

@@ -295,7 +295,7 @@ def test_a_product_and_a_kernel_are_tried(
         **({broken: "fail"} if problem else {}),
     }
     assert not problem or f"fails (RuntimeError: {problem})" in found[broken].seen
-    ways_out = {"torch": "https://pypi.jetson-ai-lab.io", "triton": 'model.decode_attention = "padded"'}
+    ways_out = {"torch": "https://pypi.jetson-ai-lab.io", "triton": 'model.kernels = "torch"'}
     assert not problem or ways_out[broken] in found[broken].way_out
     # In a folder without programs there is no compiler.
     monkeypatch.setenv("PATH", str(tmp_path))

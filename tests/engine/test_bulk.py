@@ -225,8 +225,9 @@ def left_by_a_job(engine: BuiltEngine, client: Client) -> tuple[int, list[TokenP
     return 4, random_pairs(12, "made", seed=7)
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_users_pairs_are_learned_upon_a_job_whose_language_is_far_from_the_base(tmp_path: Path) -> None:
-    settings = {"guard__evaluate_every": 1, "align__learning_rate": 1e-5, "guard__held_out_share": 0.25}
+    settings = {"align__learning_rate": 1e-5, "guard__held_out_share": 0.25}
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.test_with(NEUTRAL)
         left, pairs = left_by_a_job(engine, client)
@@ -245,8 +246,9 @@ def test_a_users_pairs_are_learned_upon_a_job_whose_language_is_far_from_the_bas
     assert not [each.problem for each in client.of(VersionTested) if each.problem and each.version >= again]
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(tmp_path: Path) -> None:
-    settings = {"guard__evaluate_every": 1, "align__loss_threshold": 0.0, "store__keep_versions": 1}
+    settings = {"align__loss_threshold": 0.0, "store__keep_versions": 1}
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.test_with(NEUTRAL)
         left, pairs = left_by_a_job(engine, client)
@@ -264,7 +266,7 @@ def test_a_version_of_worse_language_after_a_job_goes_back_to_what_the_job_left(
     assert not client.of(VersionTested)[-1].problem, "what the job left is no worse than it was"
 
 
-UNTESTED: dict[str, Any] = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+UNTESTED: dict[str, Any] = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0}
 SAVED: dict[str, Any] = {"store__save_every_s": 0.001, "store__keep_versions": 2}
 
 
@@ -278,6 +280,7 @@ def learn(engine: BuiltEngine, client: Client, pair: TokenPair) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_the_first_test_with_pairs_goes_straight_back_to_what_a_job_left(tmp_path: Path, restarted: bool) -> None:
     settings: dict[str, Any] = {**UNTESTED, **SAVED, "align__learning_rate": 1e-5}
     with running_engine(tmp_path, **settings) as (engine, client):
@@ -309,6 +312,7 @@ def goes_back_to(left: int, pairs: list[TokenPair], engine: BuiltEngine, client:
     assert engine.trainer.pair_queues["made"].guard.lr_scale == 1.0
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_version_that_a_person_rolls_back_to_is_not_measured_as_what_a_job_left(tmp_path: Path) -> None:
     with running_engine(tmp_path, **UNTESTED, **SAVED) as (engine, client):
         engine.test_with(NEUTRAL)

@@ -62,7 +62,7 @@ def test_there_is_no_room_for_candidates_while_requests_wait(tmp_path: Path) -> 
 
 
 def test_a_cancelled_candidate_frees_its_pages(tmp_path: Path) -> None:
-    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, cache__share_across="none") as (engine, client):
         free = engine.status()["pages"]["free"]
         engine.submit(candidate("spare", random_ids(20, 2), 300))
         client.wait(lambda: engine.status()["queue"]["decode"] == 1)

@@ -72,7 +72,8 @@ def test_plans_made_ahead_change_no_answer(tmp_path: Path) -> None:
     prompts = [random_ids(30, 1), random_ids(50, 2), random_ids(9, 3)]
     answers = {}
     for setting in ("off", "on"):
-        with running_engine(tmp_path, scheduler__plan_ahead=setting, serving__max_batch_tokens=24) as (engine, client):
+        with running_engine(tmp_path, serving__max_batch_tokens=24) as (engine, client):
+            engine.loop.plans_ahead = setting == "on"
             for i, prompt in enumerate(prompts):
                 engine.submit(request(f"r{i}", prompt, tokens=20 + 15 * i))
             client.wait(lambda: len(client.finished) == len(prompts))
@@ -399,8 +400,11 @@ def test_rollback_and_forget(tmp_path: Path) -> None:
         assert not list((tmp_path / "data").glob("adapters/*/ann"))
 
 
-def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(tmp_path: Path) -> None:
-    with running_engine(tmp_path, model__device="cpu", model__lora_kernel="triton") as (engine, _):
+def test_the_status_names_the_paths_and_why_they_are_not_faster_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGED_KERNELS", "lora_kernel=triton")
+    with running_engine(tmp_path, model__device="cpu") as (engine, _):
         paths = engine.status()["paths"]
     assert (paths["decode"], paths["prefill"], paths["lora"]) == (
         "native" if kernels() else "ragged",
@@ -430,7 +434,10 @@ def test_long_iterations_give_signs_of_life_at_each_layer_and_unit(
         note()
         return run_unit(step, most)
 
-    with running_engine(tmp_path, scheduler__idle_quantum_ms=1000.0, guard__held_out_share=0.0) as (engine, client):
+    with running_engine(tmp_path, scheduler__options__idle_quantum_ms=1000.0, guard__held_out_share=0.0) as (
+        engine,
+        client,
+    ):
         hooks = [layer.register_forward_pre_hook(note) for layer in engine.model.layers]
         engine.submit(request("long", random_ids(300, 1), tokens=1))
         client.wait(lambda: "long" in client.finished)

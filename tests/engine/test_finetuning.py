@@ -51,8 +51,9 @@ def test_a_pair_whose_loss_is_under_the_threshold_ends_without_a_step(tmp_path: 
     assert "under align.loss_threshold" in client.of(PairRetired)[0].reason
 
 
-def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path) -> None:
-    settings = {"align__learning_rate": 1e30, "guard__held_out_share": 0.0, "align__max_grad_norm": 1e30}
+def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.align.adapters.adapter.MAX_GRAD_NORM", 1e30)
+    settings = {"align__learning_rate": 1e30, "guard__held_out_share": 0.0}
     prompt = random_ids(20, 1)
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit(request("before", prompt, adapter="ann"))
@@ -73,8 +74,9 @@ def test_a_diverged_adapter_is_taken_back_with_the_reason(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("loss", ["orpo", "dft"])
+@pytest.mark.usefixtures("each_version_is_tested", "two_held_out_pairs_suffice")
 def test_pairs_are_learned_scored_and_held_out_by_losses_of_other_texts_and_weights(loss: str, tmp_path: Path) -> None:
-    settings = {"align__loss": loss, "guard__held_out_share": 0.5, "guard__min_pairs": 2, "guard__evaluate_every": 1}
+    settings = {"align__loss": loss, "guard__held_out_share": 0.5}
     bounds = {"guard__max_kl_nats": 100.0, "guard__max_nll_change": 100.0}
     with running_engine(tmp_path, **settings, **bounds) as (engine, client):
         engine.test_with([TokenPair(-1, "", (3, 4), (5, 6), (7, 8))])
@@ -87,13 +89,12 @@ def test_pairs_are_learned_scored_and_held_out_by_losses_of_other_texts_and_weig
     assert all(record.loss > 4.0 for record in scored), "how much is left to learn"
 
 
+@pytest.mark.usefixtures("two_held_out_pairs_suffice", "each_version_is_tested")
 def test_a_version_that_strays_too_far_is_taken_back_and_later_steps_are_smaller(tmp_path: Path) -> None:
     settings = {
         "align__learning_rate": 0.05,
         "guard__held_out_share": 0.5,
-        "guard__min_pairs": 2,
         "guard__max_kl_nats": 0.001,
-        "guard__evaluate_every": 1,
     }
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit_pairs(random_pairs(8))
@@ -109,6 +110,7 @@ def test_a_version_that_strays_too_far_is_taken_back_and_later_steps_are_smaller
     assert {record.state for record in client.of(PairRetired)} <= {"trained", "held_out"}, "no pair is accused"
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_good_version_that_fails_a_later_test_is_not_gone_back_to_for_ever(tmp_path: Path) -> None:
     """Held-out pairs and bounds change: the version that passed once may fail now, and everything built upon it."""
     settings = {
@@ -116,7 +118,6 @@ def test_a_good_version_that_fails_a_later_test_is_not_gone_back_to_for_ever(tmp
         "guard__held_out_share": 0.5,
         "guard__max_kl_nats": 1000.0,
         "guard__max_nll_change": 1000.0,
-        "guard__evaluate_every": 1,
     }
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.submit_pairs(random_pairs(8))
@@ -195,16 +196,16 @@ def take_pages_of_steps(engine: BuiltEngine, times: int) -> list[int]:
 # where a gradient is near zero: so with them only windows that are all short end the same.
 @pytest.mark.parametrize(("window", "cpu_kernels"), [(7, True), (7, False), (400, False)])
 def test_fine_tuning_that_loses_its_pages_starts_its_group_again_and_ends_the_same(
-    tmp_path: Path, window: int, cpu_kernels: bool
+    tmp_path: Path, window: int, cpu_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = []
+    monkeypatch.setenv("EDGED_KERNELS", f"cpu_kernels={cpu_kernels}")
     settings = {
         "align__window_tokens": window,
         "align__replay_share": 0.0,
         "guard__held_out_share": 0.0,
-        "scheduler__idle_quantum_ms": 0.1,
+        "scheduler__options__idle_quantum_ms": 0.1,
         "align__recompute": "full",
-        "model__cpu_kernels": cpu_kernels,
     }
     for times in (0, 12):
         with running_engine(tmp_path, data=f"data-{times}", **settings) as (engine, client):
@@ -241,19 +242,21 @@ def test_with_requests_always_waiting_an_iteration_runs_one_piece_of_learning(tm
     assert all(units == 0 if forwards else units <= 1 for forwards, units in pieces), pieces
 
 
-def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_weights(tmp_path: Path) -> None:
+def test_a_forward_that_is_computed_beside_the_units_before_it_ends_in_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGED_KERNELS", "cpu_kernels=off")
     weights, ahead = [], {True: 0, False: 0}
     settings = {
-        "scheduler__policy": "flexllm",
-        "scheduler__slo_ms": 10_000.0,
+        "scheduler__options__slo_ms": 10_000.0,
         "align__window_tokens": 16,
         "align__replay_share": 0.0,
         "align__recompute": "full",
         "guard__held_out_share": 0.0,
-        "model__cpu_kernels": False,
     }
     for fills in (True, False):
-        with running_engine(tmp_path, data=f"data-{fills}", align__fill_ahead=fills, **settings) as (engine, client):
+        settings["scheduler__policy"] = "flexllm" if fills else "flexllm-behind"
+        with running_engine(tmp_path, data=f"data-{fills}", **settings) as (engine, client):
             run = engine.built.runner.run
 
             def watched(
@@ -559,11 +562,12 @@ def rated(pairs: list[TokenPair]) -> list[TokenPair]:
 
 @pytest.mark.parametrize("unpaired", ["apo", "kto"])
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
+@pytest.mark.usefixtures("two_held_out_pairs_suffice")
 def test_single_ratings_make_versions_and_their_held_out_ones_guard_them(
     unpaired: str, loss: str, tmp_path: Path
 ) -> None:
     settings = {"align__unpaired": unpaired, "align__loss": loss, "align__learning_rate": 0.05}
-    guard = {"guard__held_out_share": 0.3, "guard__min_pairs": 2, "guard__max_kl_nats": 0.001}
+    guard = {"guard__held_out_share": 0.3, "guard__max_kl_nats": 0.001}
     with running_engine(tmp_path, **settings, **guard) as (engine, client):
         engine.submit_pairs(rated(random_pairs(12)))
         client.wait(lambda: any(v.reason.startswith("guard: KL") for v in client.of(VersionPublished)))

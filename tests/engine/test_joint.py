@@ -178,7 +178,7 @@ def in_the_middle(engine: BuiltEngine, command: Callable[[], Any]) -> list[tuple
     return hit
 
 
-MIDDLE = {"scheduler__idle_quantum_ms": 0.5}
+MIDDLE = {"scheduler__options__idle_quantum_ms": 0.5}
 
 
 @pytest.mark.parametrize("recompute", ["auto", "full"])

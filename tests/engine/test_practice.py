@@ -119,8 +119,9 @@ def test_an_imitated_answer_becomes_likelier_by_its_nll(tmp_path: Path) -> None:
     )
 
 
-def test_practice_that_cannot_be_computed_is_dropped_and_told(tmp_path: Path) -> None:
-    with running_engine(tmp_path, **NO_TESTS, align__max_grad_norm=1e30) as (engine, client):
+def test_practice_that_cannot_be_computed_is_dropped_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edged.align.adapters.adapter.MAX_GRAD_NORM", 1e30)
+    with running_engine(tmp_path, **NO_TESTS) as (engine, client):
         broken = replace(practice(1)[0], weight=float("inf"))
         engine.practise("ann", [broken])
         client.wait(lambda: client.of(StepSkipped))

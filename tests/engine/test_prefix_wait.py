@@ -269,7 +269,7 @@ def test_a_forgotten_adapter_keeps_nobody_waiting(tmp_path: Path) -> None:
 
 def test_without_prefix_sharing_nobody_waits(tmp_path: Path) -> None:
     common = random_ids(10 * PAGE, 1)
-    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, cache__share_across="none") as (engine, client):
         with held_still(engine):
             for i in range(3):
                 engine.submit(request(f"r{i}", common + random_ids(5, i), tokens=4))
@@ -282,7 +282,8 @@ def test_plans_made_ahead_stay_right_when_followers_come_in(tmp_path: Path) -> N
     common = random_ids(20 * PAGE, 1)
     prompts = [common[: (3 + 2 * i) * PAGE] + random_ids(20, 10 + i) for i in range(8)]
     model = tiny_model()
-    with running_engine(tmp_path, scheduler__plan_ahead="on", serving__max_batch_tokens=24) as (engine, client):
+    with running_engine(tmp_path, serving__max_batch_tokens=24) as (engine, client):
+        engine.loop.plans_ahead = True
         with held_still(engine):
             for i, prompt in enumerate(prompts):
                 engine.submit(request(f"r{i}", prompt, tokens=20))

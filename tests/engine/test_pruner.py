@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, LlamaForCausalLM
 
 from benchmarks.support.teacher_forcing import ForcedDecoding
+from edged.cache import pruning_budget
 from edged.engine import pruner as pruning
 from edged.engine.attention.attention_stats import AttentionStats
 from edged.engine.attention.base import AttentionCall
@@ -25,7 +26,18 @@ from tests.engine.harness import Client, random_ids, request, running_engine
 from tests.models import DEVICE, save_tiny, tiny_model
 
 PAGE, LAYERS, KV_HEADS = 8, 3, 2
-ON = {"cache.pruning": "on", "cache.pruned_tokens": 48, "cache.prune_recent": 16, "cache.prefix_sharing": False}
+ON = {"cache.pruning": "on", "cache.share_across": "none"}
+
+
+@pytest.fixture(autouse=True)
+def _small_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning_budget, "PRUNED_TOKENS", 48)
+    monkeypatch.setattr(pruning_budget, "RECENT_TOKENS", 16)
+
+
+@pytest.fixture
+def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning_budget, "PRUNED_TOKENS", 32)
 
 
 def forced(tmp_path: Path, **settings: Any) -> ForcedDecoding:
@@ -243,22 +255,21 @@ def serve(tmp_path: Path, requests: int, prompt: int, tokens: int, **settings: A
     return client, status
 
 
-AUTO = {"cache__pruned_tokens": 32, "cache__prune_recent": 16, "cache__memory_mb": 1}
-
-
+@pytest.mark.usefixtures("smaller")
 def test_nothing_is_pruned_without_pressure(tmp_path: Path) -> None:
-    few = {name: serve(tmp_path, 2, 150, 60, cache__pruning=name, **AUTO) for name in ("auto", "off")}
+    few = {name: serve(tmp_path, 2, 150, 60, cache__pruning=name, cache__memory_mb=1) for name in ("auto", "off")}
     assert few["auto"][1]["totals"]["prunings"] == 0
     assert few["auto"][1]["pruning"]["mode"] == "auto"
     assert few["off"][1]["pruning"] == {"mode": "off"}
     assert few["auto"][0].ids("r0") == few["off"][0].ids("r0")
 
 
+@pytest.mark.usefixtures("smaller")
 def test_under_pressure_sequences_are_pruned_before_anybody_is_preempted(tmp_path: Path) -> None:
     # A pool of 170 pages: 7 x 16 at the prompts' ends, 7 x 29 when all have got their tokens.
-    _, plain = serve(tmp_path, 7, 120, 105, cache__pruning="off", **AUTO)
+    _, plain = serve(tmp_path, 7, 120, 105, cache__pruning="off", cache__memory_mb=1)
     assert plain["totals"]["preemptions"] > 0
-    _, pruned = serve(tmp_path, 7, 120, 105, cache__pruning="auto", **AUTO)
+    _, pruned = serve(tmp_path, 7, 120, 105, cache__pruning="auto", cache__memory_mb=1)
     assert pruned["totals"]["preemptions"] == 0
     assert pruned["totals"]["prunings"] > 0
     assert pruned["totals"]["pruned_pages"] > 0
@@ -280,6 +291,7 @@ def test_a_pruned_sequence_that_is_preempted_is_computed_again(tmp_path: Path) -
     torch.testing.assert_close(got, tiny_model()(torch.tensor([sequence.token_ids])).logits[0, -1], atol=2e-4, rtol=0)
 
 
+@pytest.mark.usefixtures("smaller")
 def test_a_pruning_that_fails_costs_the_sequence_its_pages_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,19 +304,18 @@ def test_a_pruning_that_fails_costs_the_sequence_its_pages_only(
         move(self, layer, *rows)
 
     monkeypatch.setattr(KvStore, "move", fails_once)
-    settings: dict[str, Any] = {"cache__pruned_tokens": 32, "cache__prune_recent": 16}
-    client, status = serve(tmp_path, 1, 100, 80, cache__pruning="on", **settings)
-    plain, _ = serve(tmp_path, 1, 100, 80, cache__pruning="off", **settings)
+    client, status = serve(tmp_path, 1, 100, 80, cache__pruning="on")
+    plain, _ = serve(tmp_path, 1, 100, 80, cache__pruning="off")
     assert status["totals"]["preemptions"] == 1
     assert status["totals"]["prunings"] > 1
     assert client.ids("r0")[:5] == plain.ids("r0")[:5]
     assert status["pages"]["free"] + status["pages"]["cached"] == status["pages"]["total"]
 
 
+@pytest.mark.usefixtures("smaller")
 def test_pages_of_the_trie_stay_as_they_were(tmp_path: Path) -> None:
     prompt = random_ids(200, 3)
-    settings: dict[str, Any] = {"cache__pruning": "on", "cache__pruned_tokens": 32, "cache__prune_recent": 16}
-    with running_engine(tmp_path, **settings) as (engine, client):
+    with running_engine(tmp_path, cache__pruning="on") as (engine, client):
         engine.submit(request("pruned", prompt, 80))
         client.wait(lambda: "pruned" in client.finished)
         assert engine.status()["totals"]["prunings"] > 0
@@ -320,7 +331,7 @@ def test_pages_of_the_trie_stay_as_they_were(tmp_path: Path) -> None:
 
 
 def test_what_was_pruned_is_not_shared(tmp_path: Path) -> None:
-    driver = forced(tmp_path, cache__prefix_sharing=True)
+    driver = forced(tmp_path, cache__share_across="all")
     runner = driver.parts.runner
     sequence = driver.begin(random_ids(120, 4), room=20)
     for token in random_ids(10, 5):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from edged.align.feedback.pair import PairRetired
+from edged.cache import pruning_budget
 from edged.engine.kv.store import KvStore
 from edged.governors.limits import EngineLimits
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
@@ -152,7 +153,7 @@ def test_a_share_of_the_time_is_kept_where_nobody_is_served(tmp_path: Path) -> N
         align__epochs=10**6,
         align__loss_threshold=0.0,
         guard__held_out_share=0.0,
-        scheduler__idle_quantum_ms=5.0,
+        scheduler__options__idle_quantum_ms=5.0,
     ) as (engine, _):
         engine.limit(EngineLimits(finetune_share=0.25))
         engine.submit_pairs(random_pairs(8))
@@ -163,9 +164,10 @@ def test_a_share_of_the_time_is_kept_where_nobody_is_served(tmp_path: Path) -> N
         assert (engine.status()["busy"]["finetune_s"] - before) / (time.monotonic() - started) < 0.5
 
 
-def test_pruning_is_forced_where_memory_is_plenty(tmp_path: Path) -> None:
-    settings = {**BIG, "cache__pruned_tokens": 32, "cache__prune_recent": 32}
-    with running_engine(tmp_path, **settings) as (engine, client):
+def test_pruning_is_forced_where_memory_is_plenty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning_budget, "PRUNED_TOKENS", 32)
+    monkeypatch.setattr(pruning_budget, "RECENT_TOKENS", 32)
+    with running_engine(tmp_path, **BIG) as (engine, client):
         answer(engine, client, request("a", random_ids(100, 1), 200))
         assert engine.status()["pruning"]["prunings"] == 0
         engine.limit(EngineLimits(prune=True))

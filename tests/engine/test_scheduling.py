@@ -19,7 +19,7 @@ from tests.engine.harness import random_ids, random_pairs, request, running_engi
 def test_requests_are_answered_and_pairs_learnt_and_idle_the_engine_wakes_for_what_becomes_due(
     tmp_path: Path, policy: str
 ) -> None:
-    settings = {"scheduler__policy": policy, "scheduler__retrain_every_s": 0.3, "guard__held_out_share": 0.0}
+    settings = {"scheduler__policy": policy, "scheduler__options__retrain_every_s": 0.3, "guard__held_out_share": 0.0}
     with running_engine(tmp_path, **settings) as (engine, client):
         for index in range(6):
             engine.submit(request(f"r{index}", random_ids(20 + index, index), adapter=["ann", None][index % 2]))

@@ -155,7 +155,7 @@ def test_a_prompt_of_several_chunks_whose_result_cannot_be_taken_in_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised = results_of_marked_prompts_fail(monkeypatch)
-    with running_engine(tmp_path, serving__max_batch_tokens=16, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, serving__max_batch_tokens=16, cache__share_across="none") as (engine, client):
         engine.submit(request("long", random_ids(20, 3), 300, logit_bias={MARK: -100.0}))
         client.wait(lambda: len(client.tokens["long"]) > 5)
         engine.submit(request("bad", [MARK, *random_ids(60, 4)], 5))
@@ -212,12 +212,13 @@ def test_a_pair_that_cannot_be_computed_is_skipped_alone_beside_an_answer_that_g
         assert [len(each.pair_ids) for each in client.of(StepSkipped)] == [1]
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_held_out_pair_that_cannot_be_computed_is_no_test_and_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tests = [replace(pair, state="held_out") for pair in random_pairs(6, seed=5, first_id=50)]
     tests[2] = replace(tests[2], rejected=(7, MARK, 2))
-    settings = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+    settings = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0}
     with running_engine(tmp_path, **settings) as (engine, client), marked_tokens_fail(monkeypatch):
         engine.submit_pairs(tests + random_pairs(4))
         client.wait(lambda: any(tested.version == 1 for tested in client.of(VersionTested)))
@@ -230,6 +231,7 @@ def test_a_held_out_pair_that_cannot_be_computed_is_no_test_and_the_others_are(
         assert tested == {50, 51, 53, 54, 55}
 
 
+@pytest.mark.usefixtures("each_version_is_tested")
 def test_a_test_that_finds_no_memory_costs_no_held_out_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_unit = HeldOutEvaluation.run_unit
     raised: list[int] = []
@@ -242,7 +244,7 @@ def test_a_test_that_finds_no_memory_costs_no_held_out_pair(tmp_path: Path, monk
 
     monkeypatch.setattr(HeldOutEvaluation, "run_unit", starves)
     tests = [replace(pair, state="held_out") for pair in random_pairs(6, seed=5, first_id=50)]
-    settings = {"guard__held_out_share": 0.0, "guard__evaluate_every": 1, "align__loss_threshold": 0.0}
+    settings = {"guard__held_out_share": 0.0, "align__loss_threshold": 0.0}
     with running_engine(tmp_path, **settings) as (engine, client):
         engine.trainer.size.first_pause_s = 0.001
         engine.submit_pairs(tests + random_pairs(4))

@@ -27,7 +27,7 @@ SETTINGS = {
     "align__rank": 4,
     "jobs__learning_rate": 0.01,
     # The forward of a group is always one piece: products of other numbers of rows round otherwise.
-    "scheduler__idle_quantum_ms": 60_000.0,
+    "scheduler__options__idle_quantum_ms": 60_000.0,
     "model__threads": 1,
 }
 

@@ -108,7 +108,7 @@ def test_a_prompt_that_is_too_much_at_once_is_computed_in_smaller_chunks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [random_ids(200, 1), random_ids(90, 2)]
-    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, cache__share_across="none") as (engine, client):
         wanted = answers(engine, client, "before", prompts)
         with shortage(layer(engine), lambda hidden: rows(hidden) > 40) as raised:
             assert answers(engine, client, "short", prompts) == wanted
@@ -129,7 +129,7 @@ def test_when_the_gpus_own_allocator_has_too_little_prompts_are_computed_in_smal
     # One activation of the MLP takes 256 KiB a token: 100 MiB for the longer prompt, 4 MiB for the smallest chunk.
     save_tiny(tmp_path / "model-llama", intermediate_size=65536, max_position_embeddings=512)
     settings = {"model__device": "cuda", "model__dtype": "float32", "model__graph_memory_mb": 0}
-    settings |= {"cache__memory_mb": 16, "cache__prefix_sharing": False}
+    settings |= {"cache__memory_mb": 16, "cache__share_across": "none"}
     prompts = [random_ids(400, 1), random_ids(90, 2)]
     with running_engine(tmp_path, **settings) as (engine, client):
         answers(engine, client, "before", prompts)
@@ -143,7 +143,7 @@ def test_when_the_gpus_own_allocator_has_too_little_prompts_are_computed_in_smal
 
 def test_decodes_that_are_too_many_are_preempted_and_not_failed(tmp_path: Path) -> None:
     prompts = [random_ids(30, seed) for seed in range(8)]
-    with running_engine(tmp_path, cache__prefix_sharing=False, model__graph_memory_mb=0) as (engine, client):
+    with running_engine(tmp_path, cache__share_across="none", model__graph_memory_mb=0) as (engine, client):
         wanted = answers(engine, client, "before", prompts, tokens=20)
         with shortage(layer(engine), lambda hidden: 3 < rows(hidden) <= 8) as raised:
             assert answers(engine, client, "short", prompts, tokens=20) == wanted
@@ -170,7 +170,7 @@ def test_two_failures_anywhere_in_an_iteration_change_no_answer(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [random_ids(40, seed) for seed in range(4)]
-    with running_engine(tmp_path, cache__prefix_sharing=False) as (engine, client):
+    with running_engine(tmp_path, cache__share_across="none") as (engine, client):
         wanted = answers(engine, client, "before", prompts, tokens=20)
         left = [2]
 

@@ -143,7 +143,8 @@ def test_serving_goes_on_learning_waits_and_both_come_back(tmp_path: Path, monke
 
 
 def test_a_plan_made_ahead_falls_back_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with running_engine(tmp_path, scheduler__plan_ahead="on") as (engine, client):
+    with running_engine(tmp_path) as (engine, client):
+        engine.loop.plans_ahead = True
         prompts = [random_ids(40, seed) for seed in range(3)]
         wanted = answers(engine, client, "before", prompts)
         policy = engine.built.scheduler.policy

@@ -58,12 +58,12 @@ def logged_daemon(
     """`edged serve` under the log, on `folder / "data"`."""
     data, log, socket = folder / "data", folder / "log", folder / "edged.sock"
     data.mkdir(exist_ok=True)
-    places = {"MODEL__PATH": model, "API__SOCKET": socket, "STORE__DATA_DIR": data, "MODEL__HUGE_PAGES": "false"}
+    places = {"MODEL__PATH": model, "API__SOCKET": socket, "STORE__DATA_DIR": data}
     settings = {**places, **{name.upper(): value for name, value in SETTINGS.items()}}
     environ = {name: value for name, value in os.environ.items() if not name.startswith("EDGED_")}
     environ |= {f"EDGED_{name}": str(value) for name, value in settings.items()}
     environ |= {"LD_PRELOAD": str(build_library(folder)), "DISKLOG_FILE": str(folder / "calls")}
-    environ |= {"DISKLOG_ROOT": str(data), **environment}
+    environ |= {"DISKLOG_ROOT": str(data), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=0", **environment}
     with log.open("wb") as output:
         command = [sys.executable, "-m", "edged.cli", "serve"]
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)

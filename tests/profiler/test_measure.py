@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from edged.align.feedback import outliers
 from edged.cli.main import cli
 from edged.engine.engine import Engine
 from edged.profiler.engine_time import engine_time
@@ -59,10 +60,13 @@ def test_a_profile_names_what_was_measured_and_has_prices_for_all_of_it(
 
 
 @pytest.mark.slow
-def test_its_random_pairs_are_never_held_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_its_random_pairs_are_never_held_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Steps so large that such pairs soon look poisoned.
-    odd = {"align.learning_rate": 0.1, "feedback.suspicious_deviations": 1e-9, "feedback.burst_share": 0.01}
-    settings = load_settings(environ={}, overrides={**SETTINGS, **odd})
+    monkeypatch.setattr(outliers, "SUSPICIOUS_DEVIATIONS", 1e-9)
+    monkeypatch.setattr(outliers, "BURST_SHARE", 0.01)
+    settings = load_settings(environ={}, overrides={**SETTINGS, "align.learning_rate": 0.1})
     profile_device(settings, save_tiny(tmp_path / "tiny"), tmp_path, quick=True)
     assert "quarantined" not in caplog.text
 

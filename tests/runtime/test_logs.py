@@ -16,6 +16,7 @@ import pytest
 
 from edged.align.feedback.pair import StepSkipped, VersionPublished
 from edged.align.journal import LogEvents
+from edged.api.request_log import problem_of
 from edged.runtime import logs
 from edged.settings.access import token_hash
 from edged.settings.load import LogSettings, Settings, load_settings
@@ -229,8 +230,18 @@ def test_an_iteration_that_failed_names_the_requests_that_it_cost(
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     root = tmp_path_factory.mktemp("logs")
     model = save_tiny(root / "tiny")
-    with running(root / "run", model, log__format="json", log__level="debug", log__slow_ttft_s="1e-9") as live:
+    with running(root / "run", model, log__format="json", log__level="debug") as live:
         yield live
+
+
+def test_a_late_first_token_is_a_warning_and_so_is_what_failed() -> None:
+    def problem(phase: str = "ready", **fields: Any) -> str:
+        return problem_of("/v1/completions", {"status": 200, **fields}, phase)
+
+    assert problem(ttft_ms=9_999.0) == problem() == problem("loading", status=503) == ""
+    assert problem(ttft_ms=10_001.0) == "slow"
+    assert problem(status=503) == "failed (503)"
+    assert problem(status=429, ttft_ms=10_001.0) == "refused (429)"
 
 
 def told_of(daemon: LiveDaemon, name: str) -> dict[str, Any]:
@@ -254,7 +265,7 @@ def test_a_completion_is_one_line_under_its_id_without_its_text(daemon: LiveDaem
     name = answer.headers["X-Request-Id"]
     assert name == answer.json()["id"]
     line = told_of(daemon, name)
-    assert (line["level"], line["path"], line["status"]) == ("warning", "/v1/completions", 200)
+    assert (line["level"], line["path"], line["status"]) == ("debug", "/v1/completions", 200)
     assert (line["user"], line["completion_tokens"], line["finish_reason"]) == ("ann", 4, "length")
     assert line["ttft_ms"] > 0
     assert "precious" not in daemon.log

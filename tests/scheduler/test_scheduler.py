@@ -19,9 +19,15 @@ from edged.settings.load import SchedulerSettings
 AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
 
 
+def settings_of(**settings: object) -> SchedulerSettings:
+    """Settings, with the options of policies beside them."""
+    own = {name: settings.pop(name) for name in SchedulerSettings.model_fields.keys() & settings.keys()}
+    return SchedulerSettings.model_validate({"options": settings, **own})
+
+
 def scheduler_of(**settings: object) -> Scheduler:
     cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10))
-    return Scheduler(SchedulerSettings.model_validate(settings), cost)
+    return Scheduler(settings_of(**settings), cost)
 
 
 def prompt(task_id: int = 1, tokens: int = 100, arrival_s: float = 0.0) -> Task:
@@ -49,15 +55,15 @@ def test_no_target_is_tighter_than_its_floor() -> None:
 
 
 def test_requests_of_the_batch_class_are_held_to_their_own_targets() -> None:
-    scheduler = scheduler_of(ttft_floor_ms=100.0, batch_ttft_floor_ms=60_000.0, batch_tbt_floor_ms=7_000.0)
+    scheduler = scheduler_of(ttft_floor_ms=100.0)
     batch, interactive = prompt(1), prompt(2)
     batch.service = ServiceClass.BATCH
     for task in (batch, interactive):
         scheduler.add(task, now=0.0)
-    assert batch.deadline_s == 60.0 > interactive.deadline_s
+    assert batch.deadline_s == 5.0 > interactive.deadline_s
     outcomes = [TaskOutcome(task, 100, 0, Kind.DECODE) for task in (batch, interactive)]
     scheduler.complete(IterationResult(outcomes, 0.1), now=1.0)
-    assert batch.deadline_s == 8.0 > interactive.deadline_s
+    assert batch.deadline_s == 1.5 > interactive.deadline_s
 
 
 def test_interactive_prompts_are_computed_before_those_of_the_batch_class() -> None:
@@ -77,8 +83,8 @@ def test_a_target_that_a_lone_request_misses_is_named_with_the_way_out() -> None
     (problem,) = scheduler_of(tbt_factor=0.5, tbt_floor_ms=alone_ms * 0.5).targets.impossible()
     assert "TBT target of interactive requests" in problem
     assert "raise scheduler.tbt_factor" in problem
-    (problem,) = scheduler_of(batch_ttft_factor=0.1, batch_ttft_floor_ms=0.001).targets.impossible()
-    assert "scheduler.batch_ttft_floor_ms" in problem
+    (problem,) = scheduler_of(ttft_factor=0.1, ttft_floor_ms=0.001).targets.impossible()
+    assert "scheduler.ttft_floor_ms" in problem
 
 
 def test_a_deadline_that_was_given_is_kept() -> None:
@@ -230,9 +236,9 @@ def test_a_reload_keeps_when_the_intervals_began_and_what_is_due_in_them() -> No
     scheduler.plan(0.0, AMPLE)
     task = lesson()
     scheduler.add(task, now=5.0)
-    scheduler.configure(SchedulerSettings(policy="ekya", retrain_every_s=30.0, tau_tasks=3))
+    scheduler.configure(settings_of(policy="ekya", retrain_every_s=30.0, tau_tasks=3))
     assert scheduler.plan(29.0, AMPLE).resume_s == 30.0
-    scheduler.configure(SchedulerSettings(policy="ekya", retrain_every_s=30.0))
+    scheduler.configure(settings_of(policy="ekya", retrain_every_s=30.0))
     assert [grant.task for grant in scheduler.plan(40.0, AMPLE).grants] == [task]
 
 

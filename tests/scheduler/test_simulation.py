@@ -14,7 +14,7 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import Resources, Unit
-from edged.settings.load import SchedulerSettings
+from tests.scheduler.test_scheduler import settings_of
 from tests.scheduler.world import Device, Life, Tuning, World
 
 UNITS = [Unit("head", 16), Unit("layer", 32), Unit("layer", 32), Unit("step", 0)]
@@ -31,7 +31,7 @@ def world_of(
     **scheduler: float,
 ) -> World:
     cost = CostModel(roofline(parameters=135_000_000, flops_per_s=2e11, bytes_per_s=2e10))
-    made = Scheduler(SchedulerSettings.model_validate({"policy": policy, **scheduler}), cost)
+    made = Scheduler(settings_of(policy=policy, **scheduler), cost)
     return World(made, Resources(pages, pages, page_size, max_tokens, max_sequences), device, seed)
 
 

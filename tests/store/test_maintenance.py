@@ -111,7 +111,7 @@ def test_old_completions_go_but_never_the_newest_whatever_the_clock_says(store):
     assert sweep(store, keep_days=0) == {}
 
 
-def test_iteration_samples_are_bounded_by_number_and_age(store):
+def test_iteration_samples_are_bounded_by_number_and_age(store, monkeypatch):
     def many(db):
         for moment, count in ((OLD, 30), (NOW, 100)):
             for _ in range(count):
@@ -119,7 +119,8 @@ def test_iteration_samples_are_bounded_by_number_and_age(store):
 
     store.write(many).result()
     assert sweep(store, keep_days=90) == {"iteration_samples": 30}
-    assert sweep(store, keep_samples=10) == {"iteration_samples": 90}
+    monkeypatch.setattr(maintenance, "KEEP_SAMPLES", 10)
+    assert sweep(store) == {"iteration_samples": 90}
     assert ids(store, "iteration_samples") == list(range(121, 131))
 
 

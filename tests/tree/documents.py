@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from edged.api.openapi import document
 from edged.api.routes import ROUTES
 from edged.cli.settings import HEAD
 from edged.observe.catalogue import CATALOGUE
+from edged.scheduler.policies.registry import ROWS
 from edged.settings.load import Settings
 from edged.settings.toml import to_toml
 
@@ -30,17 +33,28 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def section_table(section: str) -> str:
     """The table of one section of the settings."""
     model: Any = Settings.model_fields[section].annotation
+    return table(("setting", "default", "allowed", "meaning"), list(settings_of(model)))
+
+
+def settings_of(model: type[BaseModel], before: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """The rows of a model's settings, and of those in its tables."""
     schema = model.model_json_schema()["properties"]
-    rows = [
-        (
-            f"`{key}`",
-            f"`{json.dumps(field.default)}`",
-            allowed(schema[key]),
-            (field.description or "").replace("|", "\\|"),
-        )
-        for key, field in model.model_fields.items()
-    ]
-    return table(("setting", "default", "allowed", "meaning"), rows)
+    for key, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from settings_of(type(field.default), f"{before}{key}.")
+            continue
+        default, meaning = json.dumps(field.default), (field.description or "").replace("|", "\\|")
+        yield f"`{before}{key}`", f"`{default}`", allowed(schema[key]), meaning
+
+
+def options_table() -> str:
+    """The table of the options of policies, each with the policies that read it."""
+    readers: dict[tuple[str, ...], list[str]] = {}
+    for row in ROWS.values():
+        for option in settings_of(row.options):
+            readers.setdefault(option, []).append(f"`{row.name}`")
+    rows = [(*option, ", ".join(names)) for option, names in readers.items()]
+    return table(("option", "default", "allowed", "meaning", "policies"), rows)
 
 
 def allowed(schema: dict[str, Any]) -> str:
@@ -105,6 +119,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
     "docs/configuration.md": _configuration,
     "docs/openapi.json": lambda _: json.dumps(document(ROUTES), indent=1, ensure_ascii=False) + "\n",
     "docs/metrics.md": lambda text: _with_table(text, metrics_table()),
+    "docs/policies.md": lambda text: _with_table(text, options_table()),
     "docs/decisions.md": _decisions,
 }
 """How the text of each document comes of the text that is there."""

@@ -30,6 +30,8 @@ from edged.store.data_dir import erase_folder, path_in, sha256_of
 from edged.tensors.host_copy import HostCopies
 
 MANIFEST, OPTIMIZER = "edged.json", "optimizer.safetensors"
+MAX_GRAD_NORM = 1.0
+"""L2 norm to which gradients are clipped."""
 _DRAFT = ".draft"
 
 
@@ -117,7 +119,7 @@ class AdapterState:
         return [tensor for own in self.weights.values() for tensor in own]
 
     def _new_optimizer(self) -> None:
-        self._optimizer = torch.optim.AdamW([self._flat], fused=True)
+        self._optimizer = torch.optim.AdamW([self._flat], weight_decay=0.0, fused=True)
 
     def step(
         self,
@@ -141,7 +143,7 @@ class AdapterState:
             self._flat.grad = torch.cat(sums).div_(count)
             # In fp32 a norm of norms is more exact than one of all numbers.
             total = torch.nn.utils.get_total_norm(self._split(self._flat.grad))
-            torch.nn.utils.clip_grads_with_norm_([self._flat], align.max_grad_norm, total)
+            torch.nn.utils.clip_grads_with_norm_([self._flat], MAX_GRAD_NORM, total)
             norm = float(total)
             if not math.isfinite(norm):
                 raise FloatingPointError(f"gradient norm is {norm}")
@@ -151,7 +153,7 @@ class AdapterState:
             # that trickle in would move the weights micro_batch_pairs times as far as the same pairs that come at
             # once, and a step of weak signals as far as one of choices.
             share = min(1.0, (count if weight is None else weight) / align.micro_batch_pairs)
-            group["lr"], group["weight_decay"] = align.learning_rate * share * scale, align.weight_decay
+            group["lr"] = align.learning_rate * share * scale
             self._whole_optimizer_step()
         finally:
             self._optimizer.zero_grad(set_to_none=True)

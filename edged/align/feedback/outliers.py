@@ -21,6 +21,12 @@ _WINDOW = 64
 """Latest losses and norms that a new one is compared with."""
 _LEAST = 32
 """Fewest values from which the usual range is estimated."""
+SUSPICIOUS_DEVIATIONS = 6.0
+"""Deviations of a loss above the median that make a pair suspicious: it counts for a burst."""
+BURST_SHARE = 0.5
+"""Share of suspicious pairs among the latest that makes a burst."""
+ALARM_S = 3600.0
+"""How long a burst has a user's new pairs quarantined, unless somebody decides."""
 _SUSPICIOUS_LOSS = 1.0
 _OUTLYING_LOSS = 4.0
 """Nats below which a loss is never suspicious, or outlying: an untrained adapter's is 0.69."""
@@ -71,7 +77,6 @@ class OutlierDetector:
 
     def __init__(self, settings: FeedbackSettings | None = None) -> None:
         self._on = settings is not None and settings.quarantine
-        self._settings = settings or FeedbackSettings()
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._flags: deque[bool] = deque(maxlen=_WINDOW + _LATEST)
@@ -110,7 +115,7 @@ class OutlierDetector:
             return Verdict()
         contrary = margin < 0
         middle, spread = self._usual(self._losses)
-        allowed = self._settings.suspicious_deviations * spread
+        allowed = SUSPICIOUS_DEVIATIONS * spread
         if not loss > max(_SUSPICIOUS_LOSS, middle + allowed):
             return Verdict(pair.pair_id in self._contradictory, contrary=contrary)
         if pair.first_party or self.tolerant or not loss > max(_OUTLYING_LOSS, middle + _OUTLYING_FACTOR * allowed):
@@ -145,7 +150,7 @@ class OutlierDetector:
         before, now = flags[:-latest], flags[-latest:]
         usual = (1 + sum(before)) / (2 + len(before)) if len(before) >= _LEAST else 0.0
         tail = sum(math.comb(latest, k) * usual**k * (1 - usual) ** (latest - k) for k in range(sum(now), latest + 1))
-        if sum(now) < self._settings.burst_share * latest or tail > _BY_CHANCE:
+        if sum(now) < BURST_SHARE * latest or tail > _BY_CHANCE:
             return ""
         return f"burst: {sum(now)} of the latest {len(now)} pairs {what}, {usual:.0%} are usual"
 
@@ -185,8 +190,8 @@ class OutlierDetector:
     # -- the alarm ---------------------------------------------------------------------------------------------------
 
     def raise_alarm(self, now: float) -> None:
-        """Raise the alarm after a burst: new pairs are quarantined until `clear_alarm` or for `feedback.alarm_s`."""
-        self._alarm_until_s = now + self._settings.alarm_s
+        """Raise the alarm after a burst: new pairs are quarantined until `clear_alarm` or for ALARM_S."""
+        self._alarm_until_s = now + ALARM_S
 
     def alarm_left_s(self, now: float) -> float:
         """Seconds that the alarm still lasts, 0 for none. When it has ended, the usual range is estimated anew."""

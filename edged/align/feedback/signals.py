@@ -3,16 +3,16 @@
 They err towards no pair: a missed correction costs one pair, an invented one teaches the wrong thing.
 Everything here runs inside `Store.write`.
 
-| signal | rating | pairs | setting of its weight |
+| signal | rating | pairs | its weight in `feedback.weights` |
 | --- | --- | --- | --- |
-| chosen | + | over every other candidate of the same completion | `weight_chosen` |
-| edit | | the edited text over the original | `weight_edit` |
-| up, rejected, down | + - - | scalar | `weight_thumbs` |
-| regenerate | - | scalar: the later answer that is accepted is chosen | `weight_regenerate` |
-| dwell | + or - by reading time | scalar | `weight_dwell` |
-| skip | - | scalar | `weight_skip` |
-| rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `weight_rephrase` |
-| accepted (in the next turn) | + | scalar: the chat went on after another answer or a complaint | `weight_regenerate` |
+| chosen | + | over every other candidate of the same completion | `chosen` |
+| edit | | the edited text over the original | `edit` |
+| up, rejected, down | + - - | scalar | `thumbs` |
+| regenerate | - | scalar: the later answer that is accepted is chosen | `regenerate` |
+| dwell | + or - by reading time | scalar | `dwell` |
+| skip | - | scalar | `skip` |
+| rephrase (seen in the next turn) | - | scalar; the next turn's answer is chosen when accepted | `rephrase` |
+| accepted (in the next turn) | + | scalar: the chat went on after another answer or a complaint | `regenerate` |
 
 A scalar signal makes a pair when the same prompt of the same adapter has an answer with the opposite rating; the lower
 of the two weights counts. Of an answer's ratings the latest counts. A signal of weight 0 is stored but makes no pair.
@@ -163,7 +163,7 @@ def record_pair(
         return FeedbackResult(signal_id, (pair_id,), f"this very {kind} waits already", duplicate=True)
     name = ("up" if chosen else "down") if single else "pair"
     unweighed = weight_of(settings.feedback, name) == 0
-    why = f"feedback.weight_{source} is 0: explicit {kind}s are not learned from" if unweighed else ""
+    why = f"feedback.weights.{source} is 0: explicit {kind}s are not learned from" if unweighed else ""
     signal = Signal(_new_id(), utc_text(now), user, name, reason=why or _why_untaught(db, user), account=account)
     if single and not (signal.reason or account is None or _teaches(db, signal, user in named)):
         signal = replace(signal, reason=_only_teachers(user))
@@ -498,7 +498,7 @@ class RatedAnswer:
 
 def weight_of(settings: FeedbackSettings, signal: str) -> float:
     """The weight of a kind of signal, in [0, 1]."""
-    return float(getattr(settings, f"weight_{_WEIGHED_AS.get(signal, signal)}"))
+    return float(getattr(settings.weights, _WEIGHED_AS.get(signal, signal)))
 
 
 def answer_of(db: Database, completion: Completion, choice: Choice, settings: Settings) -> RatedAnswer:

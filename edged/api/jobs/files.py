@@ -23,6 +23,8 @@ from edged.store.jobs import files
 _PIECE = 1 << 18
 _NOTHING = hashlib.sha256().hexdigest()
 """The digest of an empty file."""
+MAX_FILES = 100
+"""Most uploaded files that are kept of an account."""
 _MAX_FIELDS, _MAX_FIELD = 16, 1024
 _RESERVE = 64 << 20
 """Bytes that an upload leaves free on the disk."""
@@ -97,12 +99,11 @@ async def _bytes_left(services: Services, caller: Caller) -> int:
     settings, folder = services.settings, services.store.path.parent
     count, kept = await asyncio.to_thread(services.job_runner.kept_of, caller.tenant)
     name, max_mb = stored_bound(settings)
-    if count >= settings.jobs.max_files or kept >= max_mb << 20:
-        told = f"jobs.max_files = {settings.jobs.max_files} and {name} = {max_mb}"
+    if count >= MAX_FILES or kept >= max_mb << 20:
+        told = f"{MAX_FILES} files and {name} = {max_mb}"
         message = f"{count} uploaded files and {kept} bytes are kept of {caller.label}, and {told}: delete some"
         raise ApiError(403, message, "file", "storage_full")
-    most = min(settings.jobs.max_file_mb << 20, (max_mb << 20) - kept)
-    return min(most, _disk_room(folder))
+    return min((max_mb << 20) - kept, _disk_room(folder))
 
 
 def _disk_room(folder: Path) -> int:
@@ -147,7 +148,7 @@ async def _write(form: FormReader, draft: Path, most: int) -> str:
         while piece := await form.read():
             size += len(piece)
             if size > most:
-                bounds = "jobs.max_file_mb, jobs.files_mb, limits.stored_mb and the room on the disk"
+                bounds = "jobs.files_mb, limits.stored_mb and the room on the disk"
                 raise ApiError(413, f"the file is larger than {most} bytes, by {bounds}", "file", "body_too_large")
             if size - looked > _LOOK_EVERY:
                 # Others write, too.

@@ -23,6 +23,8 @@ from edged.settings.load import USER_NAME, JobSettings
 from edged.store import utc_now, utc_text
 from edged.store.jobs import files, jobs
 
+MAX_ADAPTERS = 32
+"""Most adapters that the jobs of an account may make."""
 MAX_LISTED = 100
 _AS_STORED = ("id", "model", "hyperparameters", "seed", "trained_tokens", *jobs.FILES, "metadata")
 _CHECKPOINT_METRICS = ("step", "train_loss", "valid_loss", "full_valid_loss")
@@ -89,8 +91,8 @@ def _insert(db: Database, row: jobs.JobRow, settings: JobSettings) -> None:
     if waiting >= settings.max_waiting:
         told = f"{waiting} of your jobs wait or run, and jobs.max_waiting = {settings.max_waiting}: cancel one"
         raise ApiError(429, told, code="too_many_jobs", retry_after_s=60.0)
-    if made >= settings.max_adapters:
-        told = f"your jobs made {made} adapters, and jobs.max_adapters = {settings.max_adapters}"
+    if made >= MAX_ADAPTERS:
+        told = f"your jobs made {made} adapters, and {MAX_ADAPTERS} are kept"
         raise ApiError(403, f"{told}: forget one (`edged adapters forget NAME`)", code="too_many_adapters")
     jobs.insert_job(db, row)
     jobs.add_event(db, row.created_at, row.id, f"Created fine-tuning job: {row.id}")

@@ -159,7 +159,7 @@ def triton(it: Examination) -> Finding | None:
         return None
     if why := it.trials.get("triton"):
         lacking = lacks_for_triton()
-        other = 'set model.decode_attention = "padded", prefill_attention = "gathered" and lora_kernel = "torch"'
+        other = 'set model.kernels = "torch"'
         way_out = (
             f"`sudo apt install {' '.join(lacking)}`" if lacking else f"install the Triton of this torch, or {other}"
         )

@@ -19,7 +19,7 @@ from edged.engine.lora.linear import LoraSlots
 from edged.engine.lora.runs import Run
 from edged.engine.lora.segments import LoraKernel, NativeUpdates, slots_of_rows, why_no_updates
 from edged.runtime import logs
-from edged.settings.load import ModelSettings
+from edged.settings.kernels import Kernels
 
 log = logging.getLogger("edged.engine")
 _TOLERANCE = 0.05
@@ -37,7 +37,7 @@ class Backends:
     """Reasons, by "decode" or "prefill", for not using the configured or the fastest implementation."""
 
 
-def pick_paths(shapes: Sequence[tuple[KvStore, int]], settings: ModelSettings, sinks: bool = False) -> Backends:
+def pick_paths(shapes: Sequence[tuple[KvStore, int]], kernels: Kernels, sinks: bool = False) -> Backends:
     """Pick `decode_attention` and `prefill_attention` as set, or for "auto" the fastest; torch's if that cannot work.
 
     `shapes` are the stores of all layers, each with the number of query heads of a KV head; `sinks` tells whether any
@@ -45,7 +45,7 @@ def pick_paths(shapes: Sequence[tuple[KvStore, int]], settings: ModelSettings, s
     """
     cuda = shapes[0][0].keys.device.type == "cuda"
     fastest: tuple[DecodePath, ...] = ("triton",) if cuda else ("native", "ragged")
-    wanted = fastest if settings.decode_attention == "auto" else (settings.decode_attention,)
+    wanted = fastest if kernels.decode_attention == "auto" else (kernels.decode_attention,)
     why_not: dict[str, str] = {}
     for decode in (*wanted, "padded"):
         if not (reason := _first_reason(shapes, partial(_why_not_decode, path=decode, sinks=sinks))):
@@ -55,7 +55,7 @@ def pick_paths(shapes: Sequence[tuple[KvStore, int]], settings: ModelSettings, s
         instead = "gathers pages" if decode == "padded" else "uses torch's sparse products"
         log.info("decode attention %s (%s is not used: %s)", instead, wanted[0], why_not["decode"])
     tile_tokens = 0
-    if settings.prefill_attention == "triton" or (settings.prefill_attention == "auto" and cuda):
+    if kernels.prefill_attention == "triton" or (kernels.prefill_attention == "auto" and cuda):
         from edged.engine.attention import triton  # slow to import, and not everywhere
 
         reason = _first_reason(shapes, lambda kv, _group: triton.why_not(kv))
@@ -115,12 +115,12 @@ def selftest(kv: KvStore, group: int, paths: Backends, sinks: bool = False) -> s
     return _compared(lambda: attended(paths), lambda: attended(Backends()))
 
 
-def pick_lora_kernel(lora: LoraSlots, settings: ModelSettings) -> str:
+def pick_lora_kernel(lora: LoraSlots, kernels: Kernels) -> str:
     """Let `lora` use `lora_kernel` as set, or for "auto" the fastest; torch's products if that cannot be used.
 
     Returns why it cannot, or "".
     """
-    wanted = settings.lora_kernel
+    wanted = kernels.lora_kernel
     if wanted == "auto":
         wanted = "triton" if lora.device.type == "cuda" else "native"
     if wanted == "torch":

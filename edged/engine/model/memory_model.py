@@ -23,6 +23,7 @@ from edged.engine.model.inspection import max_positions, sizes_of
 from edged.engine.model.loading import ModelRefused, target_linears
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
+from edged.settings.kernels import kernels_of
 from edged.settings.load import Settings
 from edged.tensors.device_copy import has_own_memory
 
@@ -121,7 +122,7 @@ class BaseShape:
         """Return the number of slots for states, of running sequences, open steps and copies, with `loaded`
         adapters."""
         sequences = settings.serving.max_sequences
-        copies = copies_for(sequences, settings.cache.prefix_sharing)
+        copies = copies_for(sequences, settings.cache.share_across != "none")
         return slots_for(sequences, max_open_steps(loaded), copies) if self.states else 0
 
     @classmethod
@@ -224,7 +225,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
     align = settings.align
     plain = form.bits == 8 * dtype.itemsize
     weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
-    copied = plain and not cuda and dtype == torch.float32 and settings.model.pack_weights
+    copied = plain and not cuda and dtype == torch.float32 and kernels_of(settings.model).pack_weights
     one = adapter_weights(shape.targets, align.rank)
     left = max(0, free - weights)
     loaded, active = adapters_that_fit(one, settings, dtype, left)
@@ -248,7 +249,8 @@ def copies_bytes(shape: BaseShape, settings: Settings, dtype: torch.dtype, left:
     """Return the bytes of the second and third copy of the linears' and the head's weights, if they fit `left`."""
     linears = shape.hidden_size * shape.vocab_size + sum(map(prod, shape.linears))
     copy, most = linears * dtype.itemsize, int(COPIES_SHARE * left)
-    narrow = shape.in_16_bits and settings.model.cpu_kernels and settings.model.fp16_weights
+    kernels = kernels_of(settings.model)
+    narrow = shape.in_16_bits and kernels.cpu_kernels and kernels.fp16_weights
     both = round(BOTH_COPIES * copy) if narrow else copy
     return next((size for size in (both, copy) if size <= most), 0)
 
@@ -452,7 +454,7 @@ def beside_states(
     each, slots, asked = shape.state_bytes(dtype), shape.state_slots(settings, loaded), settings.serving.max_sequences
     if not slots:
         return budget, 0
-    copies = copies_for(asked, settings.cache.prefix_sharing)
+    copies = copies_for(asked, settings.cache.share_across != "none")
     context = min(settings.model.max_context_tokens, shape.max_positions)
     pages = page_bytes * max(FEWEST_PAGES, -(-context // settings.cache.page_size) + 1)
     room, fewest = (budget - pages) // each, slots - copies

@@ -8,11 +8,14 @@ so as to gain the most accuracy. Here one model with exact DPO steps has neither
 from.
 """
 
+from edged.lab.policies.options import EkyaOptions
 from edged.lab.policies.phases import PhasedFill, train_only
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import runnable_steps, serve_only
 from edged.scheduler.task import Plan, Resources
+from edged.settings.load import SchedulerSettings
 
 
 class RetrainingWindows(PhasedFill):
@@ -24,11 +27,16 @@ class RetrainingWindows(PhasedFill):
     windows nothing is learned.
     """
 
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the interval and the window."""
+        super().configure(settings, cost)
+        self._window_s = EkyaOptions.of(settings).retrain_window_s
+
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return a step alone while a window is open, else serving; with `resume_s` where a later window has work."""
         tasks = runnable_steps(queues, resources)
-        start_s, every_s = self.interval_start_s(now), self.settings.retrain_every_s
-        due = self.caught_up_s < start_s and now < start_s + (self.settings.retrain_window_s or every_s / 2.0)
+        start_s, every_s = self.interval_start_s(now), self.every_s
+        due = self.caught_up_s < start_s and now < start_s + (self._window_s or every_s / 2.0)
         if tasks and (due or tasks[0].begun):
             plan = train_only(tasks[:1], policy, queues, now, resources, preempts=True)
             if plan is not None:
@@ -43,4 +51,5 @@ EKYA = Row(
     "ekya",
     "Ekya (NSDI 2022) as MACE 6.1 describes it: at fixed intervals inference is stopped for a retraining window",
     fill=RetrainingWindows,
+    options=EkyaOptions,
 )

@@ -3,12 +3,15 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.policies.base import FinetuneShare, Order, Row
 from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
+from edged.scheduler.policies.options import MaceOptions, QuantumOptions
 from edged.scheduler.task import FINETUNE, IterationResult, Plan, Task
+from edged.settings.load import SchedulerSettings
 
 
 class WholeIterations(Hybrid):
@@ -35,6 +38,11 @@ class QuantumShare(FinetuneShare):
     def __init__(self) -> None:
         self._ran_s: float | None = None
 
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the quantum."""
+        super().configure(settings, cost)
+        self._quantum_s = QuantumOptions.of(settings).idle_quantum_ms / 1e3
+
     def arrived(self, task: Task, now: float) -> None:
         """Start the wait of the first task."""
         if task.kind is FINETUNE and self._ran_s is None:
@@ -51,7 +59,7 @@ class QuantumShare(FinetuneShare):
 
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the time of what serves, and a quantum."""
-        return builder.plan.predicted_forward_s + self.settings.idle_quantum_ms / 1e3
+        return builder.plan.predicted_forward_s + self._quantum_s
 
 
 MACE_LETTER = Row(
@@ -62,4 +70,5 @@ MACE_LETTER = Row(
     admission=AdmissionByPriority,
     finetune_share=QuantumShare,
     prunes=True,
+    options=MaceOptions,
 )

@@ -5,11 +5,14 @@ meanwhile are answered by an outdated model. The figure says nothing of requests
 interrupt it, and it goes on in the next gap.
 """
 
+from edged.lab.policies.options import GapOptions
 from edged.lab.policies.phases import PhasedFill, train_only
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Policy, Row
 from edged.scheduler.policies.phased import runnable_steps, serve_only
 from edged.scheduler.task import Plan, Resources
+from edged.settings.load import SchedulerSettings
 
 
 class RetrainingGaps(PhasedFill):
@@ -17,6 +20,11 @@ class RetrainingGaps(PhasedFill):
 
     It stays due, pairs that come meanwhile included, until nothing is left to learn. Under steady load it waits.
     """
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the interval and the quantum."""
+        super().configure(settings, cost)
+        self._quantum_s = GapOptions.of(settings).idle_quantum_ms / 1000.0
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return serving, or without requests a quantum of what is due; with `resume_s` when something will be."""
@@ -26,9 +34,8 @@ class RetrainingGaps(PhasedFill):
             return plan
         start_s = self.interval_start_s(now)
         if self.caught_up_s < start_s:
-            quantum_s = self.settings.idle_quantum_ms / 1000.0
-            return train_only(tasks[:1], policy, queues, now, resources, quantum_s) or plan
-        plan.resume_s = start_s + self.settings.retrain_every_s
+            return train_only(tasks[:1], policy, queues, now, resources, self._quantum_s) or plan
+        plan.resume_s = start_s + self.every_s
         return plan
 
 
@@ -36,4 +43,5 @@ PERIODIC_ASYNC = Row(
     "periodic-async",
     'MACE Figure 1, "periodic": updates deferred to fixed intervals, inference first',
     fill=RetrainingGaps,
+    options=GapOptions,
 )

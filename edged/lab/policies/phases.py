@@ -3,10 +3,13 @@
 import math
 from collections.abc import Sequence
 
+from edged.lab.policies.options import IntervalOptions
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Fill, Policy
 from edged.scheduler.task import Kind, Plan, Resources, Task
+from edged.settings.load import SchedulerSettings
 
 NOBODY = -math.inf
 """A `before_s` of `serve_only` with which no prompt enters."""
@@ -22,6 +25,11 @@ class PhasedFill(Fill):
         """Moment of the latest iteration before which no fine-tune task was left; the first one counts as such."""
         self.tuned = False
         """Whether the latest iteration in which anything ran was for fine-tuning."""
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the interval."""
+        super().configure(settings, cost)
+        self.every_s = IntervalOptions.of(settings).retrain_every_s
 
     def arrived(self, task: Task, now: float) -> None:
         """Count fine-tune tasks; the first to come at an engine without any finds it caught up."""
@@ -49,9 +57,8 @@ class PhasedFill(Fill):
 
     def interval_start_s(self, now: float) -> float:
         """Return when the present interval of `retrain_every_s` seconds began."""
-        every_s = self.settings.retrain_every_s
         began_s = min(self._began_s, now)
-        return began_s + math.floor((now - began_s) / every_s) * every_s
+        return began_s + math.floor((now - began_s) / self.every_s) * self.every_s
 
 
 def train_only(

@@ -5,6 +5,7 @@ from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.policies.base import Row
 from edged.scheduler.policies.flexllm import CoServing, SloBudget
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
+from edged.scheduler.policies.options import SloOptions
 
 
 class SpatialSharing(CoServing):
@@ -25,4 +26,5 @@ SPATIAL = Row(
     fill=SpatialSharing,
     finetune_share=SloBudget,
     two_streams=True,
+    options=SloOptions,
 )

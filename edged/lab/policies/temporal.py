@@ -4,11 +4,14 @@ Kept of FlexLLM's baselines: fine-tuning is not split below a mini-batch's forwa
 nobody to serve, groups follow one another.
 """
 
+from edged.lab.policies.options import TemporalOptions
 from edged.lab.policies.phases import NOBODY, train_only
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Fill, Policy, Row
 from edged.scheduler.policies.phased import runnable_steps, serve_only
 from edged.scheduler.task import Kind, Plan, Resources, Task
+from edged.settings.load import SchedulerSettings
 
 SHORTEST, LONGEST = 64, 512
 """Fewest and most serving iterations between two groups (Algorithm 3)."""
@@ -28,6 +31,11 @@ class TemporalSharing(Fill):
         self._group = -1, 0
         """Task, and number in its step, of the group that ran last."""
         self._due = False
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the interval."""
+        super().configure(settings, cost)
+        self._every = TemporalOptions.of(settings).temporal_every
 
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return a group alone where it has begun or is due, else serving."""
@@ -51,7 +59,7 @@ class TemporalSharing(Fill):
 
     def _turns(self) -> bool:
         """Return whether the iteration that serves now is the last one before a group."""
-        return self._served >= self.settings.temporal_every
+        return self._served >= self._every
 
 
 class DynamicInterval:
@@ -126,6 +134,7 @@ TEMPORAL = Row(
     "temporal",
     "FlexLLM 8.2, temporal sharing: a mini-batch alone after a fixed number of iterations that serve",
     fill=TemporalSharing,
+    options=TemporalOptions,
 )
 TEMPORAL_DYNAMIC = Row(
     "temporal-dynamic",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from edged.align.adapters.adapter import MAX_GRAD_NORM
 from edged.align.dpo.loss import LOSSES
 from edged.align.feedback.pair import TokenPair
 from edged.settings.load import AlignSettings
@@ -93,8 +94,8 @@ def train(
             num_train_epochs=recipe.epochs,
             learning_rate=recipe.learning_rate,
             lr_scheduler_type="constant",
-            weight_decay=align.weight_decay,
-            max_grad_norm=align.max_grad_norm,
+            weight_decay=0.0,
+            max_grad_norm=MAX_GRAD_NORM,
             beta=align.beta,
             loss_type=[LOSSES[align.loss].trl, *(["sft"] if align.sft_weight else [])],
             loss_weights=[1.0, align.sft_weight] if align.sft_weight else None,

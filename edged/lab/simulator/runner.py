@@ -386,7 +386,7 @@ class SimulatedEngine:
         self.pool = PagePool(pages, cache.page_size)
         # As in the engine, page 0 belongs to no sequence.
         self.pool.allocate(1)
-        kv_pages = KvPages(self.pool, cache.prefix_sharing and policy.shares_prefixes and not shape.states)
+        kv_pages = KvPages(self.pool, cache.share_across != "none" and policy.shares_prefixes and not shape.states)
         self.trie = kv_pages.trie
         prunes = cache.pruning != "off" and policy.prunes and not shape.states
         self.pruner = SimulatedPruner(cache, kv_pages) if prunes else None

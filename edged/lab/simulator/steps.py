@@ -257,7 +257,7 @@ class SimulatedFinetuning:
                 del self.by_task[task_id]
                 self._close(now)
             else:
-                if self._align.fill_ahead and self._scheduler.policy.fills_ahead:
+                if self._scheduler.policy.fills_ahead:
                     open_step.step.look_ahead()
                 self._sync(open_step)
                 self._scheduler.update(open_step.task)

@@ -127,7 +127,7 @@ class JustitiaOrder(FairOrder):
                         rows = count * (rows - count + 1.0) + count * (count - 1) / 2.0
                     work[run.key] = work.get(run.key, 0.0) + rows
         self.clock.serve(work, now)
-        self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
+        self.training.completed(result, finetune_s, self.cost.token_s)
 
     def report(self) -> dict[str, Any]:
         """Return the virtual time, and the open runs in the order of their tags."""

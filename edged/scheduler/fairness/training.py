@@ -5,7 +5,6 @@ from collections.abc import Collection
 
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.task import IterationResult, Kind, Task
-from edged.settings.load import FairnessSettings
 
 
 class TrainingTurns:
@@ -34,11 +33,9 @@ class TrainingTurns:
             for name in task.trains:
                 self.counters.charge(name, service / len(task.trains))
 
-    def completed(self, result: IterationResult, finetune_s: float, fairness: FairnessSettings, token_s: float) -> None:
+    def completed(self, result: IterationResult, finetune_s: float, token_s: float) -> None:
         """Count the work of an iteration, `finetune_s` of it for fine-tuning; a prompt's token takes `token_s`."""
         steps = [outcome for outcome in result.outcomes if outcome.task.kind is Kind.FINETUNE]
         for outcome in steps:
-            price, number = fairness.finetune, outcome.task.task_id
-            by_time = fairness.input * finetune_s / len(steps) / token_s
-            service = by_time if price == "auto" else price * outcome.num_tokens
-            self._trained[number] = self._trained.get(number, 0.0) + service
+            number = outcome.task.task_id
+            self._trained[number] = self._trained.get(number, 0.0) + finetune_s / len(steps) / token_s

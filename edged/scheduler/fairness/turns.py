@@ -16,6 +16,9 @@ from edged.scheduler.policies.base import Order
 from edged.scheduler.task import DECODE, IterationResult, Kind, Plan, Task
 from edged.settings.load import FairnessSettings
 
+ANSWER_TOKEN = 2.0
+"""Service that an answer's token counts for, where a prompt's computed one counts for 1 (VTC, section 4)."""
+
 
 def fair_order(settings: FairnessSettings, row_order: Order, present: Order) -> Order:
     """Return the order by these settings over that of a policy's row: `present`, with its state, where it is that."""
@@ -35,13 +38,12 @@ class TurnOrder(FairOrder):
     """
 
     entry_only = True
-    state_is_of = ("finetune_counter",)
+    state_is_of = ()
 
     def __init__(self, fairness: FairnessSettings, row_order: Order) -> None:
         super().__init__(fairness, row_order)
         self.counters = VirtualCounters(self.weight)
-        shared = fairness.finetune_counter == "shared"
-        self.training = TrainingTurns(self.counters if shared else VirtualCounters(self.weight))
+        self.training = TrainingTurns(VirtualCounters(self.weight))
         self._waiting: set[int] = set()
         """Ids of prompts that never entered."""
         self._entered: dict[int, int] = {}
@@ -57,7 +59,7 @@ class TurnOrder(FairOrder):
 
     def first(self, flows: Mapping[Any, list[Task]], most: int) -> list[Task]:
         """Return the prompts that enter next, each as if those before it had been charged."""
-        price, weights, waiting = self.fairness.input, self.fairness.weights, self._waiting
+        weights, waiting = self.fairness.weights, self._waiting
         firsts = zip(self.counters.of(flows), flows.values(), strict=True)
         places = sorted([(counter, tasks[0].queue_key, tasks, 1) for counter, tasks in firsts])
         chosen: list[Task] = []
@@ -67,7 +69,7 @@ class TurnOrder(FairOrder):
             chosen.append(task)
             if count < len(tasks):
                 if task.task_id in waiting:
-                    counted += price * task.num_tokens / (self.weight(task.tenant) if weights else 1.0)
+                    counted += task.num_tokens / (self.weight(task.tenant) if weights else 1.0)
                 insort(places, (counted, tasks[count].queue_key, tasks, count + 1), len(chosen))
         return chosen
 
@@ -85,7 +87,7 @@ class TurnOrder(FairOrder):
             self._waiting.remove(task.task_id)
             self.counters.left(task.tenant)
         elif num_tokens := self._entered.pop(task.task_id, 0):
-            self.counters.refund(task.tenant, self.fairness.input * num_tokens)
+            self.counters.refund(task.tenant, num_tokens)
 
     def begun(self, plan: Plan, now: float) -> None:
         """Charge the prompts that enter."""
@@ -100,7 +102,7 @@ class TurnOrder(FairOrder):
             self._waiting.remove(task.task_id)
             self._entered[task.task_id] = task.num_tokens
             self.counters.left(task.tenant)
-            self.counters.charge(task.tenant, self.fairness.input * task.num_tokens)
+            self.counters.charge(task.tenant, task.num_tokens)
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         """Charge the tokens of answers, and steps for their share of the time; give back what the cache had."""
@@ -110,12 +112,12 @@ class TurnOrder(FairOrder):
             if task.kind is Kind.FINETUNE:
                 continue
             if (charged := self._entered.pop(task.task_id, None)) is not None and charged > task.num_tokens:
-                self.counters.refund(task.tenant, self.fairness.input * (charged - task.num_tokens))
+                self.counters.refund(task.tenant, charged - task.num_tokens)
             if outcome.next_kind is not Kind.PREFILL:
                 answered[task.tenant] += outcome.num_tokens if task.kind is Kind.DECODE else 1
         for user, num_tokens in answered.items():
-            self.counters.charge(user, self.fairness.output * num_tokens)
-        self.training.completed(result, finetune_s, self.fairness, self.cost.token_s)
+            self.counters.charge(user, ANSWER_TOKEN * num_tokens)
+        self.training.completed(result, finetune_s, self.cost.token_s)
 
     def report(self) -> dict[str, Any]:
         """Return the counters of users, and how many of their prompts wait."""

@@ -8,8 +8,8 @@ from edged.scheduler.cost.prices import Load
 from edged.scheduler.task import ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 
-_PREFIXES = {ServiceClass.INTERACTIVE: "", ServiceClass.BATCH: "batch_"}
-"""Prefix of the names of a class's settings."""
+BATCH_TARGETS = {"ttft": (50.0, 5.0), "tbt": (10.0, 0.5)}
+"""Factor and floor, in seconds, of requests of the batch class: nobody waits for each of their tokens."""
 
 
 class SloTargets:
@@ -19,12 +19,9 @@ class SloTargets:
     def __init__(self, settings: SchedulerSettings, cost: CostModel) -> None:
         self._cost = cost
         self._targets: dict[tuple[ServiceClass, str], tuple[float, float]] = {
-            (service, name): (
-                getattr(settings, f"{prefix}{name}_factor"),
-                getattr(settings, f"{prefix}{name}_floor_ms") / 1e3,
-            )
-            for service, prefix in _PREFIXES.items()
-            for name in ("tbt", "ttft")
+            (ServiceClass.INTERACTIVE, "tbt"): (settings.tbt_factor, settings.tbt_floor_ms / 1e3),
+            (ServiceClass.INTERACTIVE, "ttft"): (settings.ttft_factor, settings.ttft_floor_ms / 1e3),
+            **{(ServiceClass.BATCH, name): target for name, target in BATCH_TARGETS.items()},
         }
 
     def ttft_s(self, service: ServiceClass, num_tokens: int, context: int = 0) -> float:
@@ -43,8 +40,7 @@ class SloTargets:
         return [
             f"the {name.upper()} target of {service.value} requests is {factor:g} times the latency of a forward, or "
             f"{floor_s * 1e3:.3g} ms, but one token takes {alone_s * 1e3:.3g} ms here: it is missed as little as can "
-            f"be; raise scheduler.{_PREFIXES[service]}{name}_factor to 1 or more, or "
-            f"scheduler.{_PREFIXES[service]}{name}_floor_ms"
+            f"be; raise scheduler.{name}_factor to 1 or more, or scheduler.{name}_floor_ms"
             for (service, name), (factor, floor_s) in self._targets.items()
             # A prompt may be as long as to be late whatever the floor.
             if factor < 1.0 and (name == "ttft" or floor_s < alone_s)

@@ -11,6 +11,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.planning.slo import SloTargets
+from edged.scheduler.policies.options import MaceOptions, Options
 from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
 
@@ -157,7 +158,7 @@ class ReaderDue(Due):
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take the reserve, too."""
         super().configure(settings, cost)
-        self._reserve_s = settings.reader_reserve_s
+        self._reserve_s = MaceOptions.of(settings).reader_reserve_s
 
     def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
         """Return a deadline for each decode that got a token `now`, of which its reader knows."""
@@ -201,6 +202,8 @@ class Row:
     """Whether equal beginnings of prompts are computed once, where the settings allow it."""
     prunes: bool = False
     """Whether K/V of uninformative heads and positions may be given up, where the settings allow it."""
+    options: type[Options] = Options
+    """What its parts read of the table `scheduler.options`."""
 
 
 class Policy:

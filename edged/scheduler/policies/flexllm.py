@@ -12,6 +12,7 @@ from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.base import Fill, FinetuneShare, Policy, Row
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
+from edged.scheduler.policies.options import SloOptions
 from edged.scheduler.policies.phased import runnable_steps
 from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
 from edged.settings.load import SchedulerSettings
@@ -34,6 +35,7 @@ class SloBudget(FinetuneShare):
         """Take the target, and those of the classes."""
         super().configure(settings, cost)
         self._targets = SloTargets(settings, cost)
+        self._slo_s = SloOptions.of(settings).slo_ms / 1e3
 
     def begun(self, plan: Plan, now: float) -> None:
         """Note when the iteration begins."""
@@ -46,7 +48,7 @@ class SloBudget(FinetuneShare):
 
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
-        slo_s = self.settings.slo_ms / 1e3
+        slo_s = self._slo_s
         if not slo_s:
             served = {grant.task.service for grant in builder.plan.grants} | {task.service for task in builder.prompts}
             load = builder.load if builder.load.decodes else Load(decodes=1)
@@ -115,4 +117,5 @@ FLEXLLM = Row(
     finetune_share=SloBudget,
     cuts_windows=True,
     fills_ahead=True,
+    options=SloOptions,
 )

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from itertools import chain, filterfalse
 
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Entry, Fill, Policy
+from edged.scheduler.policies.options import PackingOptions
 from edged.scheduler.task import Plan, Resources, Task
+from edged.settings.load import SchedulerSettings
 
 SMALLEST_CHUNK = 32
 """Least tokens of prompts together, or of an overdue pair's forward, whatever the budget: they go on."""
@@ -25,6 +28,11 @@ class Hybrid(Fill):
     paced = True
     """Whether chunks of prompts heed the decodes beside them and the deadlines of all."""
 
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take how many tasks a decision looks at."""
+        super().configure(settings, cost)
+        self._tau_tasks = PackingOptions.of(settings).tau_tasks
+
     def plan(self, policy: Policy, queues: TaskQueues, now: float, resources: Resources) -> Plan:
         """Return the next bin within `resources`; empty only if no task can run."""
         cost, finetune_share = policy.cost, policy.finetune_share
@@ -33,7 +41,7 @@ class Hybrid(Fill):
         # Nobody enters where others are preempted.
         if queues.started or not builder.preempted:
             # Where nobody overtakes, those beyond are looked for only if all of these enter.
-            waiting = queues.first(LOOK_AHEAD if queues.order.strict else max(LOOK_AHEAD, self.settings.tau_tasks + 1))
+            waiting = queues.first(LOOK_AHEAD if queues.order.strict else max(LOOK_AHEAD, self._tau_tasks + 1))
             builder.prompts, builder.heeded = policy.rank(queues.started + waiting[:LOOK_AHEAD], now)
             if not queues.order.strict:
                 waiting = [*filterfalse(set(queues.started).__contains__, builder.prompts), *waiting[LOOK_AHEAD:]]

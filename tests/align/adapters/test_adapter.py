@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from edged.align.adapters.adapter import AdapterError, AdapterFiles, AdapterState, Snapshot
+from edged.align.adapters.adapter import MAX_GRAD_NORM, AdapterError, AdapterFiles, AdapterState, Snapshot
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.form import AdapterForm, LoraSpec
 from edged.settings.live import Live
@@ -59,13 +59,13 @@ def test_version_zero_changes_nothing_and_users_start_apart() -> None:
 
 @pytest.mark.parametrize(("pairs", "rate"), [(1, 0.025), (2, 0.05), (4, 0.1), (5, 0.1)])
 def test_a_step_is_torchs_adamw_on_the_clipped_mean_at_a_rate_for_its_pairs(pairs: int, rate: float) -> None:
-    made = state(learning_rate=0.1, max_grad_norm=1.0, weight_decay=0.01, micro_batch_pairs=4)
+    made = state(learning_rate=0.1, micro_batch_pairs=4)
     parameters = [p.detach().clone().requires_grad_() for p in made.parameters()]
-    oracle = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    oracle = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
     gradients = {name: (torch.full_like(a, 3.0), torch.full_like(b, -5.0)) for name, (a, b) in made.weights.items()}
     for parameter, gradient in zip(parameters, (t for pair in gradients.values() for t in pair), strict=True):
         parameter.grad = gradient / pairs
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
     oracle.step()
     assert made.step(gradients, pairs) == pytest.approx(float(norm))
     assert made.version == 1

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from edged.align.feedback.signals import Feedback, note_next_turn, record_pair, record_signal
-from edged.settings.load import AlignSettings, FeedbackSettings, Settings
+from edged.settings.load import AlignSettings, FeedbackSettings, FeedbackWeights, Settings
 from edged.store import Store
 from edged.store.completions import insert_completion
 from edged.store.feedback import get_pairs, pair_ids_of, signals_of
@@ -18,6 +18,11 @@ NOW = datetime(2025, 1, 31, 12, tzinfo=UTC)
 def chat(*turns):
     """A conversation that the user begins."""
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 5, turns, strict=False)]
+
+
+def weighing(**weights: float) -> FeedbackSettings:
+    """Settings under which these kinds of feedback count as much."""
+    return FeedbackSettings(weights=FeedbackWeights(**weights))
 
 
 class Desk:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from edged.align.feedback import outliers
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory, Verdict
 from edged.align.feedback.pair import TokenPair
 from edged.align.pair_queues import AdapterQueue
@@ -97,8 +98,9 @@ def test_suspicious_losses_do_not_become_usual() -> None:
     assert made.judge(pair(), 50.0).why
 
 
-def test_an_alarm_holds_new_pairs_and_ends_by_itself_or_by_a_decision() -> None:
-    queue = AdapterQueue("ann", suspicion(alarm_s=100.0))
+def test_an_alarm_holds_new_pairs_and_ends_by_itself_or_by_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outliers, "ALARM_S", 100.0)
+    queue = AdapterQueue("ann", suspicion())
     assert queue.enqueue(pair(1), GUARD, 0.0) is None
     held_out = queue.enqueue(pair(2), GUARD, 0.0)
     assert held_out == ("held_out", "")

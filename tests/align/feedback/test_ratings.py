@@ -6,12 +6,11 @@ import pytest
 
 from edged.align.feedback.pair import PairRetired
 from edged.align.feedback.signals import FeedbackError
-from edged.settings.load import FeedbackSettings
 from edged.store import Store, feedback, quarantine
 from edged.store.base_models import serve_base
 from edged.store.jobs import jobs
 from edged.store.jobs.jobs import JobRow
-from tests.align.feedback.desk import Desk, chat
+from tests.align.feedback.desk import Desk, chat, weighing
 from tests.align.test_journal import append
 
 
@@ -74,7 +73,7 @@ def test_nothing_is_learned_of_it_where_it_weighs_nothing_or_says_nothing(desk):
     assert not desk.report("e", "up").pair_ids
     assert not desk.report("c", "dwell", seconds=60).pair_ids
     assert not desk.report("c", "skip").pair_ids
-    desk.settings = desk.settings.model_copy(update={"weight_thumbs": 0.0})
+    desk.settings = weighing(thumbs=0.0)
     assert not desk.report("c", "up").pair_ids
 
 
@@ -200,5 +199,5 @@ def test_an_explicit_rating_is_queued_once_and_only_of_who_teaches(desk):
         rate(True, " ")
     with pytest.raises(FeedbackError, match='"completion" has 1000000'):
         rate(False, "x" * 10**6)
-    desk.settings = FeedbackSettings(weight_thumbs=0)
-    assert rate(True, "new").reason == "feedback.weight_thumbs is 0: explicit ratings are not learned from"
+    desk.settings = weighing(thumbs=0.0)
+    assert rate(True, "new").reason == "feedback.weights.thumbs is 0: explicit ratings are not learned from"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from edged.align.feedback.signals import SIGNALS, FeedbackError
-from edged.settings.load import FeedbackSettings
 from edged.store import Store
 from edged.store.feedback import get_pairs, signals_of
-from tests.align.feedback.desk import Desk, chat
+from tests.align.feedback.desk import Desk, chat, weighing
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ def test_the_user_may_be_left_to_the_completion_or_be_the_adapter(desk):
 
 
 def test_each_source_weighs_what_the_settings_say(desk):
-    desk.settings = FeedbackSettings(weight_chosen=0.9, weight_edit=0.8, weight_thumbs=0.7, weight_skip=0.1)
+    desk.settings = weighing(chosen=0.9, edit=0.8, thumbs=0.7, skip=0.1)
     desk.answer("a", "One.", "Two.")
     assert [weight for *_, weight in desk.pairs(desk.report("a", "chosen", 0))] == [0.9]
     assert [weight for *_, weight in desk.pairs(desk.report("a", "edit", 0, text="Won."))] == [0.8]
@@ -327,7 +326,7 @@ def test_each_source_weighs_what_the_settings_say(desk):
 
 
 def test_what_weighs_nothing_is_stored_and_makes_no_pair(desk):
-    desk.settings = FeedbackSettings(weight_edit=0.0, weight_pair=0.0, weight_chosen=0.0)
+    desk.settings = weighing(edit=0.0, pair=0.0, chosen=0.0)
     desk.answer("a", "One.", "Two.")
     for result in (
         desk.report("a", "edit", 0, text="Won."),
@@ -341,7 +340,7 @@ def test_what_weighs_nothing_is_stored_and_makes_no_pair(desk):
 
 
 def test_an_explicit_pair_weighs_its_own_times_the_setting(desk):
-    desk.settings = FeedbackSettings(weight_pair=0.5)
+    desk.settings = weighing(pair=0.5)
     (pair,) = desk.pairs(desk.pair("ada", "good", "bad", prompt="Well?", weight=0.5))
     assert pair[-1] == 0.25
 

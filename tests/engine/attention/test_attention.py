@@ -25,7 +25,7 @@ from edged.engine.attention.selection import Backends, pick_paths, selftest
 from edged.engine.kv.store import KvStore
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels
-from edged.settings.load import ModelSettings
+from edged.settings.kernels import Kernels
 from tests.models import ARCHITECTURES, tiny_model
 
 CPU = torch.device("cpu")
@@ -340,16 +340,16 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(paths: Backends, monkeypatc
 def test_a_path_that_the_cache_cannot_take_falls_back_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     kv, plain = (KvStore(4, 8, 1, 1, 8, dtype, CPU) for dtype in (torch.bfloat16, torch.float32))
     with caplog.at_level("INFO"):
-        assert pick_paths([(kv, 1)], ModelSettings()) == Backends("padded")
-        assert pick_paths([(plain, 1)], ModelSettings()).decode == ("native" if kernels() else "ragged")
-        assert pick_paths([(plain, 1)], ModelSettings(decode_attention="padded")) == Backends("padded")
+        assert pick_paths([(kv, 1)], Kernels()) == Backends("padded")
+        assert pick_paths([(plain, 1)], Kernels()).decode == ("native" if kernels() else "ragged")
+        assert pick_paths([(plain, 1)], Kernels(decode_attention="padded")) == Backends("padded")
     assert [record.getMessage() for record in caplog.records] == [
         "decode attention gathers pages (native is not used: the compiled kernels are for float32 on the CPU, not for "
         "torch.bfloat16 on cpu)"
     ]
     caplog.clear()
     with caplog.at_level("INFO"):
-        settings = ModelSettings(decode_attention="triton", prefill_attention="triton")
+        settings = Kernels(decode_attention="triton", prefill_attention="triton")
         assert pick_paths([(plain, 1)], settings) == Backends("padded")
     assert [record.getMessage() for record in caplog.records] == [
         f"{kind} attention gathers pages (triton is not used: Triton has no kernels for cpu)"

@@ -22,7 +22,8 @@ from edged.engine.lora.runs import LoraTiles, Run
 from edged.engine.lora.segments import NO_SLOT, NativeUpdates
 from edged.engine.model.served_model import ServedModel
 from edged.engine.native.library import kernels, why_no_kernels
-from edged.settings.load import AlignSettings, ModelSettings
+from edged.settings.kernels import Kernels
+from edged.settings.load import AlignSettings
 from tests.models import tiny_model
 
 Kernel = Literal["torch", "native", "triton"]
@@ -178,9 +179,9 @@ def test_a_kernel_with_wrong_numbers_fails_its_trial(monkeypatch: pytest.MonkeyP
 def test_a_device_without_the_kernels_falls_back_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     _, _, slots, _ = wrapped(torch.device("cpu"))
     with caplog.at_level("INFO"):
-        pick_lora_kernel(slots, ModelSettings(lora_kernel="torch"))
+        pick_lora_kernel(slots, Kernels(lora_kernel="torch"))
         assert not caplog.records
-        pick_lora_kernel(slots, ModelSettings(lora_kernel="triton"))
+        pick_lora_kernel(slots, Kernels(lora_kernel="triton"))
     assert slots.runs.kernel == "torch"
     assert caplog.messages == [
         "LoRA updates are multiplied by torch (triton is not used: Triton has no kernels for cpu)"
@@ -192,16 +193,16 @@ def test_the_compiled_kernels_are_what_a_cpu_uses_where_they_are_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, _, slots, _ = wrapped(torch.device("cpu"))
-    assert pick_lora_kernel(slots, ModelSettings()) == ""
+    assert pick_lora_kernel(slots, Kernels()) == ""
     assert slots.runs.kernel == "native"
     _, _, slots, _ = wrapped(torch.device("cpu"))
     slots.rank, rank = 4096, slots.rank
-    assert pick_lora_kernel(slots, ModelSettings()) == "the compiled kernels are for ranks up to 1024, not for 4096"
+    assert pick_lora_kernel(slots, Kernels()) == "the compiled kernels are for ranks up to 1024, not for 4096"
     assert slots.runs.kernel == "torch"
     slots.rank = rank
     monkeypatch.setattr(NativeUpdates, "add", lambda self, x, out, slots: None)
     with caplog.at_level("INFO"):
-        assert pick_lora_kernel(slots, ModelSettings()) == "its kernels give wrong numbers here"
+        assert pick_lora_kernel(slots, Kernels()) == "its kernels give wrong numbers here"
     assert slots.runs.kernel == "torch"
     assert "native is not used: its kernels give wrong numbers here" in caplog.text
 

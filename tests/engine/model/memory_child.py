@@ -45,7 +45,6 @@ def main(folder: str, quantize: str) -> None:
         "model.device": "cpu",
         "model.quantize": quantize,
         "model.max_context_tokens": CONTEXT,
-        "model.keep_freed_memory": False,
         "serving.max_sequences": 16,
         "serving.max_batch_tokens": 512,
         "cache.memory_mb": 64,

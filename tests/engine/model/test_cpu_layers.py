@@ -136,10 +136,10 @@ def test_a_layer_that_does_more_than_its_parts_say_is_found_by_the_trial() -> No
     assert not any("forward" in layer.__dict__ for layer in model.layers)
 
 
-@pytest.mark.parametrize("setting", [True, False])
-def test_the_setting_decides_which_way_an_engine_goes(setting: bool, tmp_path: Path, shorts: list[int]) -> None:
-    with running_engine(tmp_path, model__device="cpu", model__cpu_kernels=setting) as (engine, client):
+@pytest.mark.parametrize("setting", ["auto", "torch"])
+def test_the_setting_decides_which_way_an_engine_goes(setting: str, tmp_path: Path, shorts: list[int]) -> None:
+    with running_engine(tmp_path, model__device="cpu", model__kernels=setting) as (engine, client):
         shorts.clear()
         engine.submit(request("a", random_ids(40, 1), 5))
         client.wait(lambda: "a" in client.finished)
-    assert bool(shorts) == setting
+    assert bool(shorts) == (setting == "auto")

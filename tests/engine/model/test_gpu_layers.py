@@ -196,7 +196,7 @@ def test_an_adapter_whose_numbers_are_not_finite_leaves_the_pages_that_the_layer
     torch.testing.assert_close((kv.keys, kv.values), (wanted.keys, wanted.values), atol=1e-5, rtol=1e-5)
 
 
-PLAIN = {"model__pack_weights": False, "model__cpu_kernels": False, "align__loss_threshold": 0.0}
+PLAIN = {"model__kernels": "torch", "align__loss_threshold": 0.0}
 
 
 @pytest.mark.slow
@@ -223,8 +223,11 @@ def test_an_engine_serves_what_it_learnt_alike(tmp_path: Path, fused: list[int])
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the engine fuses layers on a GPU")
 @pytest.mark.parametrize("setting", [True, False])
-def test_the_setting_decides_which_way_an_engine_goes(setting: bool, tmp_path: Path, fused: list[int]) -> None:
-    options = {"model__device": "cuda", "model__graph_memory_mb": 0, "model__fused_layers": setting}
+def test_the_environment_decides_which_way_an_engine_goes(
+    setting: bool, tmp_path: Path, fused: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGED_KERNELS", f"fused_layers={setting}")
+    options = {"model__device": "cuda", "model__graph_memory_mb": 0}
     with running_engine(tmp_path, **options) as (engine, client):
         fused.clear()
         engine.submit(request("a", random_ids(40, 1), 5))

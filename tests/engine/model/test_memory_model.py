@@ -225,21 +225,24 @@ def test_the_box_is_this_one_where_none_is_given() -> None:
 
 
 @pytest.mark.parametrize(("stored", "most"), [("float32", 1.0), ("bfloat16", 1.5)])
-def test_copies_of_weights_count_where_the_engine_would_make_them(stored: str, most: float) -> None:
+def test_copies_of_weights_count_where_the_engine_would_make_them(
+    stored: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_config("llama", dtype=stored)
     shape = BaseShape.of_config(config, load_settings().align.target_modules)
     weights = 4 * (shape.hidden_size * shape.vocab_size + sum(rows * columns for rows, columns in shape.linears))
 
-    def copies(beside: int, **model: bool) -> float:
+    def copies(beside: int, kernels: str = "") -> float:
         """Over the weights, with so many times their bytes free beside them and the adapters' slots."""
-        settings = Settings.model_validate({"model": model, "align": {"max_active_adapters": 1}})
+        monkeypatch.setenv("EDGED_KERNELS", kernels)
+        settings = Settings.model_validate({"align": {"max_active_adapters": 1}})
         form = form_of_setting("", torch.float32, False)
         base = needs(shape, settings, form, torch.float32, False, 1 << 30)
         free = base.weights + base.lora_slots + beside * weights
         return needs(shape, settings, form, torch.float32, False, free).weight_copies / weights
 
     assert copies(100) == most
-    assert copies(100, fp16_weights=False) == copies(100, cpu_kernels=False) == 1.0
-    assert copies(100, pack_weights=False) == 0.0
+    assert copies(100, "fp16_weights=off") == copies(100, "cpu_kernels=off") == 1.0
+    assert copies(100, "pack_weights=off") == 0.0
     assert copies(5) == 1.0
     assert copies(3) == 0.0

@@ -148,10 +148,13 @@ def test_a_kernel_that_does_not_agree_is_left_out_and_so_is_an_activation_that_i
 
 
 @pytest.mark.parametrize("setting", [True, False])
-def test_answers_are_generates_with_the_kernels_and_without(setting: bool, tmp_path: Path) -> None:
+def test_answers_are_generates_with_the_kernels_and_without(
+    setting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     native()
+    monkeypatch.setenv("EDGED_KERNELS", f"cpu_kernels={setting}")
     prompts = [random_ids(count, count) for count in (20, 3, 41)]
-    with running_engine(tmp_path, "qwen3_5_text", model__device="cpu", model__cpu_kernels=setting) as (engine, client):
+    with running_engine(tmp_path, "qwen3_5_text", model__device="cpu") as (engine, client):
         assert all(bool(mixer.steps) == setting for mixer in engine.model.mixers)
         assert "states" not in engine.status()["paths"]["why_not"]
         for i, prompt in enumerate(prompts):

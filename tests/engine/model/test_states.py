@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from edged.engine import build
 from edged.engine.attention.packed_batch import Segment, pack
 from edged.engine.attention.paged import IMPLEMENTATION, attention_over, attention_pass
 from edged.engine.model.inspection import own_logits
@@ -119,10 +120,13 @@ def test_pages_taken_away_and_iterations_that_fail_half_way_change_no_answer(
 
 
 @pytest.mark.parametrize(("kind", "sequences"), [("lfm2", 16), ("falcon_h1", 2)])
-def test_a_chat_goes_on_from_the_turn_before(kind: str, sequences: int, tmp_path: Path) -> None:
+def test_a_chat_goes_on_from_the_turn_before(
+    kind: str, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each turn at most what comes after the latest copy of the states, and a page, is computed again."""
     text, texts = random_ids(40, 0), []
-    how = {"cache__copy_states_every": 32, "serving__max_sequences": sequences, "model__max_context_tokens": 256}
+    monkeypatch.setattr(build, "COPY_STATES_EVERY", 32)
+    how = {"serving__max_sequences": sequences, "model__max_context_tokens": 256}
     with running_engine(tmp_path, kind, **{**BROAD, **how}) as (engine, client):
         for turn in range(4):
             engine.submit(request(f"t{turn}", text, tokens=50 if turn == 2 else 10))

@@ -98,11 +98,12 @@ def test_a_model_answers_the_same_to_the_last_bit(slots: list[int], dtype: torch
 
 @compiled
 @pytest.mark.parametrize("setting", [True, False])
-def test_the_setting_decides_and_the_log_says_it(
-    setting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_the_environment_decides_and_the_log_says_it(
+    setting: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("EDGED_KERNELS", f"fp16_weights={setting}")
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    settings = Settings.model_validate({"model": {"fp16_weights": setting, "device": "cpu"}})
+    settings = Settings.model_validate({"model": {"device": "cpu"}})
     with caplog.at_level(logging.INFO, "edged.engine"):
         parts = Engine(settings, tmp_path / "model", data_dir=tmp_path / "data")
     assert {part.narrow is not None for part in parts_of(parts.model)} == {setting}

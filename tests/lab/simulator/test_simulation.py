@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import TokenPair
+from edged.cache import pruning_budget
 from edged.cli.main import cli
 from edged.engine.model.loading import ModelRefused
 from edged.engine.request import Request
@@ -192,12 +193,16 @@ def test_an_arrival_waits_for_one_unit_at_most() -> None:
     assert not all(cut)
 
 
-def test_pruning_returns_the_pages_of_long_answers_and_their_time(tmp_path: Path) -> None:
+def test_pruning_returns_the_pages_of_long_answers_and_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning_budget, "PRUNED_TOKENS", 256)
+    monkeypatch.setattr(pruning_budget, "RECENT_TOKENS", 64)
     trace = tmp_path / "long.csv"
     rows = [f"2023-11-16 18:15:{n:02d},2000,600" for n in range(12)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
     load = {"retrain_rate": 0.0, "seconds": 12.0, "rate_per_s": 1.0}
-    cache = {"memory_mb": 1000, "pruning": "on", "pruned_tokens": 256, "prune_recent": 64}
+    cache = {"memory_mb": 1000, "pruning": "on"}
     pruned, with_pruning = played(plan(str(trace), settings={"cache": cache}, **load))
     whole, without = played(plan(str(trace), policy="mace-prune", settings={"cache": cache}, **load))
     pruner = pruned.engine.pruner

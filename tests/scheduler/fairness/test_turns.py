@@ -224,18 +224,19 @@ class TestTraining:
             scheduler.remove(task_id)
 
     def test_the_least_trained_comes_first(self) -> None:
-        scheduler = fair_scheduler(finetune=1.0)
+        scheduler = fair_scheduler()
         assert scheduler.next_steps(["ann", "bob"], 1) == ["ann"]
         self.step(scheduler, 1, "ann")
         assert scheduler.next_steps(["ann", "bob"], 2) == ["bob", "ann"]
-        assert order_of(scheduler).training.counters.counter("ann") == 100.0
+        assert order_of(scheduler).training.counters.counter("ann") > 0.0
 
     def test_a_step_of_several_is_charged_to_each_and_an_abandoned_one_to_nobody(self) -> None:
-        scheduler = fair_scheduler(finetune=1.0)
+        scheduler = fair_scheduler()
         self.step(scheduler, 1, "ann", "bob")
         self.step(scheduler, 2, "cy", done=False)
         counters = order_of(scheduler).training.counters
-        assert [counters.counter(name) for name in ("ann", "bob", "cy")] == [50.0, 50.0, 0.0]
+        ann, bob, cy = (counters.counter(name) for name in ("ann", "bob", "cy"))
+        assert ann == bob > 0.0 == cy
 
     def test_by_itself_training_counts_as_a_prompt_of_the_same_time(self) -> None:
         scheduler = fair_scheduler()
@@ -244,18 +245,10 @@ class TestTraining:
         assert service > 0.0
         assert service * scheduler.cost.token_s == pytest.approx(0.1, rel=0.5)
 
-    @pytest.mark.parametrize(("counter", "first"), [("own", "ann"), ("shared", "bob")])
-    def test_training_may_share_the_counter_of_requests(self, counter: str, first: str) -> None:
-        scheduler = fair_scheduler(finetune=1.0, finetune_counter=counter)
-        self.step(scheduler, 1, "ann")
-        scheduler.add(prompt(3, "bob"), 2.0)
-        scheduler.add(prompt(2, "ann"), 2.5)
-        order_of(scheduler).counters.charge("bob", 1.0)
-        assert scheduler.queues.first(1)[0].tenant == first
-
     def test_who_comes_back_has_saved_nothing_up(self) -> None:
-        scheduler = fair_scheduler(finetune=1.0)
+        scheduler = fair_scheduler()
         scheduler.next_steps(["ann"], 1)
         self.step(scheduler, 1, "ann")
         scheduler.next_steps(["ann", "bob"], 1)
-        assert order_of(scheduler).training.counters.counter("bob") == 100.0
+        counters = order_of(scheduler).training.counters
+        assert counters.counter("bob") == counters.counter("ann") > 0.0

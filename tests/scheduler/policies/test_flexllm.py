@@ -11,7 +11,7 @@ from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import IterationResult, Kind, ServiceClass, Task, TaskOutcome, Unit
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_lesson, add_prompt, granted, resources
-from tests.scheduler.test_scheduler import scheduler_of
+from tests.scheduler.test_scheduler import scheduler_of, settings_of
 from tests.scheduler.test_simulation import world_of
 from tests.scheduler.world import Device
 
@@ -78,11 +78,11 @@ def test_a_step_does_not_begin_on_pages_that_a_prompt_waits_for() -> None:
 
 
 def test_the_target_is_the_least_of_the_classes_that_are_served() -> None:
-    scheduler = scheduler_of(policy="flexllm", tbt_floor_ms=80.0, batch_tbt_floor_ms=900.0)
+    scheduler = scheduler_of(policy="flexllm", tbt_floor_ms=80.0)
     batch = Task(1, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, service=ServiceClass.BATCH)
     scheduler.add(batch, 0.0)
     share = 1.0 - scheduler.cost.headroom
-    assert scheduler.plan(0.0, resources()).budget_s == 0.9 * share
+    assert scheduler.plan(0.0, resources()).budget_s == 0.5 * share
     add_decode(scheduler, 2)
     assert scheduler.plan(0.0, resources()).budget_s == 0.08 * share
 
@@ -170,7 +170,7 @@ class TestCutWindows:
         lesson.units = (Unit("layer", 256),)
         for spare_s, runs in ((0.9 * min_s, False), (1.1 * min_s, True)):
             slo_s = (decode_s + spare_s) / (1.0 - scheduler.cost.headroom)
-            scheduler.configure(SchedulerSettings(policy="flexllm", slo_ms=1e3 * slo_s))
+            scheduler.configure(settings_of(policy="flexllm", slo_ms=1e3 * slo_s))
             assert (9 in granted(scheduler.plan(0.0, resources()))) is runs
 
     def test_no_part_is_below_the_knee_unless_an_iteration_would_do_nothing_else(self) -> None:

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit
+from edged.scheduler.policies.options import PackingOptions
 from edged.scheduler.task import Kind, Task
-from edged.settings.load import SchedulerSettings
 
 TOTAL, LENGTH_S = 100, 10.0
 
@@ -64,9 +64,7 @@ sizes_of_tasks = st.lists(st.tuples(st.integers(0, 120), st.floats(0.1, 4.0)), m
 def test_it_places_every_task_as_the_papers_listing_does(
     sizes: list[tuple[int, float]], free: int, memory: float, latency: float, tau_memory: float, tau_tasks: int
 ) -> None:
-    constants = SchedulerSettings(
-        lambda_memory=memory, lambda_latency=latency, tau_memory=tau_memory, tau_tasks=tau_tasks
-    )
+    constants = PackingOptions(lambda_memory=memory, lambda_latency=latency, tau_memory=tau_memory, tau_tasks=tau_tasks)
     bins = best_fit(constants, items_of(sizes), Bin(free, LENGTH_S), TOTAL, LENGTH_S)
     placed = [[item.task.task_id for item in room.items] for room in bins]
     assert placed == listing(sizes, free, memory, latency, tau_memory, tau_tasks)
@@ -76,7 +74,7 @@ def test_it_places_every_task_as_the_papers_listing_does(
 @given(sizes_of_tasks, st.integers(0, TOTAL))
 def test_no_task_is_placed_twice_and_the_first_bin_never_overflows(sizes: list[tuple[int, float]], free: int) -> None:
     first = Bin(free, LENGTH_S)
-    bins = best_fit(SchedulerSettings(), items_of(sizes), first, TOTAL, LENGTH_S)
+    bins = best_fit(PackingOptions(), items_of(sizes), first, TOTAL, LENGTH_S)
     placed = [item.task for room in bins for item in room.items]
     assert len(placed) == len(set(placed))
     assert bins[0] is first
@@ -86,12 +84,12 @@ def test_no_task_is_placed_twice_and_the_first_bin_never_overflows(sizes: list[t
 def test_a_task_goes_where_it_leaves_the_smaller_gap() -> None:
     # The first does not fit the coming bin's 42 pages and leaves 40 of a later one; the others fit both.
     sizes = [(60, 1.0), (38, 1.0), (3, 1.0)]
-    first, later = best_fit(SchedulerSettings(lambda_latency=0.0), items_of(sizes), Bin(42, 10.0), TOTAL, 10.0)
+    first, later = best_fit(PackingOptions(lambda_latency=0.0), items_of(sizes), Bin(42, 10.0), TOTAL, 10.0)
     assert [item.pages for item in later.items] == [60, 38]
     assert [item.pages for item in first.items] == [3]
 
 
 def test_nobody_overtakes_a_task_that_must_not_wait_longer() -> None:
     patient, late = items_of([(10, 1.0)]), items_of([(60, 1.0)], patient=False)
-    (first,) = best_fit(SchedulerSettings(), [*late, *patient], Bin(50, LENGTH_S), TOTAL, LENGTH_S)
+    (first,) = best_fit(PackingOptions(), [*late, *patient], Bin(50, LENGTH_S), TOTAL, LENGTH_S)
     assert first.items == []

@@ -17,7 +17,7 @@ waits = st.floats(0.0, 1e4)
 
 
 def derived(wait_s: float = 0.5, gamma: float = 0.1) -> Priorities:
-    return Priorities(SchedulerSettings(finetune_max_wait_s=wait_s, gamma=gamma))
+    return Priorities(SchedulerSettings(finetune_max_wait_s=wait_s, options={"gamma": gamma}))
 
 
 def test_on_arrival_a_decode_stands_above_a_prefill_above_fine_tuning() -> None:

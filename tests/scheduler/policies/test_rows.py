@@ -151,7 +151,7 @@ class TestFairQueue:
         for tenant in ("ann", "ann", "bob"):
             world.ask(prompt=100, answer=1, tenant=tenant)
         world.step()
-        world.scheduler.configure(SchedulerSettings(tau_tasks=5))
+        world.scheduler.configure(SchedulerSettings(options={"tau_tasks": 5}))
         assert [grant.task.tenant for grant in world.step().grants] == ["bob"]
 
     def test_who_is_parked_has_not_left(self) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
+from edged.align.adapters.adapter import MAX_GRAD_NORM
 from edged.align.adapters.form import AdapterForm, peft_name
 from edged.align.feedback.pair import TokenPair
 from edged.lab.bench.federated.kept import Kept
@@ -174,7 +175,7 @@ class LinearMembers:
         align, chance = self._align, random.Random(f"{pairs}")
         size = self._gradients[0].shape[1]
         flat = torch.zeros(size) if begin is None else begin.clone()
-        optimizer = torch.optim.AdamW([flat.requires_grad_(True)], align.learning_rate, weight_decay=align.weight_decay)
+        optimizer = torch.optim.AdamW([flat.requires_grad_(True)], align.learning_rate, weight_decay=0.0)
         for at in range(0, len(pairs), align.micro_batch_pairs):
             fresh = list(pairs[at : at + align.micro_batch_pairs])
             again = chance.sample(list(pairs[:at]), min(at, round(len(fresh) * align.replay_share)))
@@ -184,7 +185,7 @@ class LinearMembers:
                 slopes = align.beta * torch.sigmoid(-align.beta * (apart @ flat))
                 sums = slopes @ apart + (align.sft_weight / lengths) @ chosen
                 flat.grad = -sums / len(lengths)
-                torch.nn.utils.clip_grad_norm_([flat], align.max_grad_norm)
+                torch.nn.utils.clip_grad_norm_([flat], MAX_GRAD_NORM)
                 optimizer.param_groups[0]["lr"] = align.learning_rate * min(1.0, len(lengths) / align.micro_batch_pairs)
             optimizer.step()
         moved = flat.detach() if begin is None else flat.detach() - begin

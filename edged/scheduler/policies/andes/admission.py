@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
@@ -9,7 +10,9 @@ from edged.scheduler.policies.andes.knapsack import Contender, contest, fewest
 from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission
+from edged.scheduler.policies.options import AndesOptions
 from edged.scheduler.task import Task
+from edged.settings.load import SchedulerSettings
 
 SHORT = 0.9
 """Share of the pages that are held or asked for from which on memory is short."""
@@ -23,6 +26,11 @@ class ReaderAdmission(PatientAdmission):
 
     refines = True
     """Whether a prompt enters only if it gains more than its entry costs the others (2.4.3)."""
+
+    def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
+        """Take the span of which gains are told."""
+        super().configure(settings, cost)
+        self._horizon_s = AndesOptions.of(settings).reader_horizon_s
 
     def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
         """Choose by what readers gain, then as MACE what finds room."""
@@ -76,7 +84,7 @@ class ReaderAdmission(PatientAdmission):
             return self.cost.priced_s(Load(0, decodes, 0, round(each * decodes), 0.0, load.adapters))
 
         slots = builder.sequences_left + running
-        ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self.settings.reader_horizon_s)
+        ranked, chosen, size = contest(contenders, pages, slots, token_s, now, self._horizon_s)
         entered = self._refined(builder, ranked, chosen, now)
         if len(chosen) < size:
             return entered, set()
@@ -121,12 +129,10 @@ class ReaderAdmission(PatientAdmission):
         """Whether victims have text until they are back, and a prompt gains more than others lose while all of them are
         computed."""
         again_s = [self.cost.prompt_s(victim.task.context) for victim in victims]
-        back_s = [now + self.settings.reader_horizon_s + seconds for seconds in again_s]
+        back_s = [now + self._horizon_s + seconds for seconds in again_s]
         if any(victim.reader.dry_s < back for victim, back in zip(victims, back_s, strict=True)):
             return False
         overhead_s = self.cost.prompt_s(one.task.num_tokens) + sum(again_s)
         left = {victim.task for victim in victims}
         stay = [grant.task.reader for grant in builder.plan.grants if grant.task not in left]
-        return gained > sum(
-            [reader.loss(now, self.settings.reader_horizon_s, overhead_s) for reader in stay if reader is not None]
-        )
+        return gained > sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])

@@ -10,6 +10,7 @@ from edged.scheduler.policies.base import Admission, Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
+from edged.scheduler.policies.options import PackingOptions
 from edged.scheduler.task import FINETUNE, Task
 from edged.settings.load import SchedulerSettings
 
@@ -26,9 +27,10 @@ class MaceAdmission(Admission):
     """Whether tasks enter by best fit into bins, not in the order of their priorities until one finds no room."""
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
-        """Derive the priorities."""
+        """Derive the priorities and take the constants of packing."""
         super().configure(settings, cost)
         self._priorities = Priorities(settings)
+        self._packing = PackingOptions.of(settings)
 
     def choose(self, builder: BinBuilder, queues: TaskQueues, finetune_share: FinetuneShare, now: float) -> Entry:
         """Choose the prompts that may run, and the step by the wait that `finetune_share` knows."""
@@ -78,7 +80,7 @@ class MaceAdmission(Admission):
         )
         begun = None if asks else first_step
         asking = [] if begun else [first_step] if first_step else tuning
-        tau_tasks, waiting = self.settings.tau_tasks, builder.sequences_left > 0 and bool(builder.waiting)
+        tau_tasks, waiting = self._packing.tau_tasks, builder.sequences_left > 0 and bool(builder.waiting)
         entry.step = begun
         if not (asking or waiting) or builder.preempted:
             return
@@ -90,9 +92,9 @@ class MaceAdmission(Admission):
         items = self._asking(builder, asking, upcoming, entry.due, now)
         strict = queues.order.strict
         if strict or not self.bins:
-            packed = in_order(self.settings, items, first)
+            packed = in_order(self._packing, items, first)
         else:
-            bins = best_fit(self.settings, items, first, builder.total_pages, length_s)
+            bins = best_fit(self._packing, items, first, builder.total_pages, length_s)
             # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
             packed = [item for room in bins for item in room.items]
         step = next((item for item in packed if item.task.kind is FINETUNE and item.pages <= first_pages), None)

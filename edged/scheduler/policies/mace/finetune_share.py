@@ -7,6 +7,7 @@ from edged.scheduler.planning import slo
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.base import Entry, FinetuneShare
+from edged.scheduler.policies.options import QuantumOptions
 from edged.scheduler.task import IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
 
@@ -26,7 +27,7 @@ class MaceFinetuneShare(FinetuneShare):
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take share, longest wait, slow-down and quantum; what was owed and spent still is."""
         super().configure(settings, cost)
-        self._quantum_s = settings.idle_quantum_ms / 1000.0
+        self._quantum_s = QuantumOptions.of(settings).idle_quantum_ms / 1000.0
         self._deficit.configure(settings)
         self._budget.configure(settings.tbt_slowdown)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from edged.scheduler.policies.options import PackingOptions
 from edged.scheduler.task import PREFILL, Task
-from edged.settings.load import SchedulerSettings
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class Bin:
 
 
 def best_fit(
-    settings: SchedulerSettings, items: Iterable[Item], first: Bin, total_pages: int, length_s: float
+    options: PackingOptions, items: Iterable[Item], first: Bin, total_pages: int, length_s: float
 ) -> list[Bin]:
     """Put each item into the fitting bin with the least score, else into a new one (Algorithm 1); the first bin runs.
 
@@ -54,9 +54,9 @@ def best_fit(
     length) or `tau_tasks` items were looked at.
     """
     bins = [first]
-    full = total_pages * (1.0 - settings.tau_memory) - first.promised_pages
+    full = total_pages * (1.0 - options.tau_memory) - first.promised_pages
 
-    asking = islice(items, settings.tau_tasks)
+    asking = islice(items, options.tau_tasks)
     # An item that nobody looks at is not made.
     while first.free_s > 0.0 and not (first.occupied and first.free_pages <= full) and (item := next(asking, None)):
         if first.free_pages >= item.pages:
@@ -69,7 +69,7 @@ def best_fit(
         for room in bins:
             if room.free_pages >= item.pages:
                 pages, seconds = abs(room.free_pages - item.pages), abs(room.free_s - item.latency_s)
-                score = settings.lambda_memory * pages / total_pages + settings.lambda_latency * seconds / length_s
+                score = options.lambda_memory * pages / total_pages + options.lambda_latency * seconds / length_s
                 if score < least:
                     best, least = room, score
         if best is None:
@@ -78,12 +78,12 @@ def best_fit(
     return bins
 
 
-def in_order(settings: SchedulerSettings, items: Iterable[Item], first: Bin) -> list[Item]:
+def in_order(options: PackingOptions, items: Iterable[Item], first: Bin) -> list[Item]:
     """Put items into the first bin in their order, until it is full or a prompt does not fit, which none overtakes.
 
     A step that does not fit is left out: no prompt waits for it.
     """
-    asking = islice(items, settings.tau_tasks)
+    asking = islice(items, options.tau_tasks)
     while first.free_s > 0.0 and (item := next(asking, None)):
         if item.pages <= first.free_pages:
             first.put(item)

@@ -4,6 +4,7 @@ from edged.scheduler.policies.base import ReaderDue, Row
 from edged.scheduler.policies.mace.lending import ReaderFinetuneShare
 from edged.scheduler.policies.mace.length import FairLength
 from edged.scheduler.policies.mace.triage import PatientAdmission, Triage
+from edged.scheduler.policies.options import MaceOptions
 
 MACE = Row(
     "mace",
@@ -15,4 +16,5 @@ MACE = Row(
     finetune_share=ReaderFinetuneShare,
     due=ReaderDue,
     prunes=True,
+    options=MaceOptions,
 )

@@ -2,6 +2,7 @@
 
 import math
 
+from edged.scheduler.policies.options import MaceOptions
 from edged.settings.load import SchedulerSettings
 
 DECODE_BASE, PREFILL_BASE, FINETUNE_BASE = 2.0, 1.0, 0.0
@@ -20,7 +21,7 @@ class Priorities:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         """Derive the priorities under which fine-tuning waits at most `finetune_max_wait_s`."""
-        self._max_wait_s, self._gamma = settings.finetune_max_wait_s, settings.gamma
+        self._max_wait_s, self._gamma = settings.finetune_max_wait_s, MaceOptions.of(settings).gamma
 
     def decode(self, wait_s: float) -> float:
         """Return the priority of a decode whose request arrived `wait_s` ago."""
