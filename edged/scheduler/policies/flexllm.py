@@ -48,11 +48,9 @@ class SloBudget(FinetuneShare):
 
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
-        slo_s = self._slo_s
-        if not slo_s:
+        if not (slo_s := self._slo_s):
             served = {grant.task.service for grant in builder.plan.grants} | {task.service for task in builder.prompts}
-            load = builder.load if builder.load.decodes else Load(decodes=1)
-            alone_s = self.cost.priced_s(load)
+            alone_s = self.cost.priced_s(builder.load if builder.load.decodes else Load(decodes=1))
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
         return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
 
