@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from edged.settings.access import Section, setting
-from edged.settings.load import ConfigError, ModelSettings, demand
+from edged.settings.load import ConfigError, ModelSettings
+from edged.settings.wrong import demand
 
 
 class Kernels(Section):
