@@ -82,7 +82,8 @@ def test_starts_that_a_campaign_names_are_moved_by_those_whom_they_fit(federatio
     with tarfile.open(exported) as tar:
         tar.extractall(tmp_path / "kind", filter="data")
     weights, alpha = read_start(tmp_path / "kind")
-    write_start(tmp_path / "unkind", {name: -each if B in name else each for name, each in weights.items()}, alpha)
+    for name, factor in (("kind", 0.1), ("unkind", -0.1)):  # so little that neither breaks the language
+        write_start(tmp_path / name, {own: each * factor if B in own else each for own, each in weights.items()}, alpha)
     starts = {name: tmp_path / name for name in ("kind", "unkind")}
     fitting = {}
     for name, box in federation.boxes.items():
