@@ -1,4 +1,4 @@
-"""What is said of a wrong value or name, in settings and in other files: light to import, unlike the settings."""
+"""Messages about a wrong value or name, in settings and in other files: light to import, unlike the settings."""
 
 import difflib
 from collections.abc import Iterable
