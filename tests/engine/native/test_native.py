@@ -25,7 +25,7 @@ from edged.engine.model.cpu_layers import ShortLayer, shorten_layers
 from edged.engine.model.inspection import AttentionSpy
 from edged.engine.native import library
 from edged.engine.native.library import LinearParts, group_of, kernels
-from edged.settings.load import ModelSettings
+from edged.settings.kernels import Kernels
 from tests.engine.attention.test_attention import SHAPES
 from tests.engine.model.test_cpu_layers import served_model
 
@@ -195,11 +195,11 @@ def test_an_edged_without_its_kernels_serves_by_torch_and_says_why(
     try:
         assert kernels() is None
         assert shorten_layers(served_model()).startswith(reason)
-        paths = pick_paths([(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), 1)], ModelSettings())
+        paths = pick_paths([(KvStore(4, 8, 1, 1, 8, torch.float32, torch.device("cpu")), 1)], Kernels())
         assert paths.decode == "ragged"
         assert paths.why_not["decode"].startswith(reason)
         slots = LoraSlots(torch.nn.Sequential(torch.nn.Linear(8, 8)), ["0"], 2, 4, torch.float32)
-        assert pick_lora_kernel(slots, ModelSettings()).startswith(reason)
+        assert pick_lora_kernel(slots, Kernels()).startswith(reason)
         assert slots.runs.kernel == "torch"
         with torch.inference_mode(), slots.packed([(0, 1, 0)]):
             assert slots.linears["0"](torch.ones(1, 1, 8)).isfinite().all()
