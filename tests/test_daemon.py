@@ -228,7 +228,7 @@ def until_it_stops(daemon: LiveDaemon) -> None:
 
 async def until_saved_twice(daemon: LiveDaemon) -> None:
     """Wait until two versions of the user's adapter are on disk."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     with daemon.http() as http:
         while time.monotonic() < deadline:
             response = await asyncio.to_thread(http.get, "/v1/adapters/sam")

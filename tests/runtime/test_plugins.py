@@ -89,7 +89,11 @@ def test_a_command_that_cannot_be_loaded_says_of_which_package_it_is(theirs: str
     assert "Traceback" not in done.stderr
 
 
-def test_a_tree_that_was_installed_before_it_had_entry_points_says_how_to_get_its_commands(tmp_path: Path) -> None:
+def test_a_tree_that_was_installed_before_it_had_entry_points_says_how_to_get_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The folder of a checkout has what setuptools wrote of it, and comes first.
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "edged-0.dist-info").mkdir()
     (tmp_path / "edged-0.dist-info" / "METADATA").write_text("Name: edged\nVersion: 0\n")
     told = edged("bench", "simulate", PYTHONPATH=str(tmp_path)).stderr
