@@ -133,7 +133,6 @@ class StepTable:
         While requests wait for LoRA slots, steps open only if they need no further slot; the step that has waited
         longest gets one after `finetune_max_wait_s`.
         """
-        slots_wanted = self._sequences.waiting_for_slot
         self._trainer.pair_queues.tick(now)
         if self._scheduler.degraded:
             self.abandon_all()
@@ -143,34 +142,39 @@ class StepTable:
         ready = self._trainer.pair_queues.ready()
         if self._slotless not in ready:
             self._slotless, self._slotless_s = "", math.inf
-        self._make_way(bool(ready), slots_wanted)
+        self._make_way(bool(ready))
         if self._under_way >= self._max_open:
             return
         if self._practice_next and ready and not any(open_step.practice for open_step in self.by_task.values()):
-            self._begin_practice(now, slots_wanted)
+            self._begin_practice(now)
         for adapter in self._scheduler.next_steps(ready, _MAX_TRIED):
             if self._under_way >= self._max_open or not self._rested(now):
                 return
             # The adapter may have joined another's step meanwhile.
             if adapter in ready:
-                self._begin(adapter, now, slots_wanted)
+                self._begin(adapter, now)
         if self._trainer.jobs and not (ready or self.by_task):
             # One step of one job at a time, begun when nobody's own pairs have work.
             for adapter in self._trainer.due_jobs()[:1]:
-                self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+                self._try_begin(adapter, now, self._reserve, False)
         if self._trainer.rounds.due and not (ready or self.by_task):
-            self._begin_round(now, self._slots.count if slots_wanted else 0)
+            self._begin_round(now, self._reserve)
         if self.trains and self._trainer.trials.catalogue and not (ready or self.by_task):
-            self._begin_trial(now, self._slots.count if slots_wanted else 0)
+            self._begin_trial(now, self._reserve)
         if not (ready or self.by_task):
-            self._begin_practice(now, slots_wanted)
+            self._begin_practice(now)
 
-    def _begin_practice(self, now: float, slots_wanted: bool) -> None:
+    @property
+    def _reserve(self) -> int:
+        """Idle LoRA slots that steps leave to requests: all while a request waits for one."""
+        return self._slots.count if self._sequences.waiting_for_slot else 0
+
+    def _begin_practice(self, now: float) -> None:
         """Open the step of practice that has waited longest."""
         for adapter in self._trainer.pair_queues.practising()[:1]:
-            self._try_begin(adapter, now, self._slots.count if slots_wanted else 0, False)
+            self._try_begin(adapter, now, self._reserve, False)
 
-    def _make_way(self, ready: bool, slots_wanted: bool) -> None:
+    def _make_way(self, ready: bool) -> None:
         """Take the step of a job or of practice out of the way of people's own pairs and of requests; it begins again.
 
         It ends where its place or its slot is wanted, and gives its pages up where the others' steps need them.
@@ -185,7 +189,7 @@ class StepTable:
                 bulk.remove(open_step)
         if not bulk:
             return
-        if slots_wanted or (ready and (self._under_way >= self._max_open or not self._slots.idle)):
+        if self._sequences.waiting_for_slot or (ready and (self._under_way >= self._max_open or not self._slots.idle)):
             for open_step in bulk:
                 self.abandon(open_step.step.adapters[0])
             return
@@ -200,12 +204,12 @@ class StepTable:
                 for task in holding:
                     self.preempt(task.task_id, time.monotonic())
 
-    def _begin(self, adapter: str, now: float, slots_wanted: bool) -> None:
+    def _begin(self, adapter: str, now: float) -> None:
         """Open an adapter's step, or load the adapter first, few at once; note which waits longest for a slot."""
         longest_s = self._settings.current.scheduler.finetune_max_wait_s
         overdue = adapter == self._slotless and now - self._slotless_s >= longest_s
         # A request that waits for a slot gets the next one, unless fine-tuning has waited too long for it.
-        reserve = self._slots.count if slots_wanted and not overdue else 0
+        reserve = 0 if overdue else self._reserve
         if not self._try_begin(adapter, now, reserve, overdue) and not self._slotless:
             self._slotless, self._slotless_s = adapter, now
 
@@ -711,17 +715,16 @@ class StepTable:
         unfinished = sum(pair_forward.left > 0 for pair_forward in pair_forwards)
         task.capacity = task.context - unfinished * self._pages.page_size
 
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Free a step's pages, so that its forward starts again. False when the task is not a fine-tune task."""
+    def preempt(self, task_id: int, now: float) -> None:
+        """Free a step's pages, so that its forward starts again."""
         open_step = self.by_task.get(task_id)
         if open_step is None:
-            return False
+            return
         open_step.step.restart()
         self._scheduler.restart(open_step.task, open_step.step.micro_batch.tokens_left, now)
         open_step.task.underway = open_step.step.groups_done > 0
         self._sync(open_step)
         self._scheduler.update(open_step.task)
-        return True
 
     def restart_above(self, page: int) -> None:
         """Restart the steps that hold pages from this number on: steps' pages cannot be moved."""

@@ -81,8 +81,8 @@ class Workload(Protocol):
     def open_due(self, now: float) -> None:
         """Open what is due, and end what waits in vain, before a plan is made."""
 
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Free a task's pages; False when nothing of this table has that id."""
+    def preempt(self, task_id: int, now: float) -> None:
+        """Free a task's pages, if it is of this table and holds any."""
 
     def process(self, output: RunnerOutput, plan: Plan, now: float) -> list[TaskOutcome]:
         """Take the results of a plan in; return the outcomes of the table's grants."""

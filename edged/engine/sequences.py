@@ -406,17 +406,17 @@ class SequenceTable:
         self._slots.release(sequence.slot)
         sequence.slot = NO_SLOT
 
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Free a sequence's pages; all its tokens are recomputed when there is room. A candidate is dropped.
+    def preempt(self, task_id: int, now: float) -> None:
+        """Free the pages of a sequence that holds some; all its tokens are recomputed when there is room.
 
-        False when the task is no sequence, or holds no pages.
+        A candidate is dropped.
         """
         sequence = self.by_task.get(task_id)
         if sequence is None or not sequence.admitted:
-            return False
+            return
         if sequence.request.candidate:
             self._drop(sequence, now)
-            return True
+            return
         self._pages.share(sequence)
         self._pages.free(sequence)
         self.move(sequence, SequenceStatus.WAITING)
@@ -427,7 +427,6 @@ class SequenceTable:
         self._prefix_wait.leave(sequence)
         self._prefix_wait.lead(sequence)
         self.stats.totals.preemptions += 1
-        return True
 
     # -- candidates --------------------------------------------------------------------------------------------------
 

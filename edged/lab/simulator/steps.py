@@ -215,11 +215,11 @@ class SimulatedFinetuning:
         unfinished = sum(pair_forward.left > 0 for pair_forward in pair_forwards)
         task.capacity = task.context - unfinished * self._page_size
 
-    def preempt(self, task_id: int, now: float) -> bool:
-        """Take a step's pages away; False when the task is no step."""
+    def preempt(self, task_id: int, now: float) -> None:
+        """Take a step's pages away."""
         open_step = self.by_task.get(task_id)
         if open_step is None:
-            return False
+            return
         self._release(open_step.pages)
         open_step.pages = []
         open_step.step.restart()
@@ -227,7 +227,6 @@ class SimulatedFinetuning:
         open_step.task.underway = open_step.step.groups_done > 0
         self._sync(open_step)
         self._scheduler.update(open_step.task)
-        return True
 
     def starved(self, task_ids: set[int], reason: str, now: float) -> None:
         """Do nothing: memory does not run out in a simulation."""
