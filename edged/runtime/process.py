@@ -29,8 +29,8 @@ _keeps_freed_memory = False
 """Whether `prepare` has turned trimming of the heap off."""
 
 
-def prepare(keep_freed_memory: bool = True) -> None:
-    """Have OpenMP threads wait briefly between operations and, if asked, keep freed memory for the next iteration.
+def prepare() -> None:
+    """Have OpenMP threads wait briefly between operations, and keep freed memory for the next iteration.
 
     A thread that waits awake for a tenth of a millisecond is there for the next operation of an iteration; asleep it
     comes 20 to 100 us late. OpenMP's own 3 ms would take the cores that other programs, or the threads waited for,
@@ -40,11 +40,10 @@ def prepare(keep_freed_memory: bool = True) -> None:
     global _keeps_freed_memory
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     quiet()
-    _keeps_freed_memory = keep_freed_memory
-    if keep_freed_memory:
-        _set_malloc(_M_ARENA_MAX, 1)
-        _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
-        _set_malloc(_M_TRIM_THRESHOLD, 2**31 - 1)
+    _keeps_freed_memory = True
+    _set_malloc(_M_ARENA_MAX, 1)
+    _set_malloc(_M_MMAP_THRESHOLD, _LARGEST_FROM_HEAP)
+    _set_malloc(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def restart_in_huge_pages() -> None:

@@ -12,10 +12,9 @@ from edged.runtime.process import _glibc, heap_bytes
 
 FAULTS = """
 import ctypes, resource
-from edged.runtime.process import frugal, prepare
+from edged.runtime.process import frugal
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-prepare(keep_freed_memory=False)
 with frugal():
     pass
 before = 0
