@@ -17,7 +17,7 @@ class FairOrder(Order):
     """An order among users or applications, over that of a policy's row."""
 
     strict = True
-    state_is_of: ClassVar[tuple[str, ...]]
+    state_is_of: ClassVar[tuple[str, ...]] = ()
     """The settings that the state depends on, besides the policy."""
     training: TrainingTurns
 

@@ -38,7 +38,6 @@ class TurnOrder(FairOrder):
     """
 
     entry_only = True
-    state_is_of = ()
 
     def __init__(self, fairness: FairnessSettings, row_order: Order) -> None:
         super().__init__(fairness, row_order)
