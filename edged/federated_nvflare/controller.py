@@ -50,7 +50,7 @@ class RoundController(Controller):
         if not campaign.is_complete:
             boxes = self._do_round(boxes, abort_signal, fl_ctx)
         if campaign.is_complete:
-            lacking = [box for box in boxes if box not in campaign.told]
+            lacking = sorted(set(boxes).difference(campaign.told))
             data = {"starts": [rounds.start_file() for rounds in campaign.rounds]}
             self._ask("start", data, lacking, _TELL_S, abort_signal, fl_ctx)
 
@@ -60,9 +60,9 @@ class RoundController(Controller):
         asked = [{"round": rounds.round_file(), "sealed": rounds.sealed_start()} for rounds in campaign.open]
         others, deadline_s = [box for box in boxes if box not in before], math.ceil(campaign.job.deadline_s)
         self._ask("round", {"rounds": asked}, others, deadline_s, abort_signal, fl_ctx)
-        answered = [box for box in others if box in campaign.counted]
+        answered = sorted(set(others).intersection(campaign.counted))
         for rounds in campaign.open:
-            number, records = rounds.round + 1, len(rounds.sum().boxes)
+            number, records = rounds.round + 1, len(rounds.boxes)
             ended = "is complete" if rounds.close() else "goes on: too few boxes answered"
             self.log_info(fl_ctx, f"{rounds.name}: round {number} {ended} ({records} records)", fire_event=False)
         return answered

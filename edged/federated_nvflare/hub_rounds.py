@@ -131,16 +131,17 @@ class HubRounds:
         """Whether all rounds are complete."""
         return self.round >= self.job.rounds
 
+    @property
+    def boxes(self) -> dict[str, float]:
+        """After how many seconds each box of the round under way answered; the sum itself is not read."""
+        return dict(self._facts().get("boxes", {}))
+
     def sum(self) -> RunningSum:
         """Return what the round under way has; its nonce is kept when the hub starts anew."""
-        path = self.folder / _SUM
-        if path.exists():
-            with safe_open(path, "np") as file:
-                facts = json.loads(file.metadata()[_FACTS])
-                if facts["round"] == self.round:
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                    sealed = [tensors.pop(name).tobytes() for name in sorted(tensors) if name.startswith(_SEALED)]
-                    return RunningSum(**facts, sealed=sealed, tensors=tensors)
+        if facts := self._facts():
+            tensors = load_file(self.folder / _SUM)
+            sealed = [tensors.pop(name).tobytes() for name in sorted(tensors) if name.startswith(_SEALED)]
+            return RunningSum(**facts, sealed=sealed, tensors=tensors)
         return self._keep(RunningSum(self.round, secrets.token_hex(16), self.job.aggregation == "single"))
 
     def round_file(self) -> bytes:
@@ -216,6 +217,12 @@ class HubRounds:
     def _start(self) -> Path:
         return self.folder / f"start-{self.round}"
 
+    def _facts(self) -> dict[str, Any]:
+        """Return what the file of the round under way tells beside its tensors; nothing before there is one."""
+        path = self.folder / _SUM
+        facts: dict[str, Any] = json.loads(safe_open(path, "np").metadata()[_FACTS]) if path.exists() else {}
+        return facts if facts.get("round") == self.round else {}
+
     def _keep(self, running: RunningSum) -> RunningSum:
         facts = json.dumps({name: getattr(running, name) for name in ("round", "nonce", "single", "boxes", "form")})
         tensors = {**running.tensors, **_as_bytes(running.sealed)}
@@ -245,7 +252,7 @@ class HubCampaign:
         if known and known != job.table():
             raise CampaignRefused(f'campaign "{job.name}" is another one at this hub: give this one a name of its own')
         if not known:
-            self._write("campaign.json", job.table())
+            write_whole(self.folder / "campaign.json", json.dumps(job.table()))
 
     @property
     def open(self) -> list[HubRounds]:
@@ -265,12 +272,12 @@ class HubCampaign:
     @property
     def counted(self) -> list[str]:
         """The boxes whose records are in the rounds under way."""
-        return [box for rounds in self.open for box in rounds.sum().boxes]
+        return [box for rounds in self.open for box in rounds.boxes]
 
     @property
     def missing(self) -> int:
         """Records that are wanted by the start that lacks most."""
-        return max((self.job.demand - len(rounds.sum().boxes) for rounds in self.open), default=0)
+        return max((self.job.demand - len(rounds.boxes) for rounds in self.open), default=0)
 
     def take(self, box: str, content: bytes, response_s: float, sealed: Sealed = ()) -> None:
         """Count a box's record for its start.
@@ -296,7 +303,7 @@ class HubCampaign:
     def tell(self, box: str) -> None:
         """Remember that a box has been given the last starts."""
         boxes = sorted({*self.told, box})
-        self._write(_TOLD, {"boxes": boxes})
+        write_whole(self.folder / _TOLD, json.dumps({"boxes": boxes}))
 
     @property
     def nvflare(self) -> HubJob:
@@ -305,15 +312,12 @@ class HubCampaign:
 
     def remember(self, job: HubJob) -> None:
         """Write what the scheduler remembers."""
-        self._write(_JOB, asdict(job))
+        write_whole(self.folder / _JOB, json.dumps(asdict(job)))
 
     def _json(self, name: str) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError):
             return dict(json.loads((self.folder / name).read_text("utf-8")))
         return {}
-
-    def _write(self, name: str, content: dict[str, Any]) -> None:
-        write_whole(self.folder / name, json.dumps(content))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from nvflare.apis.job_def_manager_spec import JobDefManagerSpec
 from nvflare.apis.job_scheduler_spec import DispatchInfo, JobSchedulerSpec
 from nvflare.apis.utils.job_utils import get_event_job_id
 
-from edged.federated.campaign_file import CampaignFile, CampaignRefused
+from edged.federated.campaign_file import CampaignRefused
 from edged.federated_nvflare.capacity import read_capacity
 from edged.federated_nvflare.dispatch import BoxGrant, Dispatcher, WaitingRound
 from edged.federated_nvflare.hub_rounds import HubCampaign, HubJob, campaign_of
@@ -115,7 +115,7 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         grants = []
         for job_id, campaign in campaigns.items():
             if campaign.is_complete:
-                lacking = [box for box in able if able[box].model == campaign.job.model and box not in campaign.told]
+                lacking = [box for box in sorted(able.keys() - campaign.told) if able[box].model == campaign.job.model]
                 if lacking:
                     grants.append(BoxGrant(job_id, {box: able.pop(box) for box in lacking}, now))
         open_rounds = {job_id: _open(campaign) for job_id, campaign in campaigns.items() if not campaign.is_complete}
@@ -133,7 +133,7 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         found: dict[str, HubCampaign] = {}
         for job in candidates:
             try:
-                campaign = _campaign(fl_ctx, campaign_of(job.meta))
+                campaign = HubCampaign(_root(fl_ctx), campaign_of(job.meta))
                 known = campaign.nvflare
                 if known.is_over or known.id not in ("", job.job_id):
                     raise CampaignRefused(
@@ -157,7 +157,7 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
         if job is None:
             return
         try:
-            campaign = _campaign(fl_ctx, campaign_of(job.meta))
+            campaign = HubCampaign(_root(fl_ctx), campaign_of(job.meta))
         except CampaignRefused:
             return
         known, status = campaign.nvflare, job.meta.get(JobMetaKey.STATUS.value)
@@ -193,10 +193,6 @@ class VennScheduler(JobSchedulerSpec, FLComponent):
 
 def _root(fl_ctx: FLContext) -> Path:
     return Path(fl_ctx.get_engine().get_workspace().get_root_dir()) / "campaigns"
-
-
-def _campaign(fl_ctx: FLContext, job: CampaignFile) -> HubCampaign:
-    return HubCampaign(_root(fl_ctx), job)
 
 
 def _progress(campaign: HubCampaign) -> dict[str, int]:

@@ -139,6 +139,7 @@ def test_a_round_goes_on_from_its_file_when_the_hub_was_killed(federation: Feder
     kept = federation.kits / "hub" / "campaigns" / "killed-hub" / "sum.safetensors"
     agents = [federation.boxes[name].agent for name in NAMES]
     federation.wait_for(lambda: all(agent is not None and agent.jobs() for agent in agents), "a round", WITHIN_S)
+    federation.wait_for(kept.exists, "the round's file", WITHIN_S)
     nonce = submission_nonce(kept)
     federation.hub.process.kill()
     federation.hub.process.wait()
