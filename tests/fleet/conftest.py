@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import threading
@@ -21,6 +22,14 @@ from examples.quickstart.daemon import free_port
 from tests.cli.conftest import clean_environment, wait_for
 from tests.command import Command
 from tests.models import save_tiny
+
+TIMES = int(os.environ.get("EDGED_FLEET_TIMES", "1"))
+"""How often each fault comes."""
+
+
+def chance_of(name: str, time_of_it: int) -> random.Random:
+    """The chance of a fault's n-th time, by EDGED_FLEET_SEED."""
+    return random.Random(f"{os.environ.get('EDGED_FLEET_SEED', '0')} {name} {time_of_it}")
 
 
 def ask(url: str, body: dict[str, Any] | None = None, method: str | None = None) -> tuple[int, Any, dict[str, str]]:

@@ -1,6 +1,7 @@
 """Members that Ray keeps: they register, and whatever of Ray ends, ingress and daemons answer on.
 
 Real processes: two daemons, an ingress, a cluster of two boxes with TLS and a token. Needs edged[fleet] and openssl.
+Each fault comes at a random moment as often as EDGED_FLEET_TIMES says: tools/soak --fleet.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,11 +29,14 @@ import pytest
 from edged.fleet.ray.cluster import STARTED, TEMPORARY, end, writers
 from examples.quickstart.daemon import free_port
 from tests.cli.conftest import clean_environment, edged, wait_for
-from tests.fleet.conftest import Process, ask
+from tests.fleet.conftest import TIMES, Process, ask, chance_of
+from tests.fleet.teaching import pair
 from tests.models import save_tiny
 
 pytest.importorskip("ray", reason="edged[fleet] is not installed")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+TAUGHT = "taught"
+again = pytest.mark.parametrize("time_of_it", range(TIMES))
 
 
 def own_address() -> str:
@@ -95,7 +100,10 @@ class Box:
 
 
 class Stream(threading.Thread):
-    """A client that asks the ingress for one streamed answer after the other, and counts those that were cut."""
+    """A client that asks the ingress for one streamed answer after the other, and teaches a pair after each.
+
+    It counts answers that were whole, and notes those that were cut and pairs that were refused.
+    """
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -111,6 +119,8 @@ class Stream(threading.Thread):
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     text = answer.read().decode()
                 assert "data: [DONE]" in text, text[-300:]
+                status, taken, _ = ask(f"{self.url}/v1/feedback", pair(TAUGHT, self.whole))
+                assert status == 200, taken
                 self.whole += 1
             except Exception as error:
                 self.cut.append(repr(error))
@@ -119,7 +129,12 @@ class Stream(threading.Thread):
         """Wait until two answers more are whole; none was cut."""
         before = self.whole
         wait_for(lambda: self.whole >= before + 2 or bool(self.cut), "no answers")
-        assert not self.cut
+        assert not self.cut, self.cut
+
+    def goes_on_until(self, moment: float) -> None:
+        """Wait so many seconds more, at a fault's random moment."""
+        self.goes_on()
+        time.sleep(moment)
 
 
 class Cluster:
@@ -213,6 +228,17 @@ def stream(cluster: Cluster) -> Iterator[Stream]:
     assert not asking.cut
 
 
+def learned_once(cluster: Cluster, pairs: int) -> bool:
+    """Whether each of these pairs is in the feedback of one node, once, and none waits."""
+    found: Counter[str] = Counter()
+    for box in (cluster.a, cluster.b):
+        if ask(f"{box.url}/v1/status")[1]["finetune"]["pairs_queued"]:
+            return False
+        with urllib.request.urlopen(f"{box.url}/v1/feedback?user={TAUGHT}") as answer:
+            found.update(json.loads(line)["chosen"] for line in answer.read().decode().splitlines())
+    return found == Counter({pair("", number)["chosen"]: 1 for number in range(pairs)})
+
+
 def test_nothing_that_is_used_of_ray_is_alpha() -> None:
     from ray import serve
 
@@ -260,19 +286,22 @@ def test_a_client_without_the_cluster_s_token_is_refused(cluster: Cluster, tmp_p
     assert "AuthenticationError" in done.stderr
 
 
-def test_a_killed_ingress_is_started_again_and_knows_its_members(cluster: Cluster) -> None:
+@again
+def test_a_killed_ingress_is_started_again_and_knows_its_members(cluster: Cluster, time_of_it: int) -> None:
+    time.sleep(chance_of("the ingress by Ray", time_of_it).uniform(0.0, 4.0))
     (before,) = writers(cluster.a.data / "ray" / STARTED)
     before.kill()
     wait_for(lambda: not before.is_running() or before.status() == psutil.STATUS_ZOMBIE)
     wait_for(lambda: cluster.states().keys() == {"a", "b"}, cluster.a.ray.log)
 
 
+@again
 @pytest.mark.parametrize("name", ["ServeReplica:Node:Node", "ServeReplica:Ingress:Ingress", "ServeController"])
 def test_a_killed_replica_or_controller_comes_again_and_no_answer_is_cut(
-    cluster: Cluster, stream: Stream, name: str
+    cluster: Cluster, stream: Stream, name: str, time_of_it: int
 ) -> None:
+    stream.goes_on_until(chance_of(name, time_of_it).uniform(0.0, 4.0))
     name = f"ray::{name}"
-    stream.goes_on()
     before = cluster.a.process(name)
     assert before is not None
     before.kill()
@@ -282,9 +311,11 @@ def test_a_killed_replica_or_controller_comes_again_and_no_answer_is_cut(
     stream.goes_on()
 
 
+@again
 def test_a_box_whose_raylet_is_killed_joins_again_and_finds_the_daemon_that_it_started(
-    cluster: Cluster, stream: Stream
+    cluster: Cluster, stream: Stream, time_of_it: int
 ) -> None:
+    stream.goes_on_until(chance_of("raylet", time_of_it).uniform(0.0, 4.0))
     (daemon,) = writers(cluster.b.data / "ray" / STARTED)
     cluster.b.kill("raylet")
     assert cluster.b.ended() == 1
@@ -295,9 +326,11 @@ def test_a_box_whose_raylet_is_killed_joins_again_and_finds_the_daemon_that_it_s
     assert writers(cluster.b.data / "ray" / STARTED) == [daemon]
 
 
+@again
 def test_a_minute_after_the_gcs_all_answer_and_the_cluster_is_whole_after_its_restart(
-    cluster: Cluster, stream: Stream
+    cluster: Cluster, stream: Stream, time_of_it: int
 ) -> None:
+    stream.goes_on_until(chance_of("gcs", time_of_it).uniform(0.0, 4.0))
     cluster.a.kill("gcs_server")
     since = time.monotonic()
     assert cluster.a.ended() == 1
@@ -313,6 +346,7 @@ def test_a_minute_after_the_gcs_all_answer_and_the_cluster_is_whole_after_its_re
 def test_a_box_that_leaves_is_no_member_and_what_ray_started_there_ends(cluster: Cluster, stream: Stream) -> None:
     stream.stop = True
     stream.join(60)
+    wait_for(lambda: learned_once(cluster, stream.whole), "not each pair once")
     leave(cluster.b)
     assert cluster.states() == {"a": "up"}
     leave(cluster.a)

@@ -24,11 +24,9 @@ import pytest
 
 from benchmarks.soak.faults import fill
 from tests.cli.conftest import wait_for
-from tests.fleet.conftest import Fleet, all_come_up, ask, run_fleet
+from tests.fleet.conftest import TIMES, Fleet, all_come_up, ask, chance_of, run_fleet
 from tests.fleet.teaching import exported, lease, pair, teach, wait_for_copy, writers
 
-TIMES = int(os.environ.get("EDGED_FLEET_TIMES", "1"))
-SEED = os.environ.get("EDGED_FLEET_SEED", "0")
 NODES = "abc"
 LOST = (OSError, http.client.HTTPException)
 Fault = Callable[[Fleet, "Load", random.Random], float]
@@ -286,7 +284,7 @@ def whole(fleet: Fleet) -> Iterator[None]:
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("time_of_it", range(TIMES))
 def test_nothing_acknowledged_is_lost_or_learned_twice(fleet: Fleet, name: str, time_of_it: int) -> None:
-    chance = random.Random(f"{SEED} {name} {time_of_it}")
+    chance = chance_of(name, time_of_it)
     with Load(fleet) as load:
         time.sleep(chance.uniform(0.5, 4.0))
         took_s = FAULTS[name](fleet, load, chance)
