@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from edged.fleet.credentials import tls_of, token_of
-from edged.fleet.ray.cluster import STARTED, folder_of
+from edged.fleet.ray.cluster import STARTED, folder_of, writers
 from edged.fleet.state_file import lock_file
 from edged.settings.load import Settings, load_settings
 from edged.store.data_dir import data_folder
@@ -31,7 +31,7 @@ log = logging.getLogger("ray.serve")  # what a replica's log shows
 EACH_S = 1.0
 """Seconds between two registrations, two looks at a child, and two checks of a replica's health."""
 _START_AGAIN_S = 15.0
-"""Seconds before a child that holds no lock is started again: a daemon loads torch before it takes its lock."""
+"""Seconds between two starts of a child that ends at once."""
 _ANSWER_S = 2.0
 _BOXES = 50
 """Replicas of `Node`; those that have no box yet wait, so that a box that joins has one without a driver's doing."""
@@ -109,7 +109,8 @@ class Child:
 
     def __init__(self, arguments: list[str], lock: Path, settings: Settings) -> None:
         """`lock` is the file that the program holds locked while it runs."""
-        self.arguments, self.lock, self._folder = arguments, lock, folder_of(settings) / STARTED
+        self.arguments, self.lock = arguments, lock
+        self._log = folder_of(settings) / STARTED / f"{'-'.join(arguments)}.log"
         self._started_s = -_START_AGAIN_S
 
     async def keep(self) -> None:
@@ -118,15 +119,17 @@ class Child:
             return
         self._started_s = time.monotonic()
         await asyncio.to_thread(self._start)
-        log.info("edged %s is started", " ".join(self.arguments))
 
     def _start(self) -> None:
+        if writers(self._log):
+            return  # it loads torch before it takes its lock, which takes minutes on a busy box
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Forked once more, so that it is no child of a worker: Ray ends those with the worker.
         command = ["setsid", "--fork", sys.executable, "-P", "-m", "edged.cli", *self.arguments]
-        with (self._folder / f"{'-'.join(self.arguments)}.log").open("ab") as output:
+        with self._log.open("ab") as output:
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=kept, check=True)
+        log.info("edged %s is started", " ".join(self.arguments))
 
     def _runs(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
