@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from edged.align.taste.model import Taste
 from edged.api.drawing import Draw, Drawing
 from edged.api.services import Services
-from edged.api.tastes import is_sure, is_sure_of
+from edged.api.tastes import is_sure
 from edged.engine.request import EngineBusy, Event, FinishEvent, FinishReason, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.scheduler.cost.prices import Load
@@ -33,16 +33,10 @@ class Chooser:
     rows: int
 
     def ranked(self, answers: Sequence[tuple[str, bool]]) -> list[int]:
-        """Return the numbers of answers, each a text and whether whole, the one that the user likes best first.
-
-        Under auto they keep their order where the taste model is not sure of them.
-        """
-        order = range(len(answers))
-        if self.rows > 1 and not is_sure_of(self.taste, self.question, [text for text, _ in answers]):
-            return [*order]
+        """Return the numbers of answers, each a text and whether whole, the one that the user likes best first."""
         scores = self.taste.scores(self.question, [text for text, _ in answers], [ended for _, ended in answers])
         # An empty answer is chosen where there is no other.
-        return sorted(order, key=lambda at: (bool(answers[at][0].strip()), scores[at]), reverse=True)
+        return sorted(range(len(answers)), key=lambda at: (bool(answers[at][0].strip()), scores[at]), reverse=True)
 
 
 def may_choose(services: Services, sampling: Sampling, stream: bool) -> bool:

@@ -15,9 +15,12 @@ from edged.store import Store
 from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
-_SURE, _FEW = 0.52, 10
-"""The share of choices of one of two that are the user's from which on a taste model decides, and the number of prompts
-from which on it is asked for each topic apart."""
+_SURE = 0.48
+"""The share of choices of one of two that are the user's from which on a taste model decides: a test of some twenty
+signals, a few of them wrong, is off by a tenth."""
+_SURE_OF, _FEW = 0.52, 10
+"""That share under prompts like the one at hand from which on practice follows the taste there, and the number of
+prompts from which on it is asked."""
 _MOST_KEPT = 256
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
 _ALIKE, _SLOPE = 0.1, 4.0
@@ -32,8 +35,8 @@ def is_sure(taste: Taste) -> bool:
 
 
 def is_sure_of(taste: Taste, question: str, answers: Sequence[str]) -> bool:
-    """Whether it is sure of these answers, too: what was liked under other topics may not count under this."""
-    return taste.prompts < _FEW or taste.sure_of(question, answers) > _SURE
+    """Whether practice may follow it here, too: what was liked under other topics may not count under this."""
+    return taste.prompts < _FEW or taste.sure_of(question, answers) > _SURE_OF
 
 
 class Tastes:

@@ -32,7 +32,7 @@ _HALF_LIFE_PICKS = 40
 _HALF_LIFE_S = 180 * 86_400
 _BIAS_STD = 1.0
 """The prior's standard deviation of the threshold of ratings alone."""
-_GENERAL = 0.5
+_GENERAL = 0.3
 """Share of the prior's variance that all prompts have in common; the rest is their topic's."""
 _TOPIC_DIMS = 6
 _EVIDENCE = 3.5
@@ -51,6 +51,8 @@ _AS_EXPECTED = 0.6
 _LOCAL, _ELSEWHERE_PICKS = 6, 3
 """How much more the picks under a like prompt tell of a prompt: the exponent of their cosine; and as how many of them
 all picks together count."""
+_SHARES = np.linspace(0.05, 0.95, 19)
+"""Shares of the answers of picks that thresholds of liking have under them."""
 _NEWEST_EDITS = 5
 """The newest edits by which it is told whether they are wanted under a prompt."""
 
@@ -252,7 +254,8 @@ class Taste:
         """The slope and the threshold of liking that explain best what was chosen of what, with prompts left out.
 
         Of several answers one that is liked is chosen, any of them, and any at all where none is liked. A person takes
-        one answer in ten for what it is not.
+        one answer in ten for what it is not. The prior of the share of answers under the threshold is Beta(2, 2):
+        signals that tell nothing leave it at half, not at an end.
         """
         design = self._design
         picks: list[np.ndarray] = []
@@ -271,11 +274,11 @@ class Taste:
         starts = np.cumsum([0, *map(len, picks[:-1])])
         best, found = -math.inf, (1.0, 0.0)
         for slope in np.array([0.25, 0.5, 1, 2, 4, 8]) / (scores.std() + 0.1):
-            for threshold in np.quantile(scores, np.linspace(0.05, 0.95, 19)):
+            for share, threshold in zip(_SHARES, np.quantile(scores, _SHARES), strict=True):
                 liked = 0.1 + 0.8 * _sigmoid(slope * (scores - threshold))
                 first, all_of_pick = liked[starts], np.add.reduceat(liked, starts)
                 fits = np.where(rated < 0, first, np.where(rated > 0, 1 - first, first / all_of_pick))
-                if (value := float(np.log(fits).sum())) > best + 1e-9:
+                if (value := float(np.log(fits).sum()) + math.log(share * (1 - share))) > best + 1e-9:
                     best, found = value, (float(slope), float(threshold))
         return found
 

@@ -64,6 +64,18 @@ def test_it_is_sure_of_a_taste_and_not_of_chance():
     assert Taste.fit([]).sure == 0.5
 
 
+def test_signals_by_chance_do_not_tell_that_all_answers_are_liked():
+    """Without a prior of the threshold by which answers are liked this person likes .83 of them."""
+    rng, opinions = random.Random(4), []
+    for number in range(20):
+        answers = [answer(random.Random(f"4 {number} {k}"), rng.choice("!..?")) for k in range(4)]
+        chosen = answers[rng.randrange(4)]
+        opinions += [Opinion(prompt(number), chosen, other, 1.0, number) for other in answers if other != chosen]
+    taste = Taste.fit(opinions)
+    likes = [taste.likes(prompt(n), answer(random.Random(n), "!.?."[n % 4])) for n in range(1000, 1040)]
+    assert 0.4 < np.mean(likes) < 0.7
+
+
 def test_signals_that_contradict_each_other_leave_it_unsure():
     there = picks(6)
     back = [Opinion(each.prompt, each.rejected, each.chosen, 1.0, each.at_s) for each in there]
