@@ -263,9 +263,7 @@ class Taste:
         for fit, group in self._left_out:
             for event in np.unique(design.events[group]):
                 told = group[design.events[group] == event]
-                texts = dict.fromkeys(
-                    getattr(design.opinions[i], side) for side in ("chosen", "rejected") for i in told
-                )
+                texts = dict.fromkeys(t for i in told for t in (design.opinions[i].chosen, design.opinions[i].rejected))
                 picks.append(fit.utilities(design.opinions[told[0]].prompt, [text for text in texts if text]))
                 alone.append(design.signs[told[0]])
         if not picks:
