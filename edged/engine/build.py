@@ -17,7 +17,7 @@ from edged.engine.attention.selection import Backends, pick_lora_kernel, pick_pa
 from edged.engine.kv.offload import pick_offload
 from edged.engine.kv.store import PagedKv
 from edged.engine.kv_pages import KvPages
-from edged.engine.lora_selftest import selftest_lora
+from edged.engine.lora_selftest import selftest_once
 from edged.engine.model.cpu_layers import shorten_layers
 from edged.engine.model.loading import ModelRefused
 from edged.engine.model.memory_model import (
@@ -70,7 +70,8 @@ _PLAIN_OPERATIONS = 256
 
 
 def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelRunner:
-    """Build the runner of a loaded model from settings, policy and device; `folder` is for evicted prefixes.
+    """Build the runner of a loaded model from settings, policy and device; `folder` is for evicted prefixes, and has
+    the self-test that was passed.
 
     Raises ModelRefused with the reason.
     """
@@ -83,7 +84,7 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     kernels = kernels_of(settings.model)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
-    selftest_lora(model, settings.align, settings.align.max_active_adapters)
+    selftest_once(model, settings.align, settings.align.max_active_adapters, folder)
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     why_not_lora = pick_lora_kernel(model.lora, kernels)

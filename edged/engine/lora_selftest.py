@@ -1,15 +1,21 @@
 """The self-test of LoRA at start: two adapters in mixed batches against transformers' own forward, and a small DPO
 step in both ways of units against autograd. What fails is the reason why the model is not trained."""
 
+import contextlib
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 
+import edged
 from edged.align.adapters.adapter import AdapterState
 from edged.align.adapters.form import LoraSpec
 from edged.align.dpo.adapter_step import AdapterStep
@@ -27,10 +33,13 @@ from edged.engine.model.layer_access import LayerTap, PagedDecoder
 from edged.engine.model.served_model import ServedModel
 from edged.engine.model_runner import capture_plan_of, segments_of
 from edged.runtime import logs
+from edged.runtime.durable import write_whole
 from edged.settings.live import Live
 from edged.settings.load import AlignSettings, Settings
 
 log = logging.getLogger("edged.engine")
+PASSED = "lora_selftest.json"
+"""The file of a data folder that says which self-test was passed last, and what linears it unwrapped."""
 _PROMPT, _CHOSEN, _REJECTED = 5, 3, 4
 _PAGE, _PAGES = 4, 8
 _WINDOW = 8
@@ -39,6 +48,45 @@ _UPDATE = 0.1
 """Standard deviation of the adapters' B, which make updates about half as large as the base's outputs."""
 _ROUNDING = 0.25
 """Largest difference of gradients in 16 bits, relative to their norm; a part that is lost makes more."""
+
+
+def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: Path) -> None:
+    """Run the self-test, unless `folder` says that this model passed it on this device, by this very code."""
+    file, subject, before = folder / PASSED, _subject(model, align, slots), model.adaptable
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        passed = json.loads(file.read_text("utf-8"))
+        if passed["subject"] == subject:
+            if passed["unwrapped"]:
+                model.adaptable -= set(passed["unwrapped"])
+                model.attach_lora(align, slots)
+            return
+    selftest_lora(model, align, slots)
+    if not model.trainable_error:
+        passed = {"subject": subject, "unwrapped": sorted(before - model.adaptable)}
+        # Where it cannot be written the next start tests again.
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(file, json.dumps(passed))
+
+
+def _subject(model: ServedModel, align: AlignSettings, slots: int) -> str:
+    """Return a hash of all that the self-test's result depends on."""
+    cuda = model.device.type == "cuda"
+    device = torch.cuda.get_device_name(model.device) if cuda else torch.backends.cpu.get_cpu_capability()
+    about = (
+        *(model.fingerprint, model.config.to_json_string(), model.dtype, device, min(slots, 2)),
+        *(align.rank, align.alpha, align.target_modules, torch.__version__, transformers.__version__, _code()),
+    )
+    return hashlib.sha256(repr(about).encode()).hexdigest()
+
+
+@cache
+def _code() -> str:
+    """Return a hash of edged's own code."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(edged.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def selftest_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:

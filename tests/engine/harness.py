@@ -14,12 +14,16 @@ import numpy as np
 
 from edged.align.feedback.pair import Record, TokenPair
 from edged.engine.engine import Engine
+from edged.engine.lora_selftest import PASSED
 from edged.engine.request import Event, FinishEvent, Request, TokenEvent
 from edged.engine.sampling.params import Sampling
 from edged.governors.limits import EngineLimits
 from edged.settings.load import Settings, load_settings
 from tests.cache.integrity import check_trie
 from tests.models import DEVICE, save_tiny
+
+PASSED_BY_KIND: dict[str, bytes] = {}
+"""The self-test that a model of a kind passed last: an engine of the same does without, as a daemon that restarts."""
 
 
 class Client:
@@ -97,8 +101,13 @@ def running_engine(
     overrides = {"model.device": str(DEVICE), "model.dtype": "float32", "cache.page_size": 8, "cache.memory_mb": 4}
     overrides |= {key.replace("__", "."): value for key, value in settings.items()}
     made: Settings = load_settings(environ={}, overrides=overrides)
-    client = Client()
-    engine = BuiltEngine.build(made, model, client.deliver, client.journal, tmp_path / data)
+    client, passed = Client(), tmp_path / data / PASSED
+    passed.parent.mkdir(exist_ok=True)
+    if PASSED_BY_KIND.get(kind):
+        passed.write_bytes(PASSED_BY_KIND[kind])
+    engine = BuiltEngine.build(made, model, client.deliver, client.journal, passed.parent)
+    if passed.exists():
+        PASSED_BY_KIND[kind] = passed.read_bytes()
     engine.start()
     try:
         yield engine, client

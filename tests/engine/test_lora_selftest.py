@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from edged.engine import lora_selftest
 from edged.engine.attention.paged import IMPLEMENTATION
-from edged.engine.lora_selftest import selftest_lora
+from edged.engine.lora_selftest import selftest_lora, selftest_once
 from edged.engine.model.served_model import ServedModel
 from edged.settings.load import AlignSettings
 from tests.models import tiny_model
@@ -71,13 +73,18 @@ class TwoValues(Wrapped):
         return self.inner(x)
 
 
-def tried(kind: type[Wrapped] | None, dtype: torch.dtype = torch.float32, **changes: Any) -> ServedModel:
+def served(kind: type[Wrapped] | None, dtype: torch.dtype = torch.float32, **changes: Any) -> ServedModel:
     base = tiny_model(**changes).to(dtype)
     if kind is not None:
         base.model.layers[1].mlp = kind(base.model.layers[1].mlp).to(dtype)
     base.requires_grad_(False).set_attn_implementation(IMPLEMENTATION)
     model = ServedModel(base)
     model.attach_lora(ALIGN, 3)
+    return model
+
+
+def tried(kind: type[Wrapped] | None, dtype: torch.dtype = torch.float32, **changes: Any) -> ServedModel:
+    model = served(kind, dtype, **changes)
     selftest_lora(model, ALIGN, 3)
     return model
 
@@ -125,3 +132,56 @@ def test_where_requests_with_an_adapter_would_fail_the_base_alone_is_served() ->
     )
     assert not model.lora.linears
     assert all("base" not in name for name, _ in model.model.named_modules())
+
+
+@pytest.fixture
+def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[ServedModel]:
+    """The models that were tested."""
+    run: list[ServedModel] = []
+
+    def noted(model: ServedModel, *arguments: Any) -> None:
+        run.append(model)
+        selftest_lora(model, *arguments)
+
+    monkeypatch.setattr(lora_selftest, "selftest_lora", noted)
+    return run
+
+
+@pytest.mark.parametrize("kind", [None, RanksAlone])
+def test_a_test_that_was_passed_is_not_run_again(
+    kind: type[Wrapped] | None, tests_run: list[ServedModel], tmp_path: Path
+) -> None:
+    models = [served(kind) for _ in range(2)]
+    for model in models:
+        selftest_once(model, ALIGN, 3, tmp_path)
+    assert models[0] in tests_run
+    assert models[1] not in tests_run
+    assert models[0].lora.linears.keys() == models[1].lora.linears.keys()
+    assert models[0].adaptable == models[1].adaptable
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": 8}, {"target_modules": ["q_proj"]}, {"dtype": torch.bfloat16}, {"rms_norm_eps": 1e-3}, {"file": "{"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_it_is_run_again_for_whatever_else_it_would_be_of(
+    change: dict[str, Any], tests_run: list[ServedModel], tmp_path: Path
+) -> None:
+    selftest_once(served(None), ALIGN, 3, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(change.get("file", file.read_text()))
+    align = ALIGN.model_copy(update={key: value for key, value in change.items() if key in ("rank", "target_modules")})
+    model = served(None, **{key: value for key, value in change.items() if key in ("dtype", "rms_norm_eps")})
+    model.attach_lora(align, 3)
+    selftest_once(model, align, 3, tmp_path)
+    assert tests_run[1:] == [model]
+
+
+def test_one_that_was_failed_is_run_again(tests_run: list[ServedModel], tmp_path: Path) -> None:
+    for _ in range(2):
+        model = served(TwoValues)
+        selftest_once(model, ALIGN, 3, tmp_path)
+        assert model.trainable_error
+    assert len(tests_run) == 2
+    assert not list(tmp_path.iterdir())
