@@ -51,8 +51,9 @@ _ROUNDING = 0.25
 
 
 def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: Path) -> None:
-    """Run the self-test, unless `folder` says that this model passed it on this device, by this very code."""
+    """Run the self-test, unless `folder` says that this model passed all of it on this device, by this very code."""
     file, subject, before = folder / PASSED, _subject(model, align, slots), model.adaptable
+    keeps_lean = model.shape.keeps_lean
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         passed = json.loads(file.read_text("utf-8"))
         if passed["subject"] == subject:
@@ -61,7 +62,7 @@ def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: 
                 model.attach_lora(align, slots)
             return
     selftest_lora(model, align, slots)
-    if not model.trainable_error:
+    if not model.trainable_error and model.shape.keeps_lean == keeps_lean:
         passed = {"subject": subject, "unwrapped": sorted(before - model.adaptable)}
         # Where it cannot be written the next start tests again.
         with contextlib.suppress(OSError):

@@ -178,10 +178,13 @@ def test_it_is_run_again_for_whatever_else_it_would_be_of(
     assert tests_run[1:] == [model]
 
 
-def test_one_that_was_failed_is_run_again(tests_run: list[ServedModel], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [TwoValues, CutsGradient, RefusesModes])
+def test_one_that_was_not_passed_whole_is_run_again(
+    kind: type[Wrapped], tests_run: list[ServedModel], tmp_path: Path
+) -> None:
     for _ in range(2):
-        model = served(TwoValues)
+        model = served(kind)
         selftest_once(model, ALIGN, 3, tmp_path)
-        assert model.trainable_error
+        assert model.trainable_error or not model.shape.keeps_lean
     assert len(tests_run) == 2
     assert not list(tmp_path.iterdir())
