@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from statistics import fmean
 from typing import Literal
 
@@ -125,15 +126,25 @@ class PreferenceChange:
         return f"{summary}, for answers {abs(mean):.0f} tokens {'longer' if mean > 0 else 'shorter'}"
 
 
+class AdapterHealth(Enum):
+    """What is held of an adapter's current version."""
+
+    SOUND = "sound"
+    """Nothing speaks against it; it is tested in its turn."""
+    SUSPECT = "suspect"
+    """It is tested before the adapter's next step, since it or a pair is strange."""
+    WITHDRAWN = "withdrawn"
+    """It is bad, and another one is read to take its place: nothing begins with it."""
+
+
 @dataclass(slots=True)
 class GuardState:
     """The guard's state of one adapter: versions tested, the version to restore, and how large steps may be."""
 
+    health: AdapterHealth = AdapterHealth.SOUND
     tested_version: int = -1
     fully_tested: int = 0
     """The version last tested with all held-out pairs."""
-    test_soon: bool = False
-    """Whether the current version is to be tested before the next step, since it or a pair is strange."""
     not_finite_version: int = -1
     """The latest version that answered with numbers that are not finite."""
     withdrawn: set[int] = field(default_factory=set)
@@ -164,6 +175,21 @@ class GuardState:
     """Change of neutral text's NLL of the baseline version, not under 0; None: not measured."""
     baseline_kl_nats: float | None = None
     """Highest KL to the base at a test of the baseline version, or of its weights; None: not measured."""
+
+    def request_test(self) -> None:
+        """Have the current version tested before the next step; one that was withdrawn is replaced instead."""
+        if self.health is not AdapterHealth.WITHDRAWN:
+            self.health = AdapterHealth.SUSPECT
+
+    def take_test(self, version: int) -> None:
+        """Take in that a version was tested, or that its test was given up."""
+        self.tested_version = version
+        if self.health is AdapterHealth.SUSPECT:
+            self.health = AdapterHealth.SOUND
+
+    def is_untested(self, version: int) -> bool:
+        """Whether an adapter's current version is not known to be sound."""
+        return version != self.tested_version or self.health is not AdapterHealth.SOUND
 
     def measure_baseline(self, score: TestScore) -> None:
         """Take in a test of the baseline version's weights: later versions are judged by it."""

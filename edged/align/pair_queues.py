@@ -14,7 +14,7 @@ from edged.align.dpo.evaluation import HeldOutEvaluation
 from edged.align.dpo.step import DpoStep
 from edged.align.feedback.outliers import OutlierDetector, OutlierHistory
 from edged.align.feedback.pair import PairRetired, PairScored, PairState, Record, TokenPair, is_practice
-from edged.align.guard import MIN_PAIRS, GuardState, PreferenceChange
+from edged.align.guard import MIN_PAIRS, AdapterHealth, GuardState, PreferenceChange
 from edged.align.starts import StartChoice
 from edged.runtime.token_bucket import TokenBucket
 from edged.settings.live import Live
@@ -178,7 +178,7 @@ class AdapterQueue:
 
     def skip_test(self, version: int) -> None:
         """Give up the failed test of a version; the next versions will be tested."""
-        self.guard.tested_version, self.guard.test_soon = version, False
+        self.guard.take_test(version)
         self.unscored.clear()
         self.practice_versions = 0
 
@@ -369,6 +369,10 @@ class PairQueues:
         self._changed[adapter] = None
         return self.queues[adapter]
 
+    def is_withdrawn(self, adapter: str) -> bool:
+        """Whether the adapter's current version is bad, while another one is read to take its place."""
+        return adapter in self.queues and self.queues[adapter].guard.health is AdapterHealth.WITHDRAWN
+
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)
@@ -453,7 +457,7 @@ class PairQueues:
             return False
         settings = self._settings.current
         behind = self._versions.get(queue.name, 0) - queue.guard.tested_version
-        if (queue.guard.test_soon and behind > 0) or behind >= EVALUATE_EVERY:
+        if queue.guard.health is AdapterHealth.SUSPECT or behind >= EVALUATE_EVERY:
             return True
         if queue.queue:
             return False

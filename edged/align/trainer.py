@@ -71,6 +71,7 @@ class Trainer:
         self.adapter_cache, self._settings = adapter_cache, settings
         self.size = StepSize(settings)
         self.pair_queues = PairQueues(adapter_cache.versions, settings)
+        adapter_cache.is_withdrawn = self.pair_queues.is_withdrawn
         """Queues of pairs, which come in by `submit` and leave by steps."""
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self.trials = TrialQueue(TRIALS, catalogue=start_files.catalogue() if start_files else {})
@@ -213,8 +214,7 @@ class Trainer:
 
     def request_test(self, adapter: str) -> None:
         """Have the adapter's current version tested before its next step."""
-        guard = self.pair_queues[adapter].guard
-        guard.tested_version, guard.test_soon = -1, True
+        self.pair_queues[adapter].guard.request_test()
 
     # -- work out ----------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Trainer:
 
     def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
-        untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
+        untested = state.version > 0 and guard.is_untested(state.version) and self.pair_queues.testable(queue)
         scale = guard.lr_scale * guard.lr_scale_margin
         return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested, align=align)
 
@@ -325,7 +325,7 @@ class Trainer:
         if adapter_step.doubted:
             # The version is tested before pairs are quarantined: to a broken version every pair looks strange.
             queue.put_back(adapter_step.fresh)
-            guard.test_soon = True
+            guard.request_test()
             return
         self.records += adapter_step.scores
         self._ask_starts(queue, adapter_step.scores)
@@ -372,7 +372,8 @@ class Trainer:
         self.versions.publish(queue, adapter_step.version, reason, **adapter_step.figures(seconds))
         drops = [score.drop_nats for score in adapter_step.scores]
         # New pairs show at no cost that the language may be broken; the test makes sure.
-        guard.test_soon |= bool(drops) and sum(drops) / len(drops) > self._settings.current.guard.max_kl_nats / 2
+        if drops and sum(drops) / len(drops) > self._settings.current.guard.max_kl_nats / 2:
+            guard.request_test()
         if verdict:
             guard.change = None
         if change is not None and verdict == "confusion":
@@ -460,7 +461,7 @@ class Trainer:
         if queue is self.rounds:
             self.rounds.take_test(test.scores)
             return
-        guard.tested_version, guard.test_soon = test.version, False
+        guard.take_test(test.version)
         self.size.forgive((queue.name, test.version))
         if test.neutral:
             self.pair_queues.neutral = test.neutral

@@ -10,7 +10,7 @@ from edged.align.adapters.adapter import AdapterError, AdapterState
 from edged.align.adapters.adapter_cache import AdapterCache
 from edged.align.adapters.loader import OnRead
 from edged.align.feedback.pair import START_REASON, VersionPublished
-from edged.align.guard import TestScore, broken_language, lost_accuracy, lr_scale_margin
+from edged.align.guard import AdapterHealth, TestScore, broken_language, lost_accuracy, lr_scale_margin
 from edged.align.pair_queues import AdapterQueue, PairQueues
 from edged.settings.load import GuardSettings
 from edged.tensors.host_copy import HostCopies
@@ -101,7 +101,7 @@ class Versions:
         self._adapter_cache.files.protect(adapter, guard.baseline_version)
         if reason.startswith(START_REASON):
             # Nobody has tested it with this user's pairs.
-            guard.tested_version, guard.test_soon = -1, True
+            guard.request_test()
         return self._adapter_cache.version(adapter)
 
     def adopt(self, state: AdapterState, after: int, reason: str) -> int:
@@ -113,6 +113,7 @@ class Versions:
         adapter = state.name
         parent = self._adapter_cache.version(adapter)
         self._adapter_cache.replace(state, after)
+        self._pair_queues[adapter].guard.health = AdapterHealth.SOUND
         self.publish(self._pair_queues[adapter], parent, reason)
         return state.version
 
@@ -128,7 +129,8 @@ class Versions:
             queue.detector.forget_norms()
         self._adapter_cache.replace(state)
         guard = queue.guard
-        guard.tested_version, guard.restored_version, guard.restored_at_step = state.version, version or 0, queue.steps
+        guard.health, guard.tested_version = AdapterHealth.SOUND, state.version
+        guard.restored_version, guard.restored_at_step = version or 0, queue.steps
         queue.practice_versions = 0
         self.publish(queue, parent, reason, restored=version)
 
@@ -192,7 +194,8 @@ class Versions:
             return True
         guard = self._pair_queues[adapter].guard
         if guard.not_finite_version != version:
-            guard.not_finite_version, guard.tested_version, guard.test_soon = version, -1, True
+            guard.not_finite_version = version
+            guard.request_test()
         return False
 
     def withdraw(self, adapter: str, reason: str, then: Callable[[], None] = lambda: None, first: int = 0) -> None:
@@ -202,10 +205,10 @@ class Versions:
         untrained weights; the baseline's files stay, so that it is the last. A restored version is tested next. `then`
         is called when it is published, unless the adapter is forgotten before.
         """
-        if adapter in self._adapter_cache.withdrawn:
-            return
         queue, bad = self._pair_queues[adapter], self._adapter_cache.version(adapter)
         guard = queue.guard
+        if guard.health is AdapterHealth.WITHDRAWN:
+            return
         guard.withdrawn.add(bad)
         if queue.steps == guard.restored_at_step:
             # The current version still has the weights of the restored one.
@@ -227,18 +230,17 @@ class Versions:
             if done is None:
                 return
             if self._adapter_cache.version(adapter) == bad:
-                self._adapter_cache.withdrawn.discard(adapter)
                 # Asked for anew: what changes here may make work due.
                 queue = self._pair_queues[adapter]
                 if (error := done.exception()) is not None:
                     log.error("version %d of %s stays, though %s: %s", bad, adapter, reason, error)
                     guard.withdrawn.discard(bad)
-                    guard.tested_version, guard.test_soon = -1, True
+                    guard.health = AdapterHealth.SUSPECT
                     return
                 self._restore_good(queue, *done.result(), reason)
             then()
 
-        self._adapter_cache.withdrawn.add(adapter)
+        guard.health = AdapterHealth.WITHDRAWN
         self._read(adapter, read, take)
 
     def _restore_good(self, queue: AdapterQueue, state: AdapterState, version: int, reason: str) -> None:
@@ -247,7 +249,7 @@ class Versions:
         if version:
             # It may have passed with other held-out pairs than the current ones: only one that passes all is trained
             # on.
-            guard.tested_version, guard.test_soon, guard.fully_tested = -1, True, 0
+            guard.health, guard.fully_tested = AdapterHealth.SUSPECT, 0
 
     def _read_earlier(
         self, adapter: str, before: int, withdrawn: frozenset[int], first: int

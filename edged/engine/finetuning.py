@@ -15,6 +15,7 @@ from edged.align.dpo.step import DpoStep
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import START_REASON, Record, StepSkipped, TokenPair, VersionPublished, is_practice
+from edged.align.guard import AdapterHealth
 from edged.align.jobs import JobPlan
 from edged.align.pair_queues import FinetuneStep
 from edged.align.rounds import ROUNDS, LocalRound
@@ -183,7 +184,8 @@ class StepTable:
         bulk = [open_step for open_step in self.by_task.values() if open_step.task.bulk]
         for open_step in list(bulk):
             queue = self._trainer.pair_queues.queues[open_step.step.adapters[0]]
-            wanted = queue.queue or queue.unscored or queue.guard.test_soon or self._trainer.due_jobs()
+            suspect = queue.guard.health is AdapterHealth.SUSPECT
+            wanted = queue.queue or queue.unscored or suspect or self._trainer.due_jobs()
             if wanted and open_step.practice:
                 self.abandon(queue.name)
                 bulk.remove(open_step)
@@ -400,8 +402,8 @@ class StepTable:
 
     def _end_followed(self) -> None:
         """Drop the pairs of adapters that are followed from now on, where no step of theirs is under way any more."""
-        withdrawn, waiting = self._trainer.adapter_cache.withdrawn, self._ending
-        self._ending = [item for item in waiting if self.under_way(item[0]) or item[0] in withdrawn]
+        is_withdrawn, waiting = self._trainer.adapter_cache.is_withdrawn, self._ending
+        self._ending = [item for item in waiting if self.under_way(item[0]) or is_withdrawn(item[0])]
         for adapter, ended in waiting:
             if (adapter, ended) not in self._ending:
                 version = self._trainer.adapter_cache.version(adapter)

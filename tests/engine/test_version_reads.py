@@ -17,6 +17,7 @@ import torch
 from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import PairRetired, VersionPublished, VersionSaved
+from edged.align.guard import AdapterHealth
 from edged.align.versions import UnknownVersion
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 
@@ -257,7 +258,7 @@ def test_a_withdrawn_version_goes_on_where_nothing_can_be_read_and_is_tested_aga
         withdraw(engine)
         assert ask(engine, client, "after", "ann")[0] == 2
         cache.build = build  # type: ignore[method-assign]
-        assert engine.built.trainer.pair_queues["ann"].guard.test_soon
+        assert engine.built.trainer.pair_queues["ann"].guard.health is AdapterHealth.SUSPECT
         withdraw(engine)
         client.wait(lambda: engine.adapters()["ann"] == 3)
     assert "version 2 of ann stays" in caplog.text

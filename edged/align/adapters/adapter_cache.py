@@ -7,7 +7,7 @@ stall an iteration.
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -39,9 +39,8 @@ class AdapterCache:
         self._places: OrderedDict[str, _Place] = OrderedDict()
         self.versions: dict[str, int] = {}
         """Current version by adapter; 0 for an adapter that has not learned yet."""
-        self.withdrawn: set[str] = set()
-        """Adapters whose current version is bad, while another one is read to take its place: nothing begins with it,
-        as if the adapter were not in memory."""
+        self.is_withdrawn: Callable[[str], bool] = lambda adapter: False
+        """Whether an adapter's current version is bad: nothing begins with it, as if it were not in memory."""
         self._problems: set[str] = set()
         """Problems with files that are in the log already. The loader's thread adds to it, too: at worst one is logged
         twice."""
@@ -65,7 +64,7 @@ class AdapterCache:
 
     def resident(self, adapter: str) -> bool:
         """Whether the adapter's state is in memory, so that `get` reads no files."""
-        return adapter in self._places and adapter not in self.withdrawn
+        return adapter in self._places and not self.is_withdrawn(adapter)
 
     @property
     def crowded(self) -> bool:
@@ -150,12 +149,10 @@ class AdapterCache:
             place = self._places[state.name] = _Place(state, before, before)
         state.version = state.newest_number = max(before, after, state.newest_number, place.state.newest_number) + 1
         place.state, place.saved_at_s = state, -math.inf
-        self.withdrawn.discard(state.name)
 
     def forget(self, adapter: str) -> None:
         """Remove the adapter; its files are hidden until `files.forget` removes them."""
         self._places.pop(adapter, None)
-        self.withdrawn.discard(adapter)
         self._kept = [copied for copied in self._kept if copied.adapter != adapter]
         self.versions.pop(adapter, None)
         self.files.hide(adapter)

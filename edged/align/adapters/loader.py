@@ -47,7 +47,7 @@ class AdapterLoader:
 
     def fetch(self, adapter: str) -> None:
         """Start reading an adapter's state, unless a read is under way; the engine thread takes the result in."""
-        if adapter not in self._reading and adapter not in self._adapter_cache.withdrawn:
+        if adapter not in self._reading and not self._adapter_cache.is_withdrawn(adapter):
             self._reading[adapter] = future = self._thread.submit(self._adapter_cache.load, adapter)
             future.add_done_callback(lambda read: self._post(lambda: self._take(adapter, read)))
 
