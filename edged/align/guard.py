@@ -127,7 +127,7 @@ class PreferenceChange:
 
 
 class AdapterHealth(Enum):
-    """What is held of an adapter's current version."""
+    """The judgement of an adapter's current version."""
 
     SOUND = "sound"
     """Nothing speaks against it; it is tested in its turn."""
