@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.defences import defences
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +25,7 @@ def test_every_defence_names_a_test_that_is_there() -> None:
             assert not test or re.search(rf"def {test}\(", text), f"{file} has no {test}: {row}"
 
 
+@pytest.mark.slow
 def test_a_skipped_test_of_a_defence_fails_in_continuous_integration() -> None:
     name = "tests/api/test_access.py::test_lists_show_ones_own"
     run = f"pytest.main(['-q', '-p', 'no:cacheprovider', '{name}'])"
