@@ -187,10 +187,6 @@ class GuardState:
         if self.health is AdapterHealth.SUSPECT:
             self.health = AdapterHealth.SOUND
 
-    def is_untested(self, version: int) -> bool:
-        """Whether an adapter's current version is not known to be sound."""
-        return version != self.tested_version or self.health is not AdapterHealth.SOUND
-
     def measure_baseline(self, score: TestScore) -> None:
         """Take in a test of the baseline version's weights: later versions are judged by it."""
         if score.nll_change is not None and math.isfinite(score.nll_change):

@@ -373,6 +373,13 @@ class PairQueues:
         """Whether the adapter's current version is bad, while another one is read to take its place."""
         return adapter in self.queues and self.queues[adapter].guard.health is AdapterHealth.WITHDRAWN
 
+    def exchange(self, queue: AdapterQueue) -> None:
+        """Put a queue in the place of its adapter's other one. A version that was withdrawn stays so."""
+        withdrawn = self.is_withdrawn(queue.name)
+        self.forget(queue.name)
+        self.queues[queue.name] = queue
+        queue.guard.health = AdapterHealth.WITHDRAWN if withdrawn else AdapterHealth.SOUND
+
     def forget(self, adapter: str) -> None:
         """Remove the adapter's queue with all its pairs."""
         self.queues.pop(adapter, None)

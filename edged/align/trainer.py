@@ -71,8 +71,8 @@ class Trainer:
         self.adapter_cache, self._settings = adapter_cache, settings
         self.size = StepSize(settings)
         self.pair_queues = PairQueues(adapter_cache.versions, settings)
-        adapter_cache.is_withdrawn = self.pair_queues.is_withdrawn
         """Queues of pairs, which come in by `submit` and leave by steps."""
+        adapter_cache.is_withdrawn = self.pair_queues.is_withdrawn
         self.versions = Versions(adapter_cache, self.pair_queues, self._announce, bring, read)
         self.trials = TrialQueue(TRIALS, catalogue=start_files.catalogue() if start_files else {})
         """Trials of the starts that users may begin with."""
@@ -173,8 +173,7 @@ class Trainer:
         former = self.pair_queues[plan.adapter]
         former = former.former if isinstance(former, JobQueue) else former
         queue = JobQueue(plan.adapter, plan=plan, done=done, former=former)
-        self.pair_queues.forget(plan.adapter)
-        self.pair_queues.queues[plan.adapter] = queue
+        self.pair_queues.exchange(queue)
         self.jobs[plan.adapter] = queue
         return queue.done
 
@@ -194,8 +193,7 @@ class Trainer:
             self.abandon(adapter)
             job = self.jobs.pop(adapter)
             stepped = job.done > 0
-            self.pair_queues.forget(adapter)
-            self.pair_queues.queues[adapter] = job.former
+            self.pair_queues.exchange(job.former)
             self.pair_queues[adapter].guard.baseline_version = baseline_version = (
                 self.adapter_cache.version(adapter) if stepped else 0
             )
@@ -274,7 +272,7 @@ class Trainer:
 
     def _adapter_step(self, queue: AdapterQueue, batch: StepBatch, align: AlignSettings) -> AdapterStep:
         state, guard = self.adapter_cache.get(queue.name), queue.guard
-        untested = state.version > 0 and guard.is_untested(state.version) and self.pair_queues.testable(queue)
+        untested = 0 < state.version != guard.tested_version and self.pair_queues.testable(queue)
         scale = guard.lr_scale * guard.lr_scale_margin
         return AdapterStep(state, batch.fresh, batch.replay, queue.detector, scale, untested, align=align)
 

@@ -113,8 +113,10 @@ class Versions:
         adapter = state.name
         parent = self._adapter_cache.version(adapter)
         self._adapter_cache.replace(state, after)
-        self._pair_queues[adapter].guard.health = AdapterHealth.SOUND
-        self.publish(self._pair_queues[adapter], parent, reason)
+        queue = self._pair_queues[adapter]
+        if queue.guard.health is AdapterHealth.WITHDRAWN:
+            queue.guard.health = AdapterHealth.SOUND
+        self.publish(queue, parent, reason)
         return state.version
 
     def publish_untrained(self, adapter: str) -> None:
@@ -235,7 +237,7 @@ class Versions:
                 if (error := done.exception()) is not None:
                     log.error("version %d of %s stays, though %s: %s", bad, adapter, reason, error)
                     guard.withdrawn.discard(bad)
-                    guard.health = AdapterHealth.SUSPECT
+                    queue.guard.health = AdapterHealth.SUSPECT
                     return
                 self._restore_good(queue, *done.result(), reason)
             then()

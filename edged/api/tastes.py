@@ -15,12 +15,11 @@ from edged.store import Store
 from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
-_SURE = 0.48
-"""The share of choices of one of two that are the user's from which on a taste model decides: a test of some twenty
-signals, a few of them wrong, is off by a tenth."""
+_SURE = 0.5
+"""A taste model decides where more than this share of choices of one of two is the user's. One that could not be tested
+has just this."""
 _SURE_OF, _FEW = 0.52, 10
-"""That share under prompts like the one at hand from which on practice follows the taste there, and the number of
-prompts from which on it is asked."""
+"""Practice follows a taste where more than this share is right under prompts like its own, from so many prompts on."""
 _MOST_KEPT = 256
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
 _ALIKE, _SLOPE = 0.1, 4.0
@@ -35,7 +34,7 @@ def is_sure(taste: Taste) -> bool:
 
 
 def is_sure_of(taste: Taste, question: str, answers: Sequence[str]) -> bool:
-    """Whether practice may follow it here, too: what was liked under other topics may not count under this."""
+    """Whether practice may follow a taste under a question: what is liked under other topics may not count there."""
     return taste.prompts < _FEW or taste.sure_of(question, answers) > _SURE_OF
 
 

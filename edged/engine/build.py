@@ -84,7 +84,10 @@ def build_runner(model: ServedModel, settings: Settings, folder: Path) -> ModelR
     kernels = kernels_of(settings.model)
     threads = CpuThreads(settings.model.threads, model.shape.parameters) if model.device.type == "cpu" else None
     model.attach_lora(settings.align, settings.align.max_active_adapters)
-    selftest_once(model, settings.align, settings.align.max_active_adapters, folder)
+    selftest_once(model, settings.align, settings.align.max_active_adapters, folder, _device_name(model.device))
+    if model.device.type == "cuda":
+        # The K/V pages are counted from what is free.
+        torch.cuda.empty_cache()
     if model.trainable_error:
         log.warning("%s", model.trainable_error)
     why_not_lora = pick_lora_kernel(model.lora, kernels)

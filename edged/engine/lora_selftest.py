@@ -3,8 +3,10 @@ step in both ways of units against autograd. What fails is the reason why the mo
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import transformers
 
 import edged
 from edged.align.adapters.adapter import AdapterState
@@ -50,9 +51,12 @@ _ROUNDING = 0.25
 """Largest difference of gradients in 16 bits, relative to their norm; a part that is lost makes more."""
 
 
-def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: Path) -> None:
-    """Run the self-test, unless `folder` says that this model passed all of it on this device, by this very code."""
-    file, subject, before = folder / PASSED, _subject(model, align, slots), model.adaptable
+def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: Path, device: str) -> None:
+    """Do as `selftest_lora` does. Where `folder` says that all of it was passed on `device`, only unwrap what it did.
+
+    What was passed is kept in `folder`, unless that cannot be written.
+    """
+    file, subject, before = folder / PASSED, _subject(model, align, slots, device), model.adaptable
     keeps_lean = model.shape.keeps_lean
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         passed = json.loads(file.read_text("utf-8"))
@@ -64,28 +68,32 @@ def selftest_once(model: ServedModel, align: AlignSettings, slots: int, folder: 
     selftest_lora(model, align, slots)
     if not model.trainable_error and model.shape.keeps_lean == keeps_lean:
         passed = {"subject": subject, "unwrapped": sorted(before - model.adaptable)}
-        # Where it cannot be written the next start tests again.
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(passed))
 
 
-def _subject(model: ServedModel, align: AlignSettings, slots: int) -> str:
-    """Return a hash of all that the self-test's result depends on."""
-    cuda = model.device.type == "cuda"
-    device = torch.cuda.get_device_name(model.device) if cuda else torch.backends.cpu.get_cpu_capability()
+def _subject(model: ServedModel, align: AlignSettings, slots: int, device: str) -> str:
+    """Return a hash of what the self-test computes with: model, device, adapters, edged's and the model's code, and the
+    versions of all that is installed. Of weights it has `ServedModel.fingerprint`."""
     about = (
         *(model.fingerprint, model.config.to_json_string(), model.dtype, device, min(slots, 2)),
-        *(align.rank, align.alpha, align.target_modules, torch.__version__, transformers.__version__, _code()),
+        *(align.rank, align.alpha, align.target_modules, _installed(), _code(Path(edged.__file__).parent)),
+        _code(Path(inspect.getfile(type(model.model))).parent),
     )
     return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
+def _installed() -> list[str]:
+    """Return the names of installed packages with their versions."""
+    return sorted(found.name for place in sys.path for found in Path(place).glob("*.dist-info"))
+
+
 @cache
-def _code() -> str:
-    """Return a hash of edged's own code."""
+def _code(folder: Path) -> str:
+    """Return a hash of the code below a folder."""
     digest = hashlib.sha256()
-    for path in sorted(Path(edged.__file__).parent.rglob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -115,9 +123,6 @@ def selftest_lora(model: ServedModel, align: AlignSettings, slots: int) -> None:
             model.adaptable -= set(dead)
             model.attach_lora(align, slots)
             selftest_lora(model, align, slots)
-    if model.device.type == "cuda":
-        # The K/V pages are counted from what is free.
-        torch.cuda.empty_cache()
 
 
 def _failure(check: Callable[[], str]) -> str:

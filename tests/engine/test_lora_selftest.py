@@ -134,6 +134,9 @@ def test_where_requests_with_an_adapter_would_fail_the_base_alone_is_served() ->
     assert all("base" not in name for name, _ in model.model.named_modules())
 
 
+DEVICE = "a processor"
+
+
 @pytest.fixture
 def tests_run(monkeypatch: pytest.MonkeyPatch) -> list[ServedModel]:
     """The models that were tested."""
@@ -153,7 +156,7 @@ def test_a_test_that_was_passed_is_not_run_again(
 ) -> None:
     models = [served(kind) for _ in range(2)]
     for model in models:
-        selftest_once(model, ALIGN, 3, tmp_path)
+        selftest_once(model, ALIGN, 3, tmp_path, DEVICE)
     assert models[0] in tests_run
     assert models[1] not in tests_run
     assert models[0].lora.linears.keys() == models[1].lora.linears.keys()
@@ -162,19 +165,26 @@ def test_a_test_that_was_passed_is_not_run_again(
 
 @pytest.mark.parametrize(
     "change",
-    [{"rank": 8}, {"target_modules": ["q_proj"]}, {"dtype": torch.bfloat16}, {"rms_norm_eps": 1e-3}, {"file": "{"}],
+    [
+        *({"rank": 8}, {"target_modules": ["q_proj"]}, {"dtype": torch.bfloat16}, {"rms_norm_eps": 1e-3}, {"seed": 1}),
+        *({"file": "{"}, {"_code": "other"}, {"_installed": ["torch-3.dist-info"]}, {"device": "another processor"}),
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_it_is_run_again_for_whatever_else_it_would_be_of(
-    change: dict[str, Any], tests_run: list[ServedModel], tmp_path: Path
+    change: dict[str, Any], tests_run: list[ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    selftest_once(served(None), ALIGN, 3, tmp_path)
+    selftest_once(served(None), ALIGN, 3, tmp_path, DEVICE)
     (file,) = tmp_path.iterdir()
     file.write_text(change.get("file", file.read_text()))
     align = ALIGN.model_copy(update={key: value for key, value in change.items() if key in ("rank", "target_modules")})
-    model = served(None, **{key: value for key, value in change.items() if key in ("dtype", "rms_norm_eps")})
+    of_model = ("dtype", "rms_norm_eps", "seed")
+    model = served(None, **{key: value for key, value in change.items() if key in of_model})
     model.attach_lora(align, 3)
-    selftest_once(model, align, 3, tmp_path)
+    for name in ("_code", "_installed"):
+        if name in change:
+            monkeypatch.setattr(lora_selftest, name, lambda *_: next(iter(change.values())))
+    selftest_once(model, align, 3, tmp_path, change.get("device", DEVICE))
     assert tests_run[1:] == [model]
 
 
@@ -184,7 +194,7 @@ def test_one_that_was_not_passed_whole_is_run_again(
 ) -> None:
     for _ in range(2):
         model = served(kind)
-        selftest_once(model, ALIGN, 3, tmp_path)
+        selftest_once(model, ALIGN, 3, tmp_path, DEVICE)
         assert model.trainable_error or not model.shape.keeps_lean
     assert len(tests_run) == 2
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,9 @@ from edged.align.adapters.adapter import UnknownAdapter
 from edged.align.feedback.outliers import OutlierHistory
 from edged.align.feedback.pair import PairRetired, VersionPublished, VersionSaved
 from edged.align.guard import AdapterHealth
+from edged.align.jobs import JobPlan
 from edged.align.versions import UnknownVersion
+from edged.settings.load import AlignSettings
 from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 
 SAVED: dict[str, Any] = {"store__save_every_s": 0.001, "store__keep_versions": 50, "guard__held_out_share": 0.0}
@@ -143,6 +145,34 @@ def test_a_withdrawn_version_answers_nobody_while_the_one_before_it_is_read_and_
     assert answered <= {3, 4}
     for name in ("queued", "new"):
         assert client.finished[name].version == 4 or client.ids(name) == good
+
+
+@pytest.mark.parametrize("change", ["a job begins", "a job begins and ends", "a job ends"])
+def test_a_withdrawn_version_answers_nobody_whatever_becomes_of_a_job_meanwhile(tmp_path: Path, change: str) -> None:
+    with running_engine(tmp_path, **SAVED) as (engine, client):
+        learn(engine, client, versions=2)
+        job = JobPlan("job", "ann", AlignSettings(), 64, 16, 1, 0)
+
+        def on_engine(work: Callable[[], Any]) -> None:
+            engine.commands.ask(work).result(20)
+
+        if change == "a job ends":
+            on_engine(lambda: engine.trainer.start_job(job))
+        with slow_disk(engine) as disk:
+            withdraw(engine)
+            assert disk.reading.wait(30)
+            if change != "a job ends":
+                on_engine(lambda: engine.trainer.start_job(job))
+            if change != "a job begins":
+                on_engine(lambda: engine.trainer.end_job("ann"))
+            engine.submit(request("new", PROMPT, adapter="ann"))
+            ask(engine, client, "base")
+            ask(engine, client, "base again")
+            assert "new" not in client.tokens
+        client.wait(lambda: "new" in client.finished)
+        if change == "a job begins":
+            on_engine(lambda: engine.trainer.end_job("ann"))
+        assert ask(engine, client, "after", "ann")[0] == client.finished["new"].version == 3
 
 
 def test_a_rollback_of_an_adapter_that_is_forgotten_meanwhile_says_so_and_brings_nothing_back(tmp_path: Path) -> None:

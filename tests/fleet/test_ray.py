@@ -131,10 +131,10 @@ class Stream(threading.Thread):
         wait_for(lambda: self.whole >= before + 2 or bool(self.cut), "no answers")
         assert not self.cut, self.cut
 
-    def goes_on_until(self, moment: float) -> None:
-        """Wait so many seconds more, at a fault's random moment."""
+    def goes_on_for(self, seconds: float) -> None:
+        """Wait until two answers more are whole, and then so many seconds: until a fault's moment."""
         self.goes_on()
-        time.sleep(moment)
+        time.sleep(seconds)
 
 
 class Cluster:
@@ -229,10 +229,11 @@ def stream(cluster: Cluster) -> Iterator[Stream]:
 
 
 def learned_once(cluster: Cluster, pairs: int) -> bool:
-    """Whether each of these pairs is in the feedback of one node, once, and none waits."""
+    """Whether each of these pairs is in the feedback of one node, once, and none of them is to be learned yet."""
     found: Counter[str] = Counter()
     for box in (cluster.a, cluster.b):
-        if ask(f"{box.url}/v1/status")[1]["finetune"]["pairs_queued"]:
+        finetune = ask(f"{box.url}/v1/status")[1]["finetune"]
+        if finetune["pairs_queued"] or finetune["pairs_waiting"]:
             return False
         with urllib.request.urlopen(f"{box.url}/v1/feedback?user={TAUGHT}") as answer:
             found.update(json.loads(line)["chosen"] for line in answer.read().decode().splitlines())
@@ -300,7 +301,7 @@ def test_a_killed_ingress_is_started_again_and_knows_its_members(cluster: Cluste
 def test_a_killed_replica_or_controller_comes_again_and_no_answer_is_cut(
     cluster: Cluster, stream: Stream, name: str, time_of_it: int
 ) -> None:
-    stream.goes_on_until(chance_of(name, time_of_it).uniform(0.0, 4.0))
+    stream.goes_on_for(chance_of(name, time_of_it).uniform(0.0, 4.0))
     name = f"ray::{name}"
     before = cluster.a.process(name)
     assert before is not None
@@ -316,7 +317,7 @@ def test_a_killed_replica_or_controller_comes_again_and_no_answer_is_cut(
 def test_a_box_whose_raylet_is_killed_joins_again_and_finds_the_daemon_that_it_started(
     cluster: Cluster, stream: Stream, time_of_it: int
 ) -> None:
-    stream.goes_on_until(chance_of("raylet", time_of_it).uniform(0.0, 4.0))
+    stream.goes_on_for(chance_of("raylet", time_of_it).uniform(0.0, 4.0))
     (daemon,) = writers(cluster.b.data / "ray" / STARTED)
     cluster.b.kill("raylet")
     assert cluster.b.ended() == 1
@@ -331,7 +332,7 @@ def test_a_box_whose_raylet_is_killed_joins_again_and_finds_the_daemon_that_it_s
 def test_a_minute_after_the_gcs_all_answer_and_the_cluster_is_whole_after_its_restart(
     cluster: Cluster, stream: Stream, time_of_it: int
 ) -> None:
-    stream.goes_on_until(chance_of("gcs", time_of_it).uniform(0.0, 4.0))
+    stream.goes_on_for(chance_of("gcs", time_of_it).uniform(0.0, 4.0))
     cluster.a.kill("gcs_server")
     since = time.monotonic()
     assert cluster.a.ended() == 1

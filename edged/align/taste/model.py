@@ -32,7 +32,7 @@ _HALF_LIFE_PICKS = 40
 _HALF_LIFE_S = 180 * 86_400
 _BIAS_STD = 1.0
 """The prior's standard deviation of the threshold of ratings alone."""
-_GENERAL = 0.3
+_GENERAL = 0.5
 """Share of the prior's variance that all prompts have in common; the rest is their topic's."""
 _TOPIC_DIMS = 6
 _EVIDENCE = 3.5

@@ -118,11 +118,13 @@ class Child:
 
         It loads torch before it takes its lock, which takes minutes on a busy box: until then it has its log open.
         """
-        if time.monotonic() - self._started_s >= _START_AGAIN_S and not self._runs() and not writers(self._log):
+        if time.monotonic() - self._started_s >= _START_AGAIN_S and not self._runs():
             self._started_s = time.monotonic()
             await asyncio.to_thread(self._start)
 
     def _start(self) -> None:
+        if writers(self._log):
+            return
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_RAY)}
         self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Forked once more, so that it is no child of a worker: Ray ends those with the worker.

@@ -48,6 +48,11 @@ def test_five_picks_show_on_unseen_prompts():
     assert share_liked(Taste.fit(picks(5))) >= 0.9
 
 
+@pytest.mark.parametrize(("count", "sure"), [(1, 0.5), (3, 0.75), (4, 0.75)])
+def test_few_picks_that_agree_are_no_reason_to_doubt_it(count, sure):
+    assert Taste.fit(picks(count)).sure == pytest.approx(sure, abs=0.06)
+
+
 def test_ten_picks_the_other_way_change_its_mind():
     assert share_liked(Taste.fit(picks(20) + picks(10, liked="?", start=20)), "?") >= 0.8
 
