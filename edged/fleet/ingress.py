@@ -191,9 +191,12 @@ class Ingress:
         data: bytes | aiohttp.StreamReader | None,
         has: str = "has what this is about",
     ) -> web.StreamResponse:
-        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there."""
+        """Relay to a node that alone can do it. Raises ApiError (503) where it is away; `has` says what is there.
+
+        A busy node whose feed is silent may still answer: the connection tells whether it does.
+        """
         member = self._member(name)
-        if self.members.reachable(member):
+        if self.members.state(member) not in ("down", "refused"):
             with contextlib.suppress(NodeLost):
                 about = (request, self.session, member, data)
                 return (await relay(*about, learn=lambda head: self._learn(head, Origin(name))))[0]

@@ -11,6 +11,7 @@ import signal
 import socket
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -337,12 +338,19 @@ def test_feedback_and_what_is_held_is_asked_for_by_user(fleet: Fleet) -> None:
 
 
 def test_a_node_that_is_silent_gets_nothing_and_goes_on_afterwards(fleet: Fleet) -> None:
+    user = fleet.user_at("c")
     fleet.nodes["c"].send(signal.SIGSTOP)
     try:
         fleet.wait_for_state("c", "stale")
-        assert all(fleet.chat()[2]["X-Edged-Node"] != "c" for _ in range(9))
+        with ThreadPoolExecutor(1) as other:
+            # Its home alone can take it, and is not gone.
+            taken = other.submit(ask, f"{fleet.url}/v1/feedback", pair(user, 1))
+            assert all(fleet.chat()[2]["X-Edged-Node"] != "c" for _ in range(9))
+            fleet.nodes["c"].send(signal.SIGCONT)
+            status, _, headers = taken.result()
     finally:
         fleet.nodes["c"].send(signal.SIGCONT)
+    assert (status, headers["X-Edged-Node"]) == (200, "c")
     fleet.wait_for_state("c", "up")
 
 
