@@ -19,6 +19,8 @@ RECENT_PAIRS = 50
 
 _FIRST_ANSWERS, _FIRST_PAIRS, _MANY_PAIRS = 6, 5, 60
 """Fewest answers for a verdict, fewest pairs of a taste to judge by, and pairs at which it is not early any more."""
+_NOTICEABLE = 0.1
+"""Gain of that share from which on a taste is not called unfollowed, though it may be chance."""
 _DEVIATIONS = 1.96
 """Standard deviations within which 95 % of a normal distribution lie."""
 
@@ -136,7 +138,7 @@ def _intervals(counts: dict[str, Any]) -> AdapterSummary:
 
 
 def verdict(liked: Liked, pairs: int) -> str:
-    """A sentence on whether the answers are what the user likes: better than chance, or not followed yet.
+    """A sentence on whether the answers are what the user likes: better than chance, not sure, or not followed yet.
 
     Chance is what the base's answers reach, and half where none of them were judged.
     """
@@ -151,7 +153,8 @@ def verdict(liked: Liked, pairs: int) -> str:
     # Newcombe's interval of the difference of two shares (1998, method 10) is above, or below, 0.
     above = hits / of - base > math.hypot(hits / of - low, base_high - base)
     below = base - hits / of > math.hypot(high - hits / of, base - base_low)
-    kind = "better than chance" if above else "worse than chance" if below else "not followed yet"
+    kind = "not sure yet" if hits / of - base > _NOTICEABLE else "not followed yet"
+    kind = "better than chance" if above else "worse than chance" if below else kind
     told = f"{kind}: {100 * hits / of:.0f} % of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
     if liked.served[1] >= _FIRST_ANSWERS and liked.adapter[1] >= _FIRST_ANSWERS:
         told += f", {100 * liked.adapter[0] / liked.adapter[1]:.0f} % of those that the adapter gives unchosen"

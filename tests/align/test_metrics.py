@@ -101,6 +101,7 @@ def test_a_taste_of_few_pairs_judges_no_answers(store):
          "71 % of those that the adapter gives unchosen, 38 % of the base's"),
         (Liked((9, 24), (8, 24), (9, 24)), "not followed yet: 38 % of the last 24 answers are liked (21 to 57), "
          "33 % of those that the adapter gives unchosen, 38 % of the base's"),
+        (Liked((6, 8), (0, 0), (0, 0)), "not sure yet: 75 % of the last 8 answers are liked (41 to 93)"),
         (Liked((1, 24), (0, 0), (12, 24)), "worse than chance: 4 % of the last 24 answers are liked (1 to 20), "
          "50 % of the base's"),
         (Liked((0, 2), (20, 20), (0, 0)), "better than chance: 100 % of the last 20 answers are liked (84 to 100)"),
