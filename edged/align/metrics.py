@@ -148,12 +148,12 @@ def verdict(liked: Liked, pairs: int) -> str:
         return f"too early to tell: {about}" if pairs < _MANY_PAIRS else f"not judged: no answers since {about}"
     base_known = liked.base[1] >= _FIRST_ANSWERS
     base = liked.base[0] / liked.base[1] if base_known else 0.5
-    low, high = wilson(hits, of)
+    gain, (low, high) = hits / of - base, wilson(hits, of)
     base_low, base_high = wilson(*liked.base) if base_known else [base, base]
     # Newcombe's interval of the difference of two shares (1998, method 10) is above, or below, 0.
-    above = hits / of - base > math.hypot(hits / of - low, base_high - base)
-    below = base - hits / of > math.hypot(high - hits / of, base - base_low)
-    kind = "not sure yet" if hits / of - base > _NOTICEABLE else "not followed yet"
+    above = gain > math.hypot(hits / of - low, base_high - base)
+    below = -gain > math.hypot(high - hits / of, base - base_low)
+    kind = "not sure yet" if gain > _NOTICEABLE else "not followed yet"
     kind = "better than chance" if above else "worse than chance" if below else kind
     told = f"{kind}: {100 * hits / of:.0f} % of the last {of} answers are liked ({100 * low:.0f} to {100 * high:.0f})"
     if liked.served[1] >= _FIRST_ANSWERS and liked.adapter[1] >= _FIRST_ANSWERS:
