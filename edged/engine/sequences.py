@@ -6,7 +6,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from edged.engine.interfaces import Runner
 
 log = logging.getLogger("edged.engine")
+_NEARLY_FREE, _DEAR = 0.02, 0.05
+"""Shares by which candidates may lengthen an iteration: up to the first they begin, beyond the second some go."""
+_READ_ALONG = 5.0
+"""Times these shares where all who are served read along, slower than their answers are made."""
 
 
 class SequenceTable:
@@ -434,24 +438,25 @@ class SequenceTable:
         """Return how many candidates of a `tenant`, of `num_tokens` each, find room that nothing else needs; any thread
         may ask.
 
-        A row more is free below the cost model's knee, where a forward reads the weights anyway. Beyond it the decodes
-        must keep half of the time until their tokens are due, and where all that runs is one user's, their own time is
-        theirs to use. Half of the pages and a quarter of the sequences stay free.
+        Where others are served, too, a row more must make an iteration hardly longer, or leave the decodes half of the
+        time until their tokens are due. Where all that runs is one user's, the time is theirs to use. Half of the pages
+        and a quarter of the sequences stay free.
         """
-        tasks = [sequence.task for sequence in list(self.by_task.values())]
-        served = [task for task in tasks if not task.candidate]
+        sequences = list(self.by_task.values())
         if self._wanted:
             return 0
         pages = self._pages
         each = -(-num_tokens // pages.page_size) + 1
         by_pages = (pages.available - pages.pool.capacity // 2) // each
-        by_sequences = self._max_sequences * 3 // 4 - len(tasks)
-        return max(0, min(by_pages, by_sequences, self._rows_in_time(tasks, served, {tenant})))
+        by_sequences = self._max_sequences * 3 // 4 - len(sequences)
+        return max(0, min(by_pages, by_sequences, self._rows_in_time(sequences, {tenant}, _NEARLY_FREE)))
 
-    def _rows_in_time(self, tasks: list[Task], served: list[Task], tenants: set[str]) -> int:
-        """Return how many rows more leave each decode the time that it has, of those that `spare_rows` may give."""
+    def _rows_in_time(self, sequences: list[Sequence], tenants: set[str], share: float) -> int:
+        """Return how many rows more than `sequences` find room at such a `share` of the time of those served."""
+        tasks = [sequence.task for sequence in sequences]
         if len({*tenants, *(task.tenant for task in tasks)}) < 2:
             return self._max_sequences
+        served = [sequence for sequence in sequences if not sequence.request.candidate]
         cost, targets = self._scheduler.cost, self._scheduler.targets
         context = sum(task.context - task.pruned for task in tasks)
 
@@ -459,10 +464,11 @@ class SequenceTable:
             return cost.priced_s(Load(decodes=rows, context=context * rows // max(1, len(tasks))))
 
         due_s = targets.tbt_s(ServiceClass.INTERACTIVE, forward_s(len(served)))
-        rows = cost.free_tokens(Load(decodes=len(tasks)))
-        while rows < self._max_sequences and forward_s(len(tasks) + rows + 1) <= MARGIN * due_s:
-            rows += 1
-        return rows
+        if all(each.task.reader is not None or each.request.delivery != "tokens" for each in served):
+            share *= _READ_ALONG
+        limit_s = max(MARGIN * due_s, (1.0 + share) * forward_s(len(served)))
+        fit = (forward_s(len(tasks) + rows) <= limit_s for rows in range(1, self._max_sequences + 1))
+        return sum(takewhile(bool, fit))
 
     @property
     def _wanted(self) -> bool:
@@ -475,10 +481,10 @@ class SequenceTable:
 
     def _drop_candidates(self) -> None:
         """Drop the latest candidates, as many as there is no room for any more."""
-        served = [sequence.task for sequence in self.by_task.values() if not sequence.request.candidate]
+        served = [sequence for sequence in self.by_task.values() if not sequence.request.candidate]
         short = self._pages.available < self._pages.pool.capacity // 4
         tenants = {sequence.task.tenant for sequence in self.by_task.values()}
-        room = min(self._rows_in_time(served, served, tenants), self._max_sequences - len(served))
+        room = min(self._rows_in_time(served, tenants, _DEAR), self._max_sequences - len(served))
         if short or self._wanted:
             room = 0
         for sequence in list(self._candidates.values())[max(0, room) :]:

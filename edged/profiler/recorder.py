@@ -80,7 +80,10 @@ class ReplayRecorder:
         now = self.clock()
         ended = 0
         for event in events:
-            answer = self.answers[event.request_id]
+            answer = self.answers.get(event.request_id)
+            if answer is None:
+                # A candidate's, for which no client waits.
+                continue
             if isinstance(event, TokenEvent):
                 answer.token_s.append(now)
             else:

@@ -296,7 +296,7 @@ class Scheduler:
         alone_s = self.cost.priced_s(Load(decodes=len(decodes), context=context, adapters=len(adapters)))
         dues_s = self._ask(lambda policy: policy.due.due_s(tasks, alone_s, now))
         for task, due_s in zip(tasks, dues_s, strict=True):
-            task.deadline_s = due_s
+            task.deadline_s = math.inf if task.candidate else due_s
 
     def _retire(self, task: Task) -> None:
         self._take(task)

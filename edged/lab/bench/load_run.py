@@ -124,6 +124,7 @@ class LoadRun(ABC):
             "series": figures.score_series(scores, start_s),
             "timeline": figures.shares(self._looks),
             "drafts": {"tokens": gained("drafted_tokens"), "right": gained("drafted_right")},
+            "candidates": {"drawn": gained("candidates"), "dropped": gained("candidates_dropped")},
             "prefix": figures.prefix_figures(before["prefix"], after["prefix"], answers),
             "iterations": figures.iteration_figures(before["busy"], after["busy"]),
             "scheduler": {

@@ -309,6 +309,10 @@ def middle(value: dict[str, float] | None, digits: int) -> str:
     "--quote-tokens", type=click.IntRange(0), default=0, metavar="N",
     help="Answers are quotations of N tokens of their prompts, which drafts find; 0: answers have no text.",
 )  # fmt: skip
+@click.option(
+    "--best-of", type=click.IntRange(1), default=1, metavar="N",
+    help="Answers that are drawn of each request where they find room.",
+)  # fmt: skip
 @readers_option
 @click.option("--seconds", type=click.FloatRange(1.0), default=60.0, help="Virtual time to send.")
 @seed_option
@@ -346,7 +350,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the report's table: (label, formatted values)."""
     slo, finetune, throughput = report["slo"], report["finetune"], report["throughput"]
     alignment, prefix, scheduler = report["alignment"], report["prefix"], report["scheduler"]
-    drafts = report["drafts"]
+    drafts, candidates = report["drafts"], report["candidates"]
 
     readers = report["readers"]
     reading = (
@@ -412,6 +416,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:
         *(learning if finetune["pairs_sent"] else []),
         *(aligned if alignment["win_rate"] is not None else []),
         *([("drafts", f"{drafts['tokens']} tokens, {drafts['right']} right")] if drafts["tokens"] else []),
+        *([("candidates", f"{candidates['drawn']}, {candidates['dropped']} dropped")] if candidates["drawn"] else []),
         ("prefix hits", f"{percent(prefix['hit_share'])} of {number(prefix['prompt_tokens'])} prompt tokens"),
         (
             "scheduler",

@@ -7,7 +7,7 @@ no two requests share, or quotations of the prompt.
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -372,8 +372,10 @@ class SimulatedEngine:
     """An engine in virtual time: serves requests and learns from pairs by the engine's own loop, at a device's
     speed."""
 
-    def __init__(self, settings: Settings, hardware: SimulatedHardware, seed: int = 0, quote_tokens: int = 0) -> None:
-        self.device, self.settings, self._hardware = hardware.device, settings, hardware
+    def __init__(
+        self, settings: Settings, hardware: SimulatedHardware, seed: int = 0, quote_tokens: int = 0, best_of: int = 1
+    ) -> None:
+        self.device, self.settings, self._hardware, self._best_of = hardware.device, settings, hardware, best_of
         shape, pages = hardware.model.shape, hardware.pages
         longest = settings.model.max_context_tokens or shape.max_positions
         self.max_context_tokens = min(longest, shape.max_positions, (pages - 1) * settings.cache.page_size)
@@ -475,7 +477,15 @@ class SimulatedEngine:
         if self._sequences.waiting >= self.settings.serving.max_queue:
             raise EngineBusy
         self._sequences.refuse_late(request, self.settings.scheduler.refuse_ttft_factor, self.now)
+        if self._best_of > 1:
+            request = replace(request, fairness_key=request.request_id)
         self._sequences.add(request, self.now)
+        if self._best_of > 1:
+            longest = len(request.prompt_ids) + request.sampling.max_tokens
+            rows = self._sequences.spare_rows(longest, request.fairness_key)
+            for row in range(1, min(self._best_of, 1 + rows)):
+                name = f"{request.request_id}-{row}"
+                self._sequences.add(replace(request, request_id=name, pace=None, candidate=True), self.now)
 
     def cancel_all(self) -> None:
         """Cancel every request that has not finished."""

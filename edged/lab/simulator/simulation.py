@@ -36,7 +36,7 @@ class Simulation(LoadRun):
     engine: SimulatedEngine
 
     def __init__(self, plan: SimulationPlan, hardware: SimulatedHardware, progress: Progress) -> None:
-        engine = SimulatedEngine(plan.settings, hardware, plan.seed, plan.quote_tokens)
+        engine = SimulatedEngine(plan.settings, hardware, plan.seed, plan.quote_tokens, plan.best_of)
         super().__init__(
             plan, engine, engine.recorder, pairs_of(plan), range(hardware.model.shape.vocab_size), progress
         )

@@ -257,6 +257,18 @@ def test_answers_that_quote_their_prompts_are_drafted_and_come_sooner() -> None:
     assert drafted["tbt_ms"]["mean"] < 0.9 * plain["tbt_ms"]["mean"]
 
 
+def test_candidates_lengthen_answers_hardly_and_leave_training_its_time() -> None:
+    def drawn(best_of: int) -> Any:
+        return played(plan("lognormal:1000:300", best_of=best_of, rate_per_s=0.72, seconds=40.0))[1]
+
+    one, four = drawn(1), drawn(4)
+    assert one["candidates"] == {"drawn": 0, "dropped": 0}
+    assert four["candidates"]["drawn"] > four["candidates"]["dropped"]
+    assert four["requests"] == one["requests"]
+    assert four["tbt_ms"]["mean"] < 1.05 * one["tbt_ms"]["mean"]
+    assert four["finetune"]["pairs_trained"] >= one["finetune"]["pairs_trained"] - 1 > 0
+
+
 def test_a_profile_is_simulated_with_its_own_prices(tmp_path: Path) -> None:
     model, path = save_tiny(tmp_path / "tiny"), tmp_path / "profile.json"
     profile = profile_of(model)

@@ -36,6 +36,19 @@ def test_a_reader_with_text_in_hand_lends_what_serving_without_one_does_not(sche
     assert 9 not in granted(scheduler.plan(0.0, resources()))
 
 
+def test_candidates_take_nothing_that_readers_lend(scheduler: Scheduler) -> None:
+    add_reader(scheduler, 1, ahead_s=3.0)
+    alone = granted(scheduler.plan(0.0, resources(sequences=9)))[9][1]
+    for task_id in (2, 3, 4, 5):
+        candidate = Task(task_id, Kind.DECODE, 0.0, context=63, held_pages=40, capacity=640, candidate=True)
+        scheduler.add(candidate, 0.0)
+    beside = granted(scheduler.plan(0.0, resources(sequences=9, free=1000 - 160)))
+    assert beside.keys() == {1, 2, 3, 4, 5, 9}
+    assert beside[9][1] == alone > 0
+    scheduler.remove(1)
+    assert 9 not in granted(scheduler.plan(0.0, resources()))
+
+
 def test_a_reader_who_has_no_more_than_the_reserve_is_due_at_the_target_of_others(scheduler: Scheduler) -> None:
     hungry, fed = add_reader(scheduler, 1, ahead_s=0.9), add_reader(scheduler, 2, ahead_s=3.0)
     other = add_decode(scheduler, 3)

@@ -60,9 +60,12 @@ class ReaderFinetuneShare(MaceFinetuneShare):
 
 
 def _all_read(plan: Plan) -> bool:
-    """Whether a plan serves anybody, and readers alone."""
+    """Whether a plan serves anybody, and readers alone; candidates are dropped before anybody waits for them."""
+    read = False
     for grant in plan.grants:
-        if grant.task.reader is None and grant.task.kind is not FINETUNE:
+        if (task := grant.task).candidate or task.kind is FINETUNE:
+            continue
+        if task.reader is None:
             return False
-    # Fine-tuning is granted last.
-    return bool(plan.grants) and plan.grants[0].task.kind is not FINETUNE
+        read = True
+    return read
