@@ -51,7 +51,8 @@ class Reader:
     @property
     def stall_s(self) -> float:
         """Seconds that the reader has waited for tokens so far, beyond the expected wait for the first."""
-        return self.read_s - self.ideal_s - (self.num_tokens - 1) / self.pace if self.num_tokens else 0.0
+        # Rounded, it can be a little less than none.
+        return max(0.0, self.read_s - self.ideal_s - (self.num_tokens - 1) / self.pace) if self.num_tokens else 0.0
 
     @property
     def qoe(self) -> float:

@@ -121,3 +121,11 @@ def test_a_loss_is_what_the_reader_falls_behind_as_a_share_of_what_was_expected(
     behind = np.maximum(0.0, times - max(now, reader.dry_s)).mean() * waited_s
     expected = 0.5 * (now + horizon_s - reader.ideal_s) ** 2
     assert reader.loss(now, horizon_s, wait_s) == pytest.approx(behind / expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("pace", [3.0, 5.56, 7.0])
+def test_rounding_makes_no_wait_less_than_none(pace: float) -> None:
+    reader = Reader(pace, 1234.567)
+    for _ in range(300):
+        reader.take(0.0)
+        assert reader.stall_s >= 0.0
