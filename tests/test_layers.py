@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,15 +71,23 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in sorted((ROOT / "edged").rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """What a file is made of."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(path: Path) -> list[str]:
     """What a file imports, also inside functions: modules, where they are edged's."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: list[str] = []
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES else node.module
+            several = [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [name if name in MODULES else node.module for name in several]
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
+    return names
 
 
 def test_every_package_has_a_row() -> None:
@@ -119,7 +127,7 @@ def code_lines(path: Path) -> int:
         if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         for number in range(token.start[0], token.end[0] + 1)
     }
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             ours -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(ours)
@@ -240,7 +248,7 @@ def test_no_folder_is_crowded() -> None:
 def test_a_class_name_stands_once() -> None:
     places: dict[str, list[str]] = {}
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert not {name: files for name, files in places.items() if len(files) > 1}
@@ -254,8 +262,7 @@ SHOWN = ("command", "group", "watched", "with_client", "asks_daemon")
 def test_a_docstring_begins_with_what_it_is_about() -> None:
     riddles = []
     for path in MODULES.values():
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
+        for node in nodes(path):
             if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             shown = not isinstance(node, (ast.Module, ast.ClassDef)) and (

@@ -39,7 +39,8 @@ LONGEST = replace(FCFS, name="longest-first", summary="the longest prompt goes f
 @click.command()
 def greet(): print("hello from theirs")
 """
-SIMULATE = ("bench", "simulate", "--trace", "poisson", "-d", "agx-orin-32gb-maxn", "-m", "mistral-3b", "--rate", "2")
+DEVICE = ("-d", "agx-orin-32gb-maxn", "-m", "mistral-3b")
+SIMULATE = ("bench", "simulate", "--trace", "lognormal:50:10", *DEVICE, "--rate", "2", "--seconds", "2")
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,13 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_policy_of_another_package_is_chosen_by_its_name(theirs: str) -> None:
-    done = edged(*SIMULATE, "--seconds", "5", "--policy", "longest-first", "--json", PYTHONPATH=theirs)
+    done = edged(*SIMULATE, "--policy", "longest-first", "--json", PYTHONPATH=theirs)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["policy"] == "longest-first"
     assert report["requests"]["finished"] > 0
     assert '"not-a-row" of the package theirs is a Command, no Row' in done.stderr
-    unknown = edged(*SIMULATE, "--seconds", "5", "--policy", "longest-firts", PYTHONPATH=theirs)
+    unknown = edged(*SIMULATE, "--policy", "longest-firts", PYTHONPATH=theirs)
     assert 'did you mean "longest-first"?' in unknown.stderr
 
 
