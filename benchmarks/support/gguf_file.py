@@ -1,11 +1,12 @@
 """A Llama's weights as a GGUF file, so that llama.cpp runs the same model as the other sides.
 
-It needs the optional package `gguf`. There is no tokenizer in the file: prompts are given as token ids.
+A file without a vocabulary has no tokenizer: prompts are given as token ids.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +30,20 @@ _OTHER_NAMES = {
 }
 
 
-def write_gguf(model_dir: Path, path: Path, half: bool = False) -> Path:
+def write_gguf(
+    model_dir: Path,
+    path: Path,
+    half: bool = False,
+    blocks: str = "",
+    vocabulary: Sequence[str] = (),
+    rope_factors: np.ndarray | None = None,
+    numbers: Mapping[str, float] | None = None,
+) -> Path:
     """Write the Llama of `model_dir` (config.json, model.safetensors in fp32 or fp16) to `path`, and return that.
 
-    With `half` matrices are in fp16, else in fp32. Embeddings that are tied in the model are tied in the file: it then
-    has no output matrix.
+    With `half` matrices are in fp16, with `blocks` (as "Q8_0") those of layers are in such, else in fp32. Embeddings
+    that are tied in the model are tied in the file: it then has no output matrix. A `vocabulary` is of bytes, without
+    merges, and begins with three special tokens: padding, beginning, end. `numbers` are further ones by their keys.
     """
     import gguf
 
@@ -53,13 +63,30 @@ def write_gguf(model_dir: Path, path: Path, half: bool = False) -> Path:
     writer.add_rope_freq_base(rope_theta(config))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+    writer.add_tokenizer_model("gpt2" if vocabulary else "none")
+    if vocabulary:
+        control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(vocabulary)
+        writer.add_token_scores([0.0] * len(vocabulary))
+        writer.add_token_types([control] * 3 + [normal] * (len(vocabulary) - 3))
+        writer.add_pad_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    for key, value in (numbers or {}).items():
+        writer.add_float32(key, value)
+    if rope_factors is not None:
+        writer.add_tensor("rope_freqs.weight", rope_factors)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16 if half else gguf.LlamaFileType.ALL_F32)
     for name, tensor in load_file(model_dir / "model.safetensors").items():
         if name.endswith("q_proj.weight"):
             tensor = interleaved(tensor, heads)
         elif name.endswith("k_proj.weight"):
             tensor = interleaved(tensor, kv_heads)
+        if blocks and tensor.ndim == 2 and name.startswith("model.layers."):
+            kind = gguf.GGMLQuantizationType[blocks]
+            writer.add_tensor(gguf_name(name), gguf.quantize(tensor.astype(np.float32), kind), raw_dtype=kind)
+            continue
         dtype = np.float16 if half and tensor.ndim == 2 else np.float32
         writer.add_tensor(gguf_name(name), tensor.astype(dtype, copy=False))
     writer.write_header_to_file()

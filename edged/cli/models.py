@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edged.cli.options import config_option, explain_os_errors, shown
-from edged.cli.output import make_table, progress_bar, size
+from edged.cli.output import echo, make_table, progress_bar, size
 from edged.cli.settings import settings_of
 from edged.client.client import DaemonError
 
@@ -150,6 +150,37 @@ def check(model: str, config: Path | None) -> Any:
     about = {"model": model, "folder": None if fetched is not None else str(folder), "state": state}
     data = {**about, "findings": [asdict(each) for each in found], "memory": needs, "chat": tokens}
     return data, lambda: findings_table(found), EXIT_CODES[state]
+
+
+@models.command()
+@click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path))
+@shown
+def convert(file: Path, folder: Path) -> Any:
+    """Make a checkpoint of a GGUF file in a new FOLDER, which is served and trained like any other.
+
+    Its blocks become bfloat16, which needs two to five times the file's size on the disk. Refused, with the reason, is
+    a file of which not every number would be understood.
+    """
+    from edged.models.gguf import is_gguf
+    from edged.runtime.process import prepare, quiet
+
+    if not is_gguf(file):
+        raise DaemonError(f'"{file}" is no GGUF file: a folder with safetensors is served as it is')
+    echo(f"edged: reading {file} ({size(file.stat().st_size)})", err=True)
+    prepare()
+    quiet()
+    try:
+        from edged.engine.model.gguf_checkpoint import convert
+    except ImportError as error:
+        raise DaemonError(f"the installed transformers reads no such file ({error}): install edged again") from None
+    with explain_os_errors():
+        made = convert(file, folder)
+    data = {"folder": str(folder), **made}
+    return data, [
+        f"{folder} has {made['class']}: {size(made['bytes'])} in {made['dtype']}, of {', '.join(made['blocks'])}",
+        f"To serve it: edged serve --model {folder} (model.quantize packs it again)",
+    ]
 
 
 def _to_download(weights: dict[str, int]) -> Finding:

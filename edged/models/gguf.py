@@ -1,4 +1,4 @@
-"""The metadata of GGUF files (ggml's docs/gguf.md): such a file is refused with a way out.
+"""The metadata of GGUF files (ggml's docs/gguf.md): such a file is not served, and refused with ways out.
 
 Must not import torch.
 """
@@ -28,13 +28,18 @@ def why_not_served(path: Path) -> str:
         said = metadata_of(path)
     except (OSError, ValueError, struct.error) as error:
         return f"is a GGUF file whose metadata cannot be read ({error}): download it again"
-    url, name = said.get("general.base_model.0.repo_url"), said.get("general.base_model.0.name")
-    plain = str(url).removeprefix("https://huggingface.co/") if url else name or said.get("general.name")
-    given = f'"{plain}"' if plain else "the checkpoint that it was made of"
     return (
         f"is a GGUF file ({said.get('general.architecture', 'of no named architecture')}), whose blocks edged neither "
-        f'multiplies nor trains over: give {given} as safetensors, and model.quantize = "int4" where it is too large'
+        f'multiplies nor trains over: `edged models convert "{path}" FOLDER` makes a checkpoint of it; or give '
+        f'{plain_checkpoint(said)} as safetensors, and model.quantize = "int4" where that is too large'
     )
+
+
+def plain_checkpoint(said: dict[str, Any]) -> str:
+    """Return how the metadata of a GGUF file names the checkpoint that it was made of."""
+    url, name = said.get("general.base_model.0.repo_url"), said.get("general.base_model.0.name")
+    plain = str(url).removeprefix("https://huggingface.co/") if url else name or said.get("general.name")
+    return f'"{plain}"' if plain else "the checkpoint that it was made of"
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
