@@ -81,6 +81,8 @@ class EngineLoop:
         self._runner.begin_iteration(now)
         for workload in self._workloads:
             workload.open_due(now)
+        if not self._commands.stopping:
+            self._sequences.renew(now)
         plan, started = self._plan(), self._clock()
         self.recovery.isolate(plan)
         if plan.grants or plan.preempt:

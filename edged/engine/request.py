@@ -59,15 +59,15 @@ class Request:
     run_cost: float = 0.0
     candidate: bool = False
     """Whether its answer is one of several to choose from: it is dropped where its room is wanted."""
-    delivery: Literal["tokens", "block", "next_block"] = "tokens"
-    """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block."""
+    delivery: Literal["tokens", "block", "next_block", "none"] = "tokens"
+    """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block; to nobody."""
     resumed_ids: tuple[int, ...] = ()
     """Tokens of the answer that were sampled elsewhere: it goes on after them."""
 
     @property
     def counts(self) -> bool:
         """Whether it is a request of a client's, and not a candidate or a further block of an answer."""
-        return not self.candidate and self.delivery != "next_block"
+        return not self.candidate and self.delivery not in ("next_block", "none")
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""

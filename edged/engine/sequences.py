@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
 from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, TokenEvent
+from edged.engine.sampling.params import Sampling
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("edged.engine")
 _NEARLY_FREE, _DEAR = 0.02, 0.05
 """Shares by which candidates may lengthen an iteration: up to the first they begin, beyond the second some go."""
+_GOES_ON_S, _TALKS, _RENEWAL_PAUSE = 600.0, 64, 3.0
+"""Seconds after an answer in which its talk is expected to go on; adapters whose latest talks are known; the pause
+between two renewals beside other work, in times what the first took."""
 _READ_ALONG = 5.0
 """Times these shares where all who are served read along, slower than their answers are made."""
 
@@ -74,6 +79,13 @@ class SequenceTable:
         """When the last plan was about to be made."""
         self._candidates: dict[int, Sequence] = {}
         """Sequences of candidates by task id, the oldest first."""
+        self._talks: dict[str, tuple[float, Request]] = {}
+        """When the latest answer of an adapter ended, and the request with all its tokens; the oldest first."""
+        self._stale: dict[str, None] = {}
+        """Adapters with a version that did not compute the K/V of their latest talk."""
+        self._renewal: Sequence | None = None
+        self._renewable_s = 0.0
+        """When the next renewal may begin beside training or candidates: they have most of the time."""
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
@@ -94,6 +106,10 @@ class SequenceTable:
         Its place in the queue counts from `now`, its latency from `asked_s`: a request that waited for its user's turn
         does not overtake requests that were taken in before.
         """
+        if self._renewal is not None and not request.candidate:
+            # What it computed is shared; the rest waits for the next idle moment.
+            self._stale[self._renewal.request.adapter or ""] = None
+            self._end(self._renewal, "dropped", now)
         task_id = self.stats.new_task(request.request_id, request.adapter or "")
         token_ids = [*request.prompt_ids, *request.resumed_ids]
         num_tokens, most = len(token_ids), len(request.prompt_ids) + request.sampling.max_tokens
@@ -118,7 +134,9 @@ class SequenceTable:
         # Set before it is scheduled, because deadlines decide which sequence waits for the other.
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.num_tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
-        if request.candidate:
+        if request.delivery == "none":
+            self._renewal = sequence
+        elif request.candidate:
             self._candidates[task_id] = sequence
             self.stats.totals.candidates += 1
         self.stats.totals.requests += request.counts
@@ -263,7 +281,7 @@ class SequenceTable:
         self.move(sequence, SequenceStatus.PREFILL)
         first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
-        self._pages.match_prefix(sequence, reserve, first)
+        self._pages.match_prefix(sequence, reserve, first and sequence.request.delivery != "none")
         task.num_tokens, task.context = len(sequence.token_ids) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
         self._count_pages(sequence)
@@ -367,6 +385,8 @@ class SequenceTable:
             task.reader.take(now)
         sequence.last_token_s = now
         sequence.token_ids.append(token)
+        if request.delivery == "none":
+            return
         stats.totals.candidate_tokens += request.candidate
         stats.totals.output_tokens += not request.candidate
         event = TokenEvent(sequence.request.request_id, token, sequence.version, drawn.logprobs[row], drawn.tops[row])
@@ -381,6 +401,8 @@ class SequenceTable:
             self._scheduler.remove(task_id)
         self.by_task.pop(task_id, None)
         self._candidates.pop(task_id, None)
+        if sequence is self._renewal:
+            self._renewal, self._renewable_s = None, now + _RENEWAL_PAUSE * (now - sequence.submitted_s)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:
@@ -394,7 +416,10 @@ class SequenceTable:
             self.stats.ttft.add(now - sequence.submitted_s, now <= sequence.ttft_due_s, task.service)
         if request.counts and request.delivery == "tokens":
             self.count_end(reason, task.reader, None if sequence.forgotten else task.tenant, task.service)
-        self._events.append(sequence.finish(reason, now, error))
+        if request.delivery != "none":
+            self._events.append(sequence.finish(reason, now, error))
+            if reason != "error":
+                self._note_talk(sequence, now)
         self._prefix_wait.leave(sequence)
 
     def count_end(self, reason: FinishReason, reader: Reader | None, user: str | None, service: ServiceClass) -> None:
@@ -491,8 +516,47 @@ class SequenceTable:
             self._drop(sequence, self._planned_s)
 
     def _drop(self, sequence: Sequence, now: float) -> None:
-        self.stats.totals.candidates_dropped += 1
+        self.stats.totals.candidates_dropped += sequence is not self._renewal
         self._end(sequence, "dropped", now)
+
+    # -- talks under new versions ------------------------------------------------------------------------------------
+
+    def renew(self, now: float) -> None:
+        """Where nobody is served, compute the K/V of a talk again whose adapter has a new version.
+
+        Its next turn then finds all but its own tokens. What is asked meanwhile ends it.
+        """
+        if not self._stale or self._renewal is not None or len(self._candidates) < len(self.by_task):
+            return
+        if now < self._renewable_s and (self.by_task or self._scheduler.queues.finetunes):
+            return
+        adapter = next(iter(self._stale))
+        del self._stale[adapter]
+        ended_s, talk = self._talks.get(adapter, (-math.inf, None))
+        if talk is not None and now - ended_s < _GOES_ON_S:
+            self.stats.totals.renewals += 1
+            self.add(talk, now)
+
+    def _note_talk(self, sequence: Sequence, now: float) -> None:
+        """Remember the latest talk of an adapter."""
+        request, token_ids = sequence.request, sequence.token_ids
+        if request.adapter is None or request.candidate or sequence.forgotten or not self._pages.shares_prefixes:
+            return
+        talk = Request(
+            f"renewal of {request.adapter}",
+            tuple(token_ids[: self._max_context - 1]),
+            Sampling(max_tokens=1),
+            request.adapter,
+            ServiceClass.BATCH,
+            request.tenant,
+            request.user,
+            candidate=True,
+            delivery="none",
+        )
+        self._talks.pop(request.adapter, None)
+        self._talks[request.adapter] = now, talk
+        if len(self._talks) > _TALKS:
+            del self._talks[next(iter(self._talks))]
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -532,6 +596,8 @@ class SequenceTable:
         if previous:
             self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
+        if state.name in self._talks:
+            self._stale[state.name] = None
 
     def forget(self, name: str) -> None:
         """Stop sharing K/V of the open requests of a forgotten user or adapter, and forget how it was served."""
@@ -540,6 +606,8 @@ class SequenceTable:
             if sequence.request.is_of(name):
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
         self._prefix_wait.forget(name)
+        for adapter in [adapter for adapter, (_, talk) in self._talks.items() if talk.is_of(name)]:
+            del self._talks[adapter]
 
     def _move_slot(self, sequence: Sequence, state: Any, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:

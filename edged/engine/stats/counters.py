@@ -167,6 +167,8 @@ class Totals:
     """Number of iterations whose plan was made while the one before ran."""
     followers: int = 0
     """Number of times that a request waited for another to compute their shared prefix."""
+    renewals: int = 0
+    """Number of talks whose K/V were computed again under a new version, before they go on."""
     prunings: int = 0
     """Number of times that a sequence's K/V was pruned."""
     pruned_pages: int = 0

@@ -238,6 +238,9 @@ def test_copies_are_found_by_their_own_adapter_and_version_only(kind: str, tmp_p
         assert restored == 0
         assert ask("ann again", "ann") >= 152
         assert client.ids("ann again") == client.ids("ann")
+        # Her latest talk is another one, which would be computed again under the new version.
+        engine.submit(request("short", random_ids(12, 9), tokens=4, adapter="ann"))
+        client.wait(lambda: "short" in client.finished)
         push_out(3)
         learned(engine, client, "ann", 2, pairs=4)
         assert ask("ann newer", "ann") == 0

@@ -123,16 +123,24 @@ def test_shared_beginnings_are_computed_once(conversations: str) -> None:
     assert alone["ttft_ms"]["mean"] > 1.1 * report["ttft_ms"]["mean"]
 
 
-def test_a_new_version_shares_nothing_with_the_one_before(conversations: str) -> None:
+def test_a_new_version_shares_nothing_with_the_one_before(conversations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A pair comes with each request, and a version of it before the next one.
-    simulation, report = played(plan(conversations, retrain_rate=1.0, seconds=120.0, rate_per_s=0.1))
+    what = plan(conversations, retrain_rate=1.0, seconds=120.0, rate_per_s=0.1)
+    simulation, report = played(what)
+    assert simulation.engine.stats.totals.renewals > 0
+    assert report["prefix"]["hit_tokens"] == 5 * 512, "each second goes on from what was computed again"
+    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    simulation, report = played(what)
     assert report["finetune"]["pairs_trained"] == report["finetune"]["steps"] == 12
     assert report["prefix"]["hit_tokens"] == 0
     assert simulation.engine.trie is not None
     assert len(simulation.engine.trie) <= 1130 // 16, "the prefixes of replaced versions are forgotten"
 
 
-def test_what_a_trie_was_asked_counts_though_it_is_empty_in_the_end(tmp_path: Path) -> None:
+def test_what_a_trie_was_asked_counts_though_it_is_empty_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
     trace = tmp_path / "two.csv"
     rows = ["2023-11-16 18:15:46,900,5", "2023-11-16 18:15:56,400,3"]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
