@@ -522,7 +522,7 @@ class SequenceTable:
     # -- talks under new versions ------------------------------------------------------------------------------------
 
     def renew(self, now: float) -> None:
-        """Where nobody is served, compute the K/V of a talk again whose adapter has a new version.
+        """Compute a talk's K/V again under its adapter's new version, while nobody is served.
 
         Its next turn then finds all but its own tokens. What is asked meanwhile ends it.
         """
