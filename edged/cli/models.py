@@ -163,13 +163,12 @@ def convert(file: Path, folder: Path) -> Any:
     a file of which not every number would be understood.
     """
     from edged.models.gguf import is_gguf
-    from edged.runtime.process import prepare, quiet
+    from edged.runtime.process import prepare
 
     if not is_gguf(file):
         raise DaemonError(f'"{file}" is no GGUF file: a folder with safetensors is served as it is')
     echo(f"edged: reading {file} ({size(file.stat().st_size)})", err=True)
     prepare()
-    quiet()
     try:
         from edged.engine.model.gguf_checkpoint import convert
     except ImportError as error:

@@ -81,7 +81,9 @@ class EngineLoop:
         self._runner.begin_iteration(now)
         for workload in self._workloads:
             workload.open_due(now)
-        if not self._commands.stopping:
+        if self._commands.stopping:
+            self._sequences.end_renewal(now, again=False)
+        else:
             self._sequences.renew(now)
         plan, started = self._plan(), self._clock()
         self.recovery.isolate(plan)
@@ -131,7 +133,9 @@ class EngineLoop:
         """
         table, cost, serving = self._sequences, self._scheduler.cost, self._settings.current.serving
         pool = self._runner.pages.pool
-        sequences, counts, prices = list(table.by_task.values()), table.queue_report(), cost.prices
+        counts, prices = table.queue_report(), cost.prices
+        # A renewal makes way for whatever comes.
+        sequences = [each for each in list(table.by_task.values()) if each.request.delivery != "none"]
         decodes = [sequence for sequence in sequences if sequence.decoding]
         tasks = list(self._scheduler.queues.finetunes)
         # Sliced, since the engine's thread may move on meanwhile.

@@ -60,9 +60,15 @@ class Request:
     candidate: bool = False
     """Whether its answer is one of several to choose from: it is dropped where its room is wanted."""
     delivery: Literal["tokens", "block", "next_block", "none"] = "tokens"
-    """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block; to nobody."""
+    """The delivery of its tokens: each as it is made, or all at its end, as the first or a further block. "none": only
+    its K/V are wanted, which an idle moment computes."""
     resumed_ids: tuple[int, ...] = ()
     """Tokens of the answer that were sampled elsewhere: it goes on after them."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the daemon asks it for itself, and no client: its turn has a name in brackets."""
+        return self.fairness_key.startswith("(")
 
     @property
     def counts(self) -> bool:

@@ -112,7 +112,8 @@ class ResourceLimits:
         """Return the limit of pages, but enough for the largest open request: one can always be answered."""
         pages = self._all_pages if self.limits.pages is None else self.limits.pages
         if pages < min(self._longest, self._all_pages):
-            largest = max((len(sequence.table) for sequence in self._sequences.by_task.values()), default=0)
+            open_ = (each for each in self._sequences.by_task.values() if each.request.delivery != "none")
+            largest = max((len(sequence.table) for sequence in open_), default=0)
             pages = max(pages, min(largest, self._all_pages), 1)
         return min(pages, self._all_pages)
 

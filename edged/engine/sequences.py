@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -106,10 +105,9 @@ class SequenceTable:
         Its place in the queue counts from `now`, its latency from `asked_s`: a request that waited for its user's turn
         does not overtake requests that were taken in before.
         """
-        if self._renewal is not None and not request.candidate:
-            # What it computed is shared; the rest waits for the next idle moment.
-            self._stale[self._renewal.request.adapter or ""] = None
-            self._end(self._renewal, "dropped", now)
+        if not request.own:
+            # What was computed is shared; the rest waits for the next idle moment.
+            self.end_renewal(now)
         task_id = self.stats.new_task(request.request_id, request.adapter or "")
         token_ids = [*request.prompt_ids, *request.resumed_ids]
         num_tokens, most = len(token_ids), len(request.prompt_ids) + request.sampling.max_tokens
@@ -269,6 +267,9 @@ class SequenceTable:
                 return False
             state = self.adapter_cache.get(adapter)
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
+            if slot is None and sequence is self._renewal:
+                self.end_renewal(now, again=False)
+                return False
             if slot is None:
                 self.move(sequence, SequenceStatus.WAITING_SLOT)
                 self._scheduler.park(task)
@@ -526,21 +527,38 @@ class SequenceTable:
 
         Its next turn then finds all but its own tokens. What is asked meanwhile ends it.
         """
-        if not self._stale or self._renewal is not None or len(self._candidates) < len(self.by_task):
+        if not self._stale or self._renewal or not all(each.request.own for each in self.by_task.values()):
             return
         if now < self._renewable_s and (self.by_task or self._scheduler.queues.finetunes):
             return
         adapter = next(iter(self._stale))
         del self._stale[adapter]
-        ended_s, talk = self._talks.get(adapter, (-math.inf, None))
-        if talk is not None and now - ended_s < _GOES_ON_S:
+        self._forget_talks(now)
+        if known := self._talks.get(adapter):
             self.stats.totals.renewals += 1
-            self.add(talk, now)
+            self.add(known[1], now)
+
+    def end_renewal(self, now: float, again: bool = True) -> None:
+        """End the renewal that is under way, if any is: what it computed is shared. `again`: it goes on later."""
+        if (renewal := self._renewal) is not None:
+            if again:
+                self._stale[renewal.request.adapter or ""] = None
+            self._end(renewal, "dropped", now)
+
+    def _forget_talks(self, now: float) -> None:
+        """Forget the talks that are not expected to go on."""
+        oldest = iter(list(self._talks.items()))
+        for adapter, (ended_s, _) in oldest:
+            if now - ended_s < _GOES_ON_S and len(self._talks) <= _TALKS:
+                return
+            del self._talks[adapter]
 
     def _note_talk(self, sequence: Sequence, now: float) -> None:
-        """Remember the latest talk of an adapter."""
+        """Remember the latest talk of an adapter, and whether its K/V are of the version that is served now."""
         request, token_ids = sequence.request, sequence.token_ids
-        if request.adapter is None or request.candidate or sequence.forgotten or not self._pages.shares_prefixes:
+        if request.adapter is None or request.candidate or request.own or sequence.forgotten:
+            return
+        if not sequence.first_token_s or not self._pages.shares_prefixes:
             return
         talk = Request(
             f"renewal of {request.adapter}",
@@ -550,13 +568,16 @@ class SequenceTable:
             ServiceClass.BATCH,
             request.tenant,
             request.user,
+            fairness_key="(renewal)",
             candidate=True,
             delivery="none",
         )
         self._talks.pop(request.adapter, None)
         self._talks[request.adapter] = now, talk
-        if len(self._talks) > _TALKS:
-            del self._talks[next(iter(self._talks))]
+        self._forget_talks(now)
+        self._stale.pop(request.adapter, None)
+        if sequence.kv_version != self.adapter_cache.version(request.adapter) or not sequence.shareable:
+            self._stale[request.adapter] = None
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -582,6 +603,8 @@ class SequenceTable:
 
     def on_publish(self, state: Any, previous: int) -> None:
         """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
+        if self._renewal is not None and self._renewal.request.adapter == state.name:
+            self.end_renewal(self._planned_s)
         try:
             slot = self._slots.update(state, previous, not self._pins)
             if not self._pins:
@@ -608,6 +631,9 @@ class SequenceTable:
         self._prefix_wait.forget(name)
         for adapter in [adapter for adapter, (_, talk) in self._talks.items() if talk.is_of(name)]:
             del self._talks[adapter]
+            self._stale.pop(adapter, None)
+        if self._renewal is not None and self._renewal.request.is_of(name):
+            self.end_renewal(self._planned_s, again=False)
 
     def _move_slot(self, sequence: Sequence, state: Any, slot: int | None) -> None:
         if slot is not None and sequence.slot == slot:

@@ -5,6 +5,7 @@ of the file must be read, found again in the configuration, or known to change n
 """
 
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,10 @@ _FOUND_AGAIN = {
 """Numbers that transformers' reader leaves out, and the names of those that its configuration has anyway."""
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Ways to split text that are GPT-2's, with each digit alone (llama.cpp's `llama-vocab.cpp`)."""
+_WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Ways to split text that take a word which is a token as it is, without merges, as llama.cpp does."""
+_SCALING = {f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "finetuned")}
+"""What is read of how positions are scaled."""
 _LARGE_GEMMAS = (46, 62)
 """Layers of Gemma 2 and 3 of 27B, whose scores are scaled by hidden size over heads; no number of a file says it."""
 _MEMORY = 1.3
@@ -48,21 +53,18 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelRefused(f'"{folder}" is there already: name a new folder, or remove it')
-    said = metadata_of(file)
-    if said.get("split.count", 0) > 1:
-        raise _refused(
-            file, said, f"it is one of {int(said['split.count'])} parts: join them by llama.cpp's gguf-split"
-        )
-    reader = GGUFReader(file)
+    said, reader = _opened(file)
     types = {GGMLQuantizationType(tensor.tensor_type).name for tensor in reader.tensors}
     floats = [_FLOATS[name] for name in ("BF16", "F16", "F32") if name in types]
     # Norms are in float32 whatever the others are.
     dtype = floats[0] if types <= _FLOATS.keys() else torch.bfloat16
     count = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name != _ROPE_FACTORS)
     size = count * dtype.itemsize
+    # transformers stacks experts in float32.
+    held = count * 4 if any("_exps." in tensor.name for tensor in reader.tensors) else size
     parent = next(path for path in folder.absolute().parents if path.exists())
     for what, there, needed in (
-        ("memory", psutil.virtual_memory().available, int(_MEMORY * size)),
+        ("memory", psutil.virtual_memory().available, int(_MEMORY * held)),
         ("disk", shutil.disk_usage(parent).free, size + (64 << 20)),
     ):
         if there < needed:
@@ -70,15 +72,50 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
             raise ModelRefused(f'"{file}" cannot be converted: {lack}; do it on a larger machine and copy the folder')
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    source = {"pretrained_model_name_or_path": str(file.absolute().parent), "gguf_file": file.name}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        # Alone in a folder: transformers would take a tokenizer that lies beside the file.
+        alone, made = Path(scratch) / "file", Path(scratch) / "made"
+        alone.mkdir()
+        (alone / file.name).symlink_to(file.absolute())
+        model, tokenizer = _read(alone / file.name, file, said, reader, dtype, count)
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        for path in made.iterdir():
+            path.chmod(0o644)
+        made.rename(folder)
+    about = {"class": type(model).__name__, "dtype": str(dtype).removeprefix("torch.")}
+    return {**about, "bytes": size, "blocks": sorted(types)}
+
+
+def _opened(file: Path) -> tuple[dict[str, Any], GGUFReader]:
+    """Return the metadata and the reader of a file. Raises ModelRefused for a part of several, or no whole file."""
+    try:
+        said = metadata_of(file)
+        parts = int(said.get("split.count", 0))
+        reader = None if parts > 1 else GGUFReader(file)
+    except (ValueError, LookupError, struct.error) as error:
+        raise ModelRefused(f'"{file}" is no whole GGUF file ({error}): download it again') from None
+    if reader is None:
+        raise _refused(file, said, f"it is one of {parts} parts: join them by llama.cpp's gguf-split")
+    return said, reader
+
+
+def _read(
+    alone: Path, file: Path, said: dict[str, Any], reader: GGUFReader, dtype: torch.dtype, count: int
+) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of the file, which is `alone` in a folder. Raises ModelRefused."""
+    source = {"pretrained_model_name_or_path": str(alone.parent), "gguf_file": alone.name}
     try:
         config = AutoConfig.from_pretrained(**source)
         _demand_understood(file, said, config)
         _scale_positions(file, said, config, reader)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-        if said.get("tokenizer.ggml.pre") in _DIGITS_APART:
-            parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-            tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
+        split, backend = said.get("tokenizer.ggml.pre"), tokenizer.backend_tokenizer
+        if split in _DIGITS_APART:
+            backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+        if split in _WHOLE_WORDS:
+            backend.model.ignore_merges = True
         loaded, report = AutoModelForCausalLM.from_pretrained(
             **source, config=config, dtype=dtype, output_loading_info=True
         )
@@ -88,20 +125,10 @@ def convert(file: Path, folder: Path) -> dict[str, Any]:
     weights = sum(weight.numel() for weight in {*loaded.state_dict(keep_vars=True).values()})
     if report["missing_keys"] or report["mismatched_keys"] or weights != count:
         raise _refused(file, said, f"transformers reads {weights} of its {count} numbers")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        made = Path(scratch) / "made"
-        _without_quantizer(loaded).save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        for path in made.iterdir():
-            path.chmod(0o644)
-        made.rename(folder)
-    return {
-        "class": type(loaded).__name__,
-        "dtype": str(dtype).removeprefix("torch."),
-        "bytes": size,
-        "blocks": sorted(types),
-    }
+    # Beside the text's end llama.cpp knows that of a turn.
+    ends = [said.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    loaded.generation_config.eos_token_id = [end for end in dict.fromkeys(ends) if end is not None] or None
+    return _without_quantizer(loaded), tokenizer
 
 
 def _refused(file: Path, said: dict[str, Any], reason: str) -> ModelRefused:
@@ -114,12 +141,23 @@ def _demand_understood(file: Path, said: dict[str, Any], config: Any) -> None:
     What llama.cpp knows by the model's size, or transformers reads for other models alone, is set in `config`.
     """
     kind = said["general.architecture"]
+    spaced = said.get("tokenizer.ggml.add_space_prefix", True) or kind.startswith("gemma")
+    if said.get("tokenizer.ggml.model") == "llama" and not spaced:
+        raise _refused(file, said, "its tokenizer puts no space before a text, and transformers' does")
     split = said.get("tokenizer.ggml.pre", "default")
     known = (*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_APART, "gpt-2")
     if said.get("tokenizer.ggml.model") == "gpt2" and split not in known:
         raise _refused(file, said, f'its tokenizer splits text by "{split}", which transformers does not know')
+    scaling = {key for key, value in _numbers(said, kind) if key.startswith("rope.scaling.") and value != "none"}
+    if strange := scaling.difference(() if kind in GGUF_CONFIG_ARCHS else _SCALING):
+        raise _refused(file, said, f'transformers does not read its "{min(strange)}"')
     if kind in GGUF_CONFIG_ARCHS:
         return
+    # Without it transformers leaves a Llama's rows in llama.cpp's order.
+    if f"{kind}.attention.head_count_kv" not in said:
+        raise _refused(file, said, 'it has no single "attention.head_count_kv"')
+    if config.model_type == "mistral":
+        config.sliding_window = None
     if kind in ("gemma2", "gemma3") and config.num_hidden_layers in _LARGE_GEMMAS:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     if hasattr(config, "head_dim"):
@@ -130,11 +168,7 @@ def _demand_understood(file: Path, said: dict[str, Any], config: Any) -> None:
     named = {kind, kind.replace("-", "_"), kind.replace("moe", "_moe")}
     read = {key for each in named for key, name in GGUF_TO_TRANSFORMERS_MAPPING["config"].get(each, {}).items() if name}
     for key, value in _numbers(said, kind):
-        if (
-            key in read
-            or key.startswith("rope.scaling.")
-            or (key == "rope.dimension_count" and value == _width(config))
-        ):
+        if value == _width(config) if key == "rope.dimension_count" else key in read or key in _SCALING:
             continue
         if key == "rope.freq_base_swa" and value == beside.get("rope_theta"):
             continue
@@ -162,11 +196,13 @@ def _head_dim(config: Any) -> int:
 def _scale_positions(file: Path, said: dict[str, Any], config: Any, reader: GGUFReader) -> None:
     """Take what the file says of positions beyond their base into `config`. Raises ModelRefused where it is unknown."""
     kind = said["general.architecture"]
-    if kind in GGUF_CONFIG_ARCHS or kind == "gpt-oss":
+    if kind in GGUF_CONFIG_ARCHS:
         return
     rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     scaling = said.get(f"{kind}.rope.scaling.type", "none")
+    if scaling == "none" and f"{kind}.rope.scaling.factor" in said:
+        raise _refused(file, said, "its positions are scaled, and it does not say how")
     if scaling in ("linear", "yarn"):
         rope |= {"rope_type": scaling, "factor": said[f"{kind}.rope.scaling.factor"]}
         if original := said.get(f"{kind}.rope.scaling.original_context_length"):

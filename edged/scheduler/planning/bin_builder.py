@@ -34,8 +34,8 @@ class BinBuilder:
         self.sequences_left = resources.max_sequences - len(queues.decodes) - len(queues.started)
         self.preempted: set[Task] = set()
         self.load = Load()
-        self.candidates = self.candidate_pages = 0
-        """Decodes of the bin that are candidates, and the pages they hold: whoever asks for those gets them."""
+        self.candidates = 0
+        """Decodes of the bin that are candidates: whoever asks for their places gets them."""
         self._adapters: set[int] = {0}
         self.plan = Plan()
         self.slack_s = math.inf
@@ -179,7 +179,7 @@ class BinBuilder:
         all_pages = free_pages = self.free_pages + plan.pages
         lacking: set[Task] = set()
         adapters, context, earliest_s = {0}, 0, math.inf
-        self.candidates = self.candidate_pages = 0
+        self.candidates = 0
         for grant in chosen:
             task = grant.task
             held = task.context
@@ -190,9 +190,7 @@ class BinBuilder:
                     continue
                 free_pages -= pages
             context += held - task.pruned
-            if task.candidate:
-                self.candidates += 1
-                self.candidate_pages += task.held_pages
+            self.candidates += task.candidate
             if task.adapter not in adapters:
                 adapters.add(task.adapter)
             if task.deadline_s < earliest_s:

@@ -157,6 +157,8 @@ def test_the_positions_of_llama_3_are_kept(plain: Path, tmp_path: Path) -> None:
         ({"llama.attention.scale": 0.25}, r'transformers does not read its "attention\.scale" of 0\.25'),
         ({"llama.attention.sliding_window": 16.0}, r'does not read its "attention\.sliding_window" of 16'),
         ({"split.count": 3.0}, "it is one of 3 parts: join them"),
+        ({"llama.rope.scaling.yarn_beta_fast": 32.0}, r'does not read its "rope\.scaling\.yarn_beta_fast"'),
+        ({"llama.rope.scaling.factor": 4.0}, "its positions are scaled, and it does not say how"),
     ],
 )
 def test_a_number_that_nothing_reads_is_no_detail(
@@ -165,6 +167,23 @@ def test_a_number_that_nothing_reads_is_no_detail(
     with pytest.raises(ModelRefused, match=reason):
         convert(written(plain, tmp_path, numbers=numbers), tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_tokenizer_that_lies_beside_the_file_is_not_its_own(plain: Path, tmp_path: Path) -> None:
+    file = written(plain, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (plain / name).read_text()
+        (tmp_path / name).write_text(text.replace('"H"', '"@H"'))
+    convert(file, tmp_path / "made")
+    assert AutoTokenizer.from_pretrained(tmp_path / "made").encode("HI") == byte_tokenizer().encode("HI")
+
+
+def test_a_file_that_is_not_whole_is_refused(plain: Path, tmp_path: Path) -> None:
+    file = written(plain, tmp_path)
+    for length in (30, 2000, file.stat().st_size - 5000):
+        (tmp_path / "part.gguf").write_bytes(file.read_bytes()[:length])
+        with pytest.raises(ModelRefused, match=r"is no whole GGUF file .*: download it again"):
+            convert(tmp_path / "part.gguf", tmp_path / "made")
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])

@@ -40,9 +40,9 @@ def test_candidates_take_nothing_that_readers_lend(scheduler: Scheduler) -> None
     add_reader(scheduler, 1, ahead_s=3.0)
     alone = granted(scheduler.plan(0.0, resources(sequences=9)))[9][1]
     for task_id in (2, 3, 4, 5):
-        candidate = Task(task_id, Kind.DECODE, 0.0, context=63, held_pages=40, capacity=640, candidate=True)
+        candidate = Task(task_id, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, candidate=True)
         scheduler.add(candidate, 0.0)
-    beside = granted(scheduler.plan(0.0, resources(sequences=9, free=1000 - 160)))
+    beside = granted(scheduler.plan(0.0, resources(sequences=9, free=1000)))
     assert beside.keys() == {1, 2, 3, 4, 5, 9}
     assert beside[9][1] == alone > 0
     scheduler.remove(1)

@@ -87,10 +87,8 @@ class MaceFinetuneShare(FinetuneShare):
         if not (builder.load.decodes or builder.load.prefill_tokens):
             return self._quantum_s
         forward_s = builder.plan.predicted_forward_s
-        free = min(
-            (builder.sequences_left + builder.candidates) / builder.max_sequences,
-            (builder.open_pages + builder.candidate_pages) / builder.total_pages,
-        )
+        slots = builder.sequences_left + builder.candidates
+        free = min(slots / builder.max_sequences, builder.open_pages / builder.total_pages)
         if free <= 0.0:
             return forward_s
         granted = {grant.task: grant.num_tokens for grant in builder.plan.grants[builder.load.decodes :]}
