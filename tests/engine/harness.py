@@ -144,8 +144,8 @@ def random_pairs(
 
 
 def wait_idle(engine: Engine, seconds: float = 60.0) -> None:
-    """Until no pair is queued."""
-    deadline = time.monotonic() + seconds
-    while engine.status()["finetune"]["pairs_queued"]:
-        assert time.monotonic() < deadline, "pairs are still queued"
+    """Until no pair is queued, and no talk is computed again under a new version."""
+    deadline, table = time.monotonic() + seconds, engine.sequences
+    while engine.status()["finetune"]["pairs_queued"] or table._stale or table._renewal:
+        assert time.monotonic() < deadline, "pairs are still queued, or a talk is still computed again"
         time.sleep(0.02)

