@@ -184,10 +184,11 @@ def kept_by_the_disk(folder: Path) -> Iterator[None]:
     if subprocess.run(["mount", "--bind", str(folder), str(folder)], capture_output=True).returncode:
         pytest.skip("nothing can be mounted here: that needs root and CAP_SYS_ADMIN")
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+        # Busy while a version is being written.
+        until(lambda: not subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)]).returncode)
         yield
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        until(lambda: not subprocess.run(["umount", str(folder)]).returncode)
 
 
 def answer_of(http: httpx2.Client, user: str) -> str:
