@@ -73,7 +73,7 @@ class Request:
     @property
     def counts(self) -> bool:
         """Whether it is a request of a client's, and not a candidate or a further block of an answer."""
-        return not self.candidate and self.delivery not in ("next_block", "none")
+        return not self.candidate and self.delivery != "next_block"
 
     def is_of(self, name: str) -> bool:
         """Whether the request belongs to this user or adapter, which is forgotten."""

@@ -547,8 +547,7 @@ class SequenceTable:
 
     def _forget_talks(self, now: float) -> None:
         """Forget the talks that are not expected to go on."""
-        oldest = iter(list(self._talks.items()))
-        for adapter, (ended_s, _) in oldest:
+        for adapter, (ended_s, _) in list(self._talks.items()):
             if now - ended_s < _GOES_ON_S and len(self._talks) <= _TALKS:
                 return
             del self._talks[adapter]
