@@ -8,7 +8,7 @@ import click
 from edged.cli.options import shown
 from edged.cli.output import Renderable, make_table, number, progress_bar
 from edged.lab.cli.learning import learning
-from edged.lab.cli.load_options import Values
+from edged.lab.cli.load_options import Values, demand_known
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -43,13 +43,8 @@ def schedule(policies: tuple[str, ...], **load: Any) -> Any:
     from edged.lab.bench.federated.devices import FleetError
     from edged.lab.bench.federated.schedule import TOY, WORKLOADS, ScheduleLoad, run_schedule
 
-    for option, given, known in (
-        ("--policies", policies, tuple(POLICIES)),
-        ("--workload", (load["workload"],), (*WORKLOADS, TOY)),
-    ):
-        for name in given:
-            if name not in known:
-                raise click.UsageError(f'{option} has "{name}", which is not known: give some of {", ".join(known)}')
+    demand_known("policy", policies, POLICIES)
+    demand_known("workload", (load["workload"],), (*WORKLOADS, TOY))
     runs = load["seeds"] * len(policies)
     try:
         with progress_bar("simulations") as advance:

@@ -13,8 +13,7 @@ import click
 from edged.cli.options import seed_option, shown
 from edged.cli.output import Renderable, make_table, number, show_progress
 from edged.cli.settings import load_settings
-from edged.client.client import DaemonError
-from edged.lab.cli.load_options import ABOVE_ZERO, SHARE, Values, readers_option
+from edged.lab.cli.load_options import ABOVE_ZERO, SHARE, Values, demand_known, readers_option
 
 _SEEDS = click.option("--seeds", type=Values(click.IntRange(0)), default="0,1,2", metavar="NUMBERS")
 _JOBS = click.option("--jobs", type=click.IntRange(1), default=1, help="Simulations at once.")
@@ -32,16 +31,15 @@ def fleet() -> None:
 def _chosen(policies: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     """Return the rows' names, or all; refuse unknown ones."""
     known = tuple(known)
-    policies = known if policies == ("all",) else policies
-    for name in policies:
-        if name not in known:
-            raise DaemonError(f'no row "{name}": give some of {", ".join(known)}, or all')
+    if policies == ("all",):
+        return known
+    demand_known("row", policies, (*known, "all"))
     return policies
 
 
 def _refuse_one_box(policies: tuple[str, ...], speeds: tuple[float, ...]) -> None:
     if "separate" in policies and len(speeds) < 2:
-        raise DaemonError("separate needs two boxes, one that serves and one that learns: give --speeds 1,1")
+        raise click.UsageError("separate needs two boxes, one that serves and one that learns: give --speeds 1,1")
 
 
 def _played(play: Callable[[Any], dict[str, Any]], cases: Sequence[Any], jobs: int) -> Iterator[dict[str, Any]]:
@@ -125,10 +123,8 @@ def stages(
     """
     from edged.lab.simulator.stages import CONDITIONS, MODELS, POLICIES, StagedLoad, play_stages
 
-    for kind, given, known in (("model", models, MODELS), ("condition", conditions, CONDITIONS)):
-        for name in given:
-            if name not in known:
-                raise DaemonError(f'no {kind} "{name}": give some of {", ".join(known)}')
+    demand_known("model", models, MODELS)
+    demand_known("condition", conditions, CONDITIONS)
     policies = _chosen(policies, POLICIES)
     amounts = [(None, rate) for rate in rates] if rates else [(load, None) for load in loads or (0.5, 0.75, 0.9, 1.0)]
     cases = [

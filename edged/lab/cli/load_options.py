@@ -1,8 +1,11 @@
 """Option types of commands that make a load: several values in one option, and the readers of answers."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import click
+
+from edged.settings.wrong import nearest
 
 ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 SHARE = click.FloatRange(0.0, 1.0)
@@ -54,3 +57,10 @@ readers_option = click.option(
     metavar="SPEED",
     help="Words a second of those who read the answers; andes-text (4.8 tokens/s), andes-speech (3.3), or off.",
 )
+
+
+def demand_known(kind: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise UsageError with the nearest name for the first of `given` that is not in `known`."""
+    for name in given:
+        if name not in known:
+            raise click.UsageError(f'no {kind} "{name}": {nearest(name, known)}')

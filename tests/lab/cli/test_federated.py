@@ -39,8 +39,8 @@ def test_files_of_boxes_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--policies", "vennn"), '--policies has "vennn", which is not known: give some of venn,'),
-        (("--workload", "odd"), '--workload has "odd", which is not known: give some of even,'),
+        (("--policies", "vennn"), 'no policy "vennn": did you mean "venn"?'),
+        (("--workload", "odd"), 'no workload "odd": known: even,'),
         (("--boxes", "5"), "boxes meet"),
         (("--seeds", "0"), "'--seeds'"),
         (("--devices", "/nowhere.csv"), "/nowhere.csv"),
