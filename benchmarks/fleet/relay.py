@@ -92,6 +92,7 @@ def main() -> None:
         ingress = Ingress(folder, own, {"node": port}, {})
         try:
             daemon.wait_until_ready()
+            ingress.wait_until_ready()
             while ingress.client().get("/v1/fleet")["nodes"][0]["state"] != "up":
                 time.sleep(0.1)
             process = psutil.Process(ingress.process.pid)

@@ -49,6 +49,10 @@ class Ingress(TemporaryDaemon):
         """Start the ingress' process."""
         return self._spawn(["-m", "edged.cli", "fleet", "serve", "--config", str(self.config)], {})
 
+    def client(self, timeout_s: float = 60.0) -> Client:
+        """Return a new connection to the ingress."""
+        return Client(Address(host="127.0.0.1", port=self.port), timeout_s)
+
 
 class RayBox(TemporaryDaemon):
     """The process of `edged fleet init` (of the first box, with the ingress) or `join` beside one daemon."""
