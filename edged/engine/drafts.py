@@ -8,7 +8,7 @@ as it would be alone. Those that were guessed right are kept: an answer's tokens
 import heapq
 from collections.abc import Iterable
 
-from edged.engine.draft_lookup import MOST, Draft
+from edged.engine.sampling.draft_lookup import MOST, Draft
 from edged.engine.sequence import Sequence
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load

@@ -10,11 +10,11 @@ import numpy as np
 
 from edged.cache.prefix_trie import Key
 from edged.engine.attention.attention_stats import AttentionStats
-from edged.engine.draft_lookup import Draft, DraftLookup
 from edged.engine.kv.pruned_layout import PrunedLayout
 from edged.engine.kv.state import ZEROS
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
+from edged.engine.sampling.draft_lookup import Draft, DraftLookup
 from edged.engine.sampling.params import SamplingRow, TokenCounts
 from edged.scheduler.task import Task
 from edged.text.grammar import GrammarMatcher

@@ -15,8 +15,8 @@ from edged.engine.drafts import draft
 from edged.engine.lora.segments import NO_SLOT
 from edged.engine.model_runner import RunnerOutput
 from edged.engine.prefix_wait import PrefixWait
+from edged.engine.renewals import Renewals
 from edged.engine.request import Event, FinishReason, FirstTokenLate, Request, TokenEvent
-from edged.engine.sampling.params import Sampling
 from edged.engine.sampling.sampler import NOT_A_TOKEN, Drawn
 from edged.engine.sequence import NOT_SHARED, Sequence, SequenceStatus
 from edged.engine.stats.counters import Counters
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("edged.engine")
 _NEARLY_FREE, _DEAR = 0.02, 0.05
 """Shares by which candidates may lengthen an iteration: up to the first they begin, beyond the second some go."""
-_GOES_ON_S, _TALKS, _RENEWAL_PAUSE = 600.0, 64, 3.0
-"""Seconds after an answer in which its talk is expected to go on; adapters whose latest talks are known; the pause
-between two renewals beside other work, in times what the first took."""
 _READ_ALONG = 5.0
 """Times these shares where all who are served read along, slower than their answers are made."""
 
@@ -78,13 +75,7 @@ class SequenceTable:
         """When the last plan was about to be made."""
         self._candidates: dict[int, Sequence] = {}
         """Sequences of candidates by task id, the oldest first."""
-        self._talks: dict[str, tuple[float, Request]] = {}
-        """When the latest answer of an adapter ended, and the request with all its tokens; the oldest first."""
-        self._stale: dict[str, None] = {}
-        """Adapters with a version that did not compute the K/V of their latest talk."""
-        self._renewal: Sequence | None = None
-        self._renewable_s = 0.0
-        """When the next renewal may begin beside training or candidates: they have most of the time."""
+        self.renewals = Renewals(self._max_context)
         self._random = random.SystemRandom()
 
     def move(self, sequence: Sequence, status: SequenceStatus) -> None:
@@ -133,7 +124,7 @@ class SequenceTable:
         task.deadline_s = now + self._scheduler.targets.ttft_s(task.service, task.num_tokens)
         self._by_request[request.request_id] = self.by_task[task.task_id] = sequence
         if request.delivery == "none":
-            self._renewal = sequence
+            self.renewals.running = sequence
         elif request.candidate:
             self._candidates[task_id] = sequence
             self.stats.totals.candidates += 1
@@ -267,7 +258,7 @@ class SequenceTable:
                 return False
             state = self.adapter_cache.get(adapter)
             slot = None if self._yields(sequence, now) else self._slots.acquire(state)
-            if slot is None and sequence is self._renewal:
+            if slot is None and sequence is self.renewals.running:
                 self.end_renewal(now, again=False)
                 return False
             if slot is None:
@@ -402,8 +393,8 @@ class SequenceTable:
             self._scheduler.remove(task_id)
         self.by_task.pop(task_id, None)
         self._candidates.pop(task_id, None)
-        if sequence is self._renewal:
-            self._renewal, self._renewable_s = None, now + _RENEWAL_PAUSE * (now - sequence.submitted_s)
+        if sequence is self.renewals.running:
+            self.renewals.on_end(now)
         self._by_request.pop(sequence.request.request_id, None)
         if sequence.admitted:
             if not error:
@@ -419,8 +410,8 @@ class SequenceTable:
             self.count_end(reason, task.reader, None if sequence.forgotten else task.tenant, task.service)
         if request.delivery != "none":
             self._events.append(sequence.finish(reason, now, error))
-            if reason != "error":
-                self._note_talk(sequence, now)
+            if reason != "error" and not request.own and self._pages.shares_prefixes:
+                self.renewals.note(sequence, self.adapter_cache.version(request.adapter), now)
         self._prefix_wait.leave(sequence)
 
     def count_end(self, reason: FinishReason, reader: Reader | None, user: str | None, service: ServiceClass) -> None:
@@ -517,7 +508,7 @@ class SequenceTable:
             self._drop(sequence, self._planned_s)
 
     def _drop(self, sequence: Sequence, now: float) -> None:
-        self.stats.totals.candidates_dropped += sequence is not self._renewal
+        self.stats.totals.candidates_dropped += sequence is not self.renewals.running
         self._end(sequence, "dropped", now)
 
     # -- talks under new versions ------------------------------------------------------------------------------------
@@ -527,56 +518,18 @@ class SequenceTable:
 
         Its next turn then finds all but its own tokens. What is asked meanwhile ends it.
         """
-        if not self._stale or self._renewal or not all(each.request.own for each in self.by_task.values()):
-            return
-        if now < self._renewable_s and (self.by_task or self._scheduler.queues.finetunes):
-            return
-        adapter = next(iter(self._stale))
-        del self._stale[adapter]
-        self._forget_talks(now)
-        if known := self._talks.get(adapter):
-            self.stats.totals.renewals += 1
-            self.add(known[1], now)
+        if self.renewals.pending and all(each.request.own for each in self.by_task.values()):
+            beside_work = bool(self.by_task or self._scheduler.queues.finetunes)
+            if (request := self.renewals.next(now, beside_work)) is not None:
+                self.stats.totals.renewals += 1
+                self.add(request, now)
 
     def end_renewal(self, now: float, again: bool = True) -> None:
         """End the renewal that is under way, if any is: what it computed is shared. `again`: it goes on later."""
-        if (renewal := self._renewal) is not None:
+        if (renewal := self.renewals.running) is not None:
             if again:
-                self._stale[renewal.request.adapter or ""] = None
+                self.renewals.on_version(renewal.request.adapter or "")
             self._end(renewal, "dropped", now)
-
-    def _forget_talks(self, now: float) -> None:
-        """Forget the talks that are not expected to go on."""
-        for adapter, (ended_s, _) in list(self._talks.items()):
-            if now - ended_s < _GOES_ON_S and len(self._talks) <= _TALKS:
-                return
-            del self._talks[adapter]
-
-    def _note_talk(self, sequence: Sequence, now: float) -> None:
-        """Remember the latest talk of an adapter, and whether its K/V are of the version that is served now."""
-        request, token_ids = sequence.request, sequence.token_ids
-        if request.adapter is None or request.candidate or request.own or sequence.forgotten:
-            return
-        if not sequence.first_token_s or not self._pages.shares_prefixes:
-            return
-        talk = Request(
-            f"renewal of {request.adapter}",
-            tuple(token_ids[: self._max_context - 1]),
-            Sampling(max_tokens=1),
-            request.adapter,
-            ServiceClass.BATCH,
-            request.tenant,
-            request.user,
-            fairness_key="(renewal)",
-            candidate=True,
-            delivery="none",
-        )
-        self._talks.pop(request.adapter, None)
-        self._talks[request.adapter] = now, talk
-        self._forget_talks(now)
-        self._stale.pop(request.adapter, None)
-        if sequence.kv_version != self.adapter_cache.version(request.adapter) or not sequence.shareable:
-            self._stale[request.adapter] = None
 
     # -- ends from outside -------------------------------------------------------------------------------------------
 
@@ -602,7 +555,7 @@ class SequenceTable:
 
     def on_publish(self, state: Any, previous: int) -> None:
         """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
-        if self._renewal is not None and self._renewal.request.adapter == state.name:
+        if (renewal := self.renewals.running) is not None and renewal.request.adapter == state.name:
             self.end_renewal(self._planned_s)
         try:
             slot = self._slots.update(state, previous, not self._pins)
@@ -618,8 +571,7 @@ class SequenceTable:
         if previous:
             self._pages.trie.expire_version(state.name, previous)
         self._prefix_wait.renew(state.name)
-        if state.name in self._talks:
-            self._stale[state.name] = None
+        self.renewals.on_version(state.name)
 
     def forget(self, name: str) -> None:
         """Stop sharing K/V of the open requests of a forgotten user or adapter, and forget how it was served."""
@@ -628,10 +580,8 @@ class SequenceTable:
             if sequence.request.is_of(name):
                 sequence.forgotten, sequence.kv_version = True, NOT_SHARED
         self._prefix_wait.forget(name)
-        for adapter in [adapter for adapter, (_, talk) in self._talks.items() if talk.is_of(name)]:
-            del self._talks[adapter]
-            self._stale.pop(adapter, None)
-        if self._renewal is not None and self._renewal.request.is_of(name):
+        self.renewals.forget(name)
+        if (renewal := self.renewals.running) is not None and renewal.request.is_of(name):
             self.end_renewal(self._planned_s, again=False)
 
     def _move_slot(self, sequence: Sequence, state: Any, slot: int | None) -> None:

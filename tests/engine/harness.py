@@ -146,6 +146,6 @@ def random_pairs(
 def wait_idle(engine: Engine, seconds: float = 60.0) -> None:
     """Until no pair is queued, and no talk is computed again under a new version."""
     deadline, table = time.monotonic() + seconds, engine.sequences
-    while engine.status()["finetune"]["pairs_queued"] or table._stale or table._renewal:
+    while engine.status()["finetune"]["pairs_queued"] or table.renewals.pending:
         assert time.monotonic() < deadline, "pairs are still queued, or a talk is still computed again"
         time.sleep(0.02)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edged.engine import drafts
-from edged.engine.draft_lookup import MOST, NGRAM, DraftLookup
+from edged.engine.sampling.draft_lookup import MOST, NGRAM, DraftLookup
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 NO_TESTS = {"guard__held_out_share": 0.0}

@@ -56,7 +56,7 @@ def test_a_version_with_weights_that_are_not_finite_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A talk that is computed again would find it before anybody asks.
-    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    monkeypatch.setattr("edged.engine.renewals._GOES_ON_S", 0.0)
     prompt = random_ids(30, 1)
     settings = {"store__save_every_s": 0.001, "guard__held_out_share": 0.0, "store__keep_versions": 50}
     with running_engine(tmp_path, **settings) as (engine, client):

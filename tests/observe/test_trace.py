@@ -79,7 +79,7 @@ def test_what_an_engine_did_is_a_valid_trace_with_a_track_for_every_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No talk is computed again: its tokens would be of a request more.
-    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    monkeypatch.setattr("edged.engine.renewals._GOES_ON_S", 0.0)
     with running_engine(tmp_path) as (engine, client):
         engine.submit_pairs(random_pairs(8))
         for index in range(3):

@@ -77,7 +77,7 @@ def recorded(policy: str, load: str) -> dict[str, object]:
 
     scheduler.plan = watched  # type: ignore[method-assign, assignment]
     # What the engine computes again by itself is no policy's plan.
-    with patch("edged.engine.sequences._GOES_ON_S", 0.0):
+    with patch("edged.engine.renewals._GOES_ON_S", 0.0):
         simulation.play(read_trace("poisson", plan.seed))
     texts = [json.dumps(rows[start : start + PART]) for start in range(0, len(rows), PART)]
     return {"plans": len(rows), "sums": [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]}

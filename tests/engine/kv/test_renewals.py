@@ -150,7 +150,7 @@ def test_without_shared_prefixes_there_is_nothing_to_find(tmp_path: Path) -> Non
 
 
 def test_an_old_talk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    monkeypatch.setattr("edged.engine.renewals._GOES_ON_S", 0.0)
     with running_engine(tmp_path) as (engine, client):
         engine.submit(request("first", random_ids(60, 1), 4, "ann"))
         client.wait(lambda: "first" in client.finished)

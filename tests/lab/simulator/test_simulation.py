@@ -129,7 +129,7 @@ def test_a_new_version_shares_nothing_with_the_one_before(conversations: str, mo
     simulation, report = played(what)
     assert simulation.engine.stats.totals.renewals > 0
     assert report["prefix"]["hit_tokens"] == 6 * 512, "each second goes on from what was computed again"
-    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    monkeypatch.setattr("edged.engine.renewals._GOES_ON_S", 0.0)
     simulation, report = played(what)
     assert report["finetune"]["pairs_trained"] == report["finetune"]["steps"] == 12
     assert report["prefix"]["hit_tokens"] == 0
@@ -140,7 +140,7 @@ def test_a_new_version_shares_nothing_with_the_one_before(conversations: str, mo
 def test_what_a_trie_was_asked_counts_though_it_is_empty_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edged.engine.sequences._GOES_ON_S", 0.0)
+    monkeypatch.setattr("edged.engine.renewals._GOES_ON_S", 0.0)
     trace = tmp_path / "two.csv"
     rows = ["2023-11-16 18:15:46,900,5", "2023-11-16 18:15:56,400,3"]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
