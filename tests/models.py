@@ -93,7 +93,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a three-layer model of `kind` (a transformers model type)."""
-    return AutoConfig.for_model(kind, **{**_SHAPE, **(ARCHITECTURES | STATEFUL)[kind], **changes})
+    return AutoConfig.for_model(kind, **{**_SHAPE, **(ARCHITECTURES | STATEFUL).get(kind, {}), **changes})
 
 
 def tiny_model(kind: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -14,6 +14,7 @@ import torch
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.model.loading import ModelRefused, pick_dtype, read_config, refusal_of
 from edged.engine.model.memory_model import BaseShape, beside_states, kept_bytes, kept_kinds, needs
+from edged.engine.model.packed_experts import demand_packed
 from edged.engine.model.quantization import (
     MADE_BY,
     CannotQuantize,
@@ -22,6 +23,7 @@ from edged.engine.model.quantization import (
     form_of_checkpoint,
     form_of_setting,
     method_of,
+    packed_form,
 )
 from edged.settings.load import Settings
 
@@ -64,6 +66,8 @@ class ModelSizes:
             if stored and kind not in ("", method):
                 raise CannotQuantize(f"it is already quantized ({method}): leave --quantize out")
             form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
+            if method and not (stored and packed_form(stored) is None):
+                demand_packed(config, "" if stored else kind, method if stored else "", dtype)
         except CannotQuantize as error:
             raise ModelRefused(f'model "{path}": {error}') from None
         return cls(
@@ -93,13 +97,12 @@ class ModelSizes:
 
     def report(self, device: str, context: int) -> dict[str, Any]:
         """Return the model's part of a status report."""
-        weights = self.shape.plain_weights * self.dtype.itemsize + self.linear_bytes
         return {
             "name": self.name,
             "path": self.path,
             "architecture": self.architecture,
             "parameters": self.shape.parameters,
-            "weight_bytes": weights,
+            "weight_bytes": self.shape.bytes_in(self.form, self.dtype, self.quantization),
             "quantization": self.quantization,
             "dtype": self.dtype_name,
             "device": device,

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from edged.engine.model import quantization
+from edged.engine.model.packed_experts import demand_packed, quantizing
 from edged.engine.model.stored_weights import stored_tensors_of
 from edged.models.gguf import is_gguf
 from edged.models.wrapper_names import TEXT_KEYS, text_name
@@ -143,14 +144,13 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         if stored is not None and not short and settings.quantize:
             method = stored.get("quant_method")
             raise quantization.CannotQuantize(f'it is already quantized ({method}): leave model.quantize = ""')
-        wanted = quantization.make_config(settings.quantize, device, dtype) if settings.quantize else None
+        own_code, wanted = settings.trust_remote_code, None
         if packed is not None:
             # Only for its checks of the device: the weights have their numbers already.
             quantization.make_config("int4", device, dtype)
-            quantization.check_experts(config, f"quantization {packed.method}", dtype, settings.trust_remote_code)
+            demand_packed(config, "", packed.method, dtype, own_code)
         elif settings.quantize:
-            what = f'model.quantize = "{settings.quantize}"'
-            quantization.check_experts(config, what, dtype, settings.trust_remote_code)
+            wanted = quantizing(config, settings.quantize, device, dtype, own_code)
         elif stored is not None and not short:
             quantization.check_checkpoint(stored, device)
         source: dict[str, Any] = {"pretrained_model_name_or_path": directory}

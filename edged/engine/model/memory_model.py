@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -21,14 +21,12 @@ from edged.engine.kv.state import StateSize, copies_for, slots_for, state_bytes
 from edged.engine.kv.store import LayerHeads, kv_per_token
 from edged.engine.model.inspection import max_positions, sizes_of
 from edged.engine.model.loading import ModelRefused, target_linears
+from edged.engine.model.packed_experts import PACKS_EXPERTS, banks_of, sizes_of_experts
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
 from edged.settings.kernels import kernels_of
 from edged.settings.load import Settings
 from edged.tensors.device_copy import has_own_memory
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("edged.engine")
 CACHE_SHARES = {"cpu": 0.25, "discrete": 0.85, "integrated": 0.5}
@@ -85,6 +83,8 @@ class BaseShape:
     """Whether the checkpoint's numbers have 16 bits, by its configuration."""
     experts: Linears = ()
     """Sizes of the experts' matrices that a token passes, which are no linears."""
+    banks: tuple[tuple[int, int, int], ...] = ()
+    """(experts, out, in) of the tensors that a quantization of experts packs."""
     layer_input_size: int = 0
     """Numbers of a token that each layer is given beside the hidden states."""
     keeps_lean: bool = True
@@ -94,6 +94,13 @@ class BaseShape:
     def parameters(self) -> int:
         """Number of all weights; packed ones count unpacked."""
         return self.plain_weights + sum(map(prod, self.linears))
+
+    def bytes_in(self, form: WeightForm, dtype: torch.dtype, quantize: str) -> int:
+        """Return the bytes of all weights, with linears in `form`; experts, too, where `model.quantize` packs them."""
+        banks = self.banks if quantize in PACKS_EXPERTS else ()
+        plain = self.plain_weights - sum(map(prod, banks))
+        packed = sum(count * form.bytes_of(fan_in, out) for count, out, fan_in in banks)
+        return plain * dtype.itemsize + packed + sum(form.bytes_of(*linear) for linear in self.linears)
 
     def kv_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers."""
@@ -161,6 +168,7 @@ class BaseShape:
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=in_16_bits,
             experts=expert_sizes(model, text),
+            banks=tuple(banks_of(model).values()),
             layer_input_size=layer_input_size(text),
         )
 
@@ -181,7 +189,7 @@ def expert_sizes(model: Any, text: Any) -> Linears:
 
     Every one counts as often as a token has experts.
     """
-    banks = [bank.shape for bank in model.parameters() if bank.dim() == 3]
+    banks = sizes_of_experts(model)
     return tuple((bank[2], bank[1]) for bank in banks) * int(getattr(text, "num_experts_per_tok", None) or 0)
 
 
@@ -224,7 +232,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
     """Return the bytes to serve and train `shape`; adapters take no more than a share of `free` bytes."""
     align = settings.align
     plain = form.bits == 8 * dtype.itemsize
-    weights = shape.plain_weights * dtype.itemsize + sum(form.bytes_of(*linear) for linear in shape.linears)
+    weights = shape.bytes_in(form, dtype, settings.model.quantize)
     copied = plain and not cuda and dtype == torch.float32 and kernels_of(settings.model).pack_weights
     one = adapter_weights(shape.targets, align.rank)
     left = max(0, free - weights)
@@ -265,7 +273,7 @@ def work_of(
         "adapters": loaded * STATE_BYTES * adapter_weights(shape.targets, settings.align.rank),
         "step": step_bytes(shape, settings, dtype, loaded),
         "iteration": iteration_bytes(shape, settings, dtype, left),
-        "dequantized": dtype.itemsize * max(map(prod, shape.linears), default=0) if quantized else 0,
+        "dequantized": dtype.itemsize * max(map(prod, (*shape.linears, *shape.experts)), default=0) if quantized else 0,
         "decode_graphs": graphs if cuda and settings.model.graph_memory_mb else 0,
     }
 

@@ -138,26 +138,6 @@ def check_packed(stored: dict[str, Any]) -> None:
         raise CannotQuantize(f"quantization compressed-tensors ({form}) does not stay packed ({_NO_KERNELS}")
 
 
-def check_experts(config: Any, what: str, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
-    """Check what a quantization, named in `what`, leaves plain: experts that are one tensor and no linears.
-
-    A smaller part of the weights is named in the log. Raises CannotQuantize where it is most of them.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    plain = sum(p.numel() for p in model.parameters() if p.dim() > 2) * dtype.itemsize >> 20
-    every = sum(p.numel() for p in model.parameters()) * dtype.itemsize >> 20
-    left = f"{what} packs linears: its fused experts stay in {dtype}, {plain} of {every} MiB"
-    if 2 * plain > every:
-        raise CannotQuantize(
-            f'{left}: give plain weights (model.quantize = "") where they fit, or a model without experts'
-        )
-    if plain:
-        log.warning("%s", left)
-
-
 def check_checkpoint(stored: dict[str, Any], device: torch.device) -> None:
     """Check that a checkpoint's weights can be read and multiplied here. Raises CannotQuantize."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer

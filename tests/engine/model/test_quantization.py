@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from edged.align.dpo.step_plan import Recompute
 from edged.align.feedback.pair import PairRetired, PairScored
@@ -193,27 +193,6 @@ def test_what_cannot_be_multiplied_here_is_refused_before_the_weights_are_read(
     with pytest.raises(ModelRefused, match=reason) as refused:
         ServedModel.load(folder, ModelSettings(device="cpu"))
     assert "\n" not in str(refused.value)
-
-
-def fused_experts(folder: Path, intermediate: int) -> Path:
-    """Save a Qwen3-MoE whose experts, one tensor for all of them, have this size."""
-    config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=1024,
-        vocab_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=intermediate,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values[0] == "int8"])
-def test_fused_experts_that_stay_plain_are_refused_or_named(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = ModelSettings(device="cpu", quantize=kind)
-    with pytest.raises(ModelRefused, match=r"fused experts stay in torch\.float32, 6 of 9 MiB: give plain weights"):
-        ServedModel.load(fused_experts(tmp_path / "most", 2048), settings)
-    ServedModel.load(fused_experts(tmp_path / "some", 512), settings)
-    assert "fused experts stay in torch.float32, 1 of 4 MiB" in caplog.text
 
 
 def test_torchaos_gpu_layouts_are_refused_on_a_cpu(tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""Experts that are packed while a model is loaded: served and trained as models with those numbers, by their memory."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from edged.engine.attention.paged import IMPLEMENTATION
+from edged.engine.model.loading import ModelRefused, load_pretrained
+from edged.engine.model.packed_experts import PackedExperts
+from edged.profiler.memory import ModelSizes
+from edged.settings.load import ModelSettings, load_settings
+from tests.align.dpo.test_dpo_exact import make_pairs, trl_gradients, unit_gradients, worst_error
+from tests.engine.harness import random_ids, request, running_engine
+from tests.engine.model.test_loading import measured
+from tests.engine.test_engine import generated
+from tests.models import save_tiny
+
+torchao = pytest.importorskip("torchao.quantization")
+# The int4 layouts need widths of whole groups.
+SHAPE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+    # Its matrices are [experts, in, out], with a bias behind each.
+    "gpt_oss": {"num_local_experts": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    # One layer of plain linears, and an expert that every token passes.
+    "glm4_moe": {
+        **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1},
+        **{"n_group": 1, "topk_group": 1},
+    },
+}
+EVERY = [(kind, quantize) for kind in KINDS for quantize in ("int4", "int8")]
+
+
+def saved(tmp_path: Path, kind: str, **changes: Any) -> Path:
+    folder = tmp_path / f"model-{kind}"
+    return folder if folder.exists() else save_tiny(folder, kind, **{**SHAPE, **KINDS[kind], **changes})
+
+
+def oracle(folder: Path, quantize: str) -> PreTrainedModel:
+    """The plain model with the numbers that torchao gives each of its matrices as a linear's, by products of units."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if quantize == "int8":
+        form: Any = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+        form = PrototypeInt4WeightOnlyConfig(group_size=64, set_inductor_config=False)
+
+    def rounded(matrix: torch.Tensor) -> torch.Tensor:
+        linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
+        linear.weight = nn.Parameter(matrix.clone())
+        torchao.quantize_(linear, form)
+        return linear(torch.eye(matrix.shape[1])[None])[0].mT
+
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                module.weight.copy_(rounded(module.weight))
+            for bank in (each for each in module.parameters(recurse=False) if each.dim() == 3):
+                turned = getattr(module, "is_transposed", False)
+                each = [rounded(matrix.mT.contiguous() if turned else matrix) for matrix in bank]
+                bank.copy_(torch.stack([matrix.mT if turned else matrix for matrix in each]))
+    return model.eval().requires_grad_(False)
+
+
+def without_balance(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without TRL's loss of balance: what a person likes says nothing of how experts are used."""
+    model.config.router_aux_loss_coef = 0.0
+    return model
+
+
+@pytest.mark.parametrize(("kind", "quantize"), EVERY)
+def test_packed_experts_answer_as_generate_does_with_their_numbers(kind: str, quantize: str, tmp_path: Path) -> None:
+    folder, prompts = saved(tmp_path, kind), [random_ids(n, n) for n in (30, 5, 17)]
+    with running_engine(tmp_path, kind, model__quantize=quantize) as (engine, client):
+        for i, prompt in enumerate(prompts):
+            engine.submit(request(f"r{i}", prompt, tokens=12, logprobs=0))
+        client.wait(lambda: len(client.finished) == len(prompts))
+        status = engine.status()["model"]
+    model = oracle(folder, quantize)
+    for i, prompt in enumerate(prompts):
+        ids, logps = generated(model, prompt, 12)
+        assert client.ids(f"r{i}") == ids
+        got = torch.tensor([event.logprob for event in client.tokens[f"r{i}"]])
+        torch.testing.assert_close(got, logps, atol=1e-4, rtol=0)
+    assert status["parameters"] == model.num_parameters()
+    # What a check says before anything is loaded.
+    sizes = ModelSizes.read(folder, load_settings(environ={}, overrides={"model.quantize": quantize}), cuda=False)
+    assert sizes.report("cpu", 512)["weight_bytes"] == pytest.approx(status["weight_bytes"], rel=0.01)
+    experts = sum(prod(bank) for bank in sizes.shape.banks)
+    assert status["weight_bytes"] < 4 * (model.num_parameters() - experts) + experts * (2 if quantize == "int8" else 1)
+
+
+# PEFT adapts no plain layer of a GLM-4 whose other layers have experts.
+@pytest.mark.parametrize(("kind", "quantize"), [case for case in EVERY if case[0] != "glm4_moe"])
+def test_unit_gradients_through_packed_experts_equal_trls(kind: str, quantize: str, tmp_path: Path) -> None:
+    pairs, folder = make_pairs(19), saved(tmp_path, kind)
+    base, _ = load_pretrained(str(folder), ModelSettings(device="cpu", quantize=quantize), IMPLEMENTATION)
+    assert any(isinstance(module, PackedExperts) for module in base.modules())
+    got, step, weights = unit_gradients(base, pairs, 16, chunk=23, recompute="full")
+    wanted, loss = trl_gradients(without_balance(oracle(folder, quantize)), pairs, weights, tmp_path)
+    assert step.loss == pytest.approx(loss, rel=1e-4)
+    assert worst_error(got, wanted) <= 1e-4
+
+
+def test_experts_that_no_group_divides_stay_plain_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe", moe_intermediate_size=96, vocab_size=8192)
+    load_pretrained(str(folder), ModelSettings(device="cpu", quantize="int4"), IMPLEMENTATION)
+    assert "its fused experts stay in torch.float32, 0 of" in caplog.text
+
+
+def test_a_method_that_packs_linears_alone_is_refused_by_a_check_as_by_a_start(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder, settings = saved(tmp_path, "qwen3_moe", moe_intermediate_size=1024), {"model.quantize": "nf4"}
+    with pytest.raises(ModelRefused, match=r'model\.quantize = "int4", which packs experts, too') as start:
+        load_pretrained(str(folder), ModelSettings(device="cpu", quantize="nf4"), IMPLEMENTATION)
+    with pytest.raises(ModelRefused) as check:
+        ModelSizes.read(folder, load_settings(environ={}, overrides=settings), cuda=False)
+    assert str(start.value).split(": ", 1)[1] == str(check.value).split(": ", 1)[1]
+
+
+@pytest.mark.slow
+def test_one_tensor_of_experts_is_plain_at_a_time(tmp_path: Path) -> None:
+    changes = {"moe_intermediate_size": 512, "hidden_size": 512, "num_experts": 32, "num_hidden_layers": 6}
+    folder = saved(tmp_path, "qwen3_moe", dtype=torch.bfloat16, **changes)
+    figures = measured({quantize: f"{folder}:{quantize}" for quantize in ("int4", "int8")})
+    largest = 4 * 32 * 1024 * 512
+    for found in figures.values():
+        assert found["peak"] <= 1.1 * found["weights"] + 2 * largest
