@@ -137,6 +137,7 @@ def plan_memory(
         "model": str(model),
         "architecture": sizes.architecture,
         "parameters": sizes.shape.parameters,
+        "experts": bool(sizes.shape.banks),
         "quantization": sizes.quantization,
         "device": device,
         "dtype": sizes.dtype_name,

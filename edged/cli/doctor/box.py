@@ -216,7 +216,8 @@ def memory(it: Examination) -> Finding | None:
     seen = f"{size(needed)} are needed in {found['dtype']} with {found['context_tokens']:,} tokens of context"
     if states := found.get("state_bytes"):
         seen += f" and {size(states)} of layers' states (prefixes are not reused, K/V is not pruned)"
-    less = 'model.quantize = "nf4", fewer align.max_loaded_adapters, or a smaller model'
+    kind = "int4" if found.get("experts") else "nf4"
+    less = f'model.quantize = "{kind}", fewer align.max_loaded_adapters, or a smaller model'
     if not found["fits"]:
         return broken(f"{seen}; the device has {size(total)}", less)
     if not it.running and available is not None and needed > available:

@@ -97,6 +97,7 @@ def _memory(settings: Settings, model: Path, device: dict[str, Any]) -> dict[str
     return {
         "architecture": plan["architecture"],
         "parameters": plan["parameters"],
+        "experts": plan["experts"],
         "lora_linears": plan["adapter"]["linears"],
         "fits": plan["fits"],
         "dtype": plan["dtype"],

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.support.packed_checkpoints import rewrite
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.model.loading import ModelRefused, load_pretrained
 from edged.engine.model.packed_experts import PackedExperts
@@ -108,6 +109,25 @@ def test_unit_gradients_through_packed_experts_equal_trls(kind: str, quantize: s
     wanted, loss = trl_gradients(without_balance(oracle(folder, quantize)), pairs, weights, tmp_path)
     assert step.loss == pytest.approx(loss, rel=1e-4)
     assert worst_error(got, wanted) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("gpt_oss", {"quant_method": "mxfp4"}),
+        ("qwen3_moe", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    ],
+    ids=["mxfp4", "fp8"],
+)
+def test_experts_of_short_floats_are_packed_as_those_of_the_plain_twin(
+    kind: str, stored: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, kind)
+    twin = rewrite(folder, stored)
+    settings = ModelSettings(device="cpu", quantize="int4")
+    ids = torch.tensor([random_ids(30, 3)])
+    wanted, got = (load_pretrained(str(each), settings, "eager")[0](ids).logits for each in (twin, folder))
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
 
 
 def test_experts_that_no_group_divides_stay_plain_and_are_named(
