@@ -58,9 +58,9 @@ def main(model: str, seconds: float | None, rate: float | None, seed: int, pictu
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     console = Console(highlight=False)
-    daemon = TemporaryDaemon("--model", served)
-    kept = False
+    daemon, kept = None, False
     try:
+        daemon = TemporaryDaemon("--model", served)
         console.print(f"starting the daemon with the model {model} ...")
         console.print(f"ready after {daemon.wait_until_ready():.1f} s on {daemon.socket}")
         with daemon.client() as client:
@@ -79,7 +79,7 @@ def main(model: str, seconds: float | None, rate: float | None, seed: int, pictu
         click.echo("stopped; the daemon and its folder are removed", err=True)
         sys.exit(130)
     finally:
-        if not kept:
+        if daemon is not None and not kept:
             daemon.remove()
 
 

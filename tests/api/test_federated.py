@@ -272,11 +272,22 @@ def test_of_several_starts_a_person_takes_part_in_the_one_that_fits(box: httpx2.
     until(box, "/v1/starts", lambda body: all(each["scale"] for each in body["starts"]), 60.0)
     teach(box, "ida", 8)
     agree(box, "ida")
-    scored = until(box, "/v1/adapters/ida/starts", lambda body: {each["start"] for each in body["scores"]} == names, 60)
+    scored = until(
+        box,
+        "/v1/adapters/ida/starts",
+        lambda body: body["pairs"] == 8 and {each["start"] for each in body["scores"]} == names,
+        60.0,
+    )
     fitting = min(scored["scores"], key=lambda each: each["loss"])["start"]
     (other,) = names - {fitting}
-    # An adapter that took a start learns its pairs once more on it.
-    until(box, "/v1/adapters/ida", lambda body: body["pairs_queued"] == 0 and saved(body), 60.0)
+    began = f"start {fitting}"
+
+    def learned_anew(body: dict[str, Any]) -> bool:
+        """An adapter that took a start learns its pairs once more on it."""
+        taken = any(version["reason"] == began for version in body["versions"]) or not scored["start"]
+        return taken and body["pairs_queued"] == 0 and saved(body)
+
+    until(box, "/v1/adapters/ida", learned_anew, 60.0)
     table = campaign(box, starts=[*names], aggregation="sum")
     assert "is fitted best by this start" in refusal(post(box, asked(table, start=other)), 409)
     begun = post(box, asked(table, start=fitting))

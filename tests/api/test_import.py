@@ -30,7 +30,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     root = tmp_path_factory.mktemp("import")
     model = save_tiny(root / "tiny", max_position_embeddings=512)
     with running(
-        root / "run", model, align__rank=4, align__alpha=8.0, store__save_every_s=0.1, limits__patience=0.03
+        root / "run", model, align__rank=4, align__alpha=8.0, store__save_every_s=0.1, limits__patience=0.1
     ) as live:
         yield live
 

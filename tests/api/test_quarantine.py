@@ -169,7 +169,7 @@ def test_a_release_is_learned_from_though_the_client_leaves_before_the_answer(da
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(str(daemon.socket))
                 raw.sendall(head + body)
-                time.sleep(0.3)
+                time.sleep(2.0)
             until(lambda: daemon.status()["open_requests"] == 0)
             time.sleep(0.3)
             db.execute("COMMIT")

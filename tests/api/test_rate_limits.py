@@ -199,7 +199,7 @@ async def test_one_users_flood_does_not_hold_up_another(small: LiveDaemon) -> No
         done: list[str] = []
 
         async def chat(user: str) -> None:
-            fields = {"max_tokens": 250, "extra_body": {"ignore_eos": True}}
+            fields = {"max_tokens": 450, "extra_body": {"ignore_eos": True}}
             await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
             done.append(user)
 
@@ -225,14 +225,14 @@ async def test_a_request_for_as_many_choices_as_there_are_seats_does_not_hold_up
             ended.append(user)
             return answer
 
-        flood = [asyncio.create_task(chat("ann", 16, 100)) for _ in range(2)]
-        await waiting(small, 15)
+        flood = [asyncio.create_task(chat("ann", 16, 200)) for _ in range(2)]
+        await waiting(small, 25)
         for _ in range(3):
             await chat("bob", 1, 1)
         assert ended == ["bob"] * 3, "bob waited for a whole request of ann's"
         answers = await asyncio.gather(*flood)
         assert [len(answer.choices) for answer in answers] == [16, 16]
-        assert all(answer.usage.completion_tokens == 16 * 100 for answer in answers)
+        assert all(answer.usage.completion_tokens == 16 * 200 for answer in answers)
         assert len((await chat("ann", 100, 1)).choices) == 100, "more than may wait"
     assert await asyncio.to_thread(small.idle)
 
@@ -241,7 +241,7 @@ async def test_a_full_queue_turns_the_flood_away_and_not_the_others(small: LiveD
     async with small.async_openai() as client:
 
         async def chat(user: str) -> Any:
-            fields = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            fields = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
             return await client.chat.completions.create(model="tiny", messages=HELLO, user=user, **fields)
 
         flood = [asyncio.create_task(chat("ann")) for _ in range(60)]

@@ -309,7 +309,7 @@ def test_of_a_type_the_latest_runs_are_kept(store: Store) -> None:
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDaemon]:
     folder = tmp_path_factory.mktemp("runs")
     model = save_tiny(folder / "tiny", max_position_embeddings=512)
-    settings = {"fairness__policy": "justitia", "fairness__idle_s": 0.1}
+    settings = {"fairness__policy": "justitia", "fairness__idle_s": 1.0}
     with running(folder / "run", model, **settings) as live:
         yield live
 

@@ -29,7 +29,7 @@ def peer(path: Path, *answers: bytes) -> Iterator[list[bytes]]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen()
-    listener.settimeout(5.0)
+    listener.settimeout(60.0)
     received: list[bytes] = []
 
     def serve() -> None:
@@ -230,7 +230,7 @@ def test_a_url_and_token_reach_a_tcp_listener() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        listener.settimeout(5.0)
+        listener.settimeout(60.0)
         received: list[bytes] = []
 
         def serve() -> None:

@@ -82,7 +82,9 @@ def test_a_running_daemon_is_well(daemon: Daemon) -> None:
     assert "edged profile" in found["profile"]["way_out"]
     assert json.loads(result.stdout)["state"] == "warn"
     named = by_name(
-        edged("doctor", "--json", "--config", "/dev/null", "--within", "1", EDGED_SOCKET=str(daemon.socket)).stdout
+        edged(
+            "doctor", "--json", "--config", "/dev/null", "--within", str(LONG_S), EDGED_SOCKET=str(daemon.socket)
+        ).stdout
     )
     assert (named["settings"]["seen"], "serves tiny" in named["daemon"]["seen"]) == ("/dev/null", True)
 

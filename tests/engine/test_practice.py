@@ -86,11 +86,14 @@ def test_practice_and_people_s_own_pairs_take_turns(tmp_path: Path) -> None:
 
 def test_practice_goes_on_beside_requests(tmp_path: Path) -> None:
     with running_engine(tmp_path, **NO_TESTS) as (engine, client):
-        engine.submit(request("long", random_ids(20, 1), 400))
-        client.wait(lambda: engine.status()["queue"]["decode"] == 1)
+        engine.pause_finetuning(True)
         engine.practise("ann", practice(2))
+        for number in range(6):
+            engine.submit(request(f"long {number}", random_ids(20, number), 400 if number else 480))
+        client.wait(lambda: engine.status()["queue"]["decode"] == 6)
+        engine.pause_finetuning(False)
         client.wait(lambda: client.of(VersionPublished))
-        assert "long" not in client.finished
+        assert "long 0" not in client.finished
 
 
 def test_adapters_practise_in_turns(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def opened(browser: Browser, port: int, path: str = "/", expected: str = "(?!)",
     with browser.new_context(viewport=context.pop("viewport", DESKTOP), **context) as session:
         page = session.new_page()
         page.set_default_timeout(PATIENT_MS)
+        expect.set_options(timeout=PATIENT_MS)
         problems: list[str] = []
         requests: set[str] = set()
         page.on(

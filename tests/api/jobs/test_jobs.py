@@ -309,7 +309,7 @@ def test_forgetting_a_user_ends_jobs_and_deletes_files(client: openai.OpenAI, ti
 def test_a_persons_own_pairs_wait_for_the_end_of_the_job_and_are_learned_once(
     client: openai.OpenAI, tiny: LiveDaemon
 ) -> None:
-    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 3}}}
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 4, "n_epochs": 8}}}
     file_id = upload(client, preferences(40))
     made = client.fine_tuning.jobs.create(model="tiny", training_file=file_id, suffix="shared", method=method)
     before, told = tiny.status()["finetune"]["pairs_trained"], []
@@ -325,7 +325,7 @@ def test_a_persons_own_pairs_wait_for_the_end_of_the_job_and_are_learned_once(
         job = ended(client, made.id)
         assert job.status == "succeeded", job.error
         steps = [e.data["step"] for e in client.fine_tuning.jobs.list_events(job.id, limit=100).data if e.data]
-        assert steps == list(range(30, 0, -1)), "no pair has taken one of the job's steps"
+        assert steps == list(range(80, 0, -1)), "no pair has taken one of the job's steps"
         deadline = time.monotonic() + 60
         while not all(
             (pairs := [http.get(f"/v1/feedback/{name}").json() for name in told])[n]["settled"] for n in range(5)
@@ -339,7 +339,7 @@ def test_a_persons_own_pairs_wait_for_the_end_of_the_job_and_are_learned_once(
 
 
 def test_a_paused_job_stands_still_and_goes_on(client: openai.OpenAI, tiny: LiveDaemon) -> None:
-    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 2, "n_epochs": 2}}}
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"batch_size": 2, "n_epochs": 4}}}
     made = client.fine_tuning.jobs.create(
         model="tiny", training_file=upload(client, preferences(40)), suffix="paused", method=method
     )
@@ -355,7 +355,7 @@ def test_a_paused_job_stands_still_and_goes_on(client: openai.OpenAI, tiny: Live
     told = [event.message for event in client.fine_tuning.jobs.list_events(made.id, limit=100).data]
     assert told.count("The job goes on") == 1
     metrics = [e.data["step"] for e in client.fine_tuning.jobs.list_events(made.id, limit=100).data if e.data]
-    assert metrics == list(range(40, 0, -1))
+    assert metrics == list(range(80, 0, -1))
 
 
 @pytest.mark.slow
