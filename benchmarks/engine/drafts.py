@@ -1,17 +1,20 @@
 """What drafts bring a single answer: edged with `serving.prompt_lookup` on and off, in turns, on texts of some kinds.
 
-    python -m benchmarks.engine.drafts --model FOLDER [--tokens 160] [--rounds 5] [--peer] [--output FILE] [--json]
+    python -m benchmarks.engine.drafts --model FOLDER [--tokens 160] [--rounds 5] [--peer] [--gguf FILE]
+                                       [--output FILE] [--json]
 
 Each text is answered greedily, and drawn at temperature 0.8 by a fixed seed; the answers of both sides must be equal.
 "Iterations" are those of the side with drafts for an answer's tokens. With `--peer`, greedy answers of transformers
-with `prompt_lookup_num_tokens` = 10 and without stand beside them. The model should follow instructions
-(`tools/smollm2`).
+with `prompt_lookup_num_tokens` = 10 and without stand beside them; with `--gguf`, the same model's file, those of
+llama.cpp with its lookup decoding of as many tokens and without (the extra [peers]). The model should follow
+instructions (`tools/smollm2`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ TEXTS = {
     "explanation": "Explain to a child why the sky is blue.",
 }
 TEMPERATURES = (0.0, 0.8)
-_SEED = 5
+_SEED, _PEER_DRAFT = 5, 10
 
 
 class Ours:
@@ -63,8 +66,9 @@ class Ours:
         return seconds, found, totals.iterations - before
 
 
-def peer_s(model: Any, prompt: Sequence[int], tokens: int, **fields: Any) -> float:
+def peer_s(model: Any, prompt: Sequence[int], tokens: int, drafts: bool) -> float:
     """Return the seconds that transformers takes for a greedy answer."""
+    fields: dict[str, Any] = {"prompt_lookup_num_tokens": _PEER_DRAFT} if drafts else {}
     started = time.perf_counter()
     ids = torch.tensor([list(prompt)])
     lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
@@ -72,18 +76,40 @@ def peer_s(model: Any, prompt: Sequence[int], tokens: int, **fields: Any) -> flo
     return time.perf_counter() - started
 
 
+def llama(file: Path, drafts: bool, most: int) -> Any:
+    """Return llama.cpp's model through its Python binding, for `most` tokens, with its lookup decoding or without."""
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    threads = torch.get_num_threads()
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=_PEER_DRAFT) if drafts else None
+    counts = {"n_ctx": most, "n_batch": most, "n_threads": threads, "n_threads_batch": threads}
+    return llama_cpp.Llama(str(file), **counts, draft_model=lookup, verbose=False)
+
+
+def llama_s(model: Any, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
+    """Return the seconds that llama.cpp takes for a greedy answer, and its tokens."""
+    model.reset()
+    started = time.perf_counter()
+    found = list(islice(model.generate(list(prompt), temp=0.0), tokens))
+    return time.perf_counter() - started, found
+
+
 def measure(options: Any) -> list[dict[str, Any]]:
     """Return the figures of each text and temperature."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     on, off = Ours(options.model, True), Ours(options.model, False)
     peer = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32) if options.peer else None
+    others = [llama(options.gguf, drafts, 1024) for drafts in (True, False)] if options.gguf else []
     rows = []
     for name, text in TEXTS.items():
         said = [{"role": "user", "content": text}]
         prompt = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
         for temperature in TEMPERATURES:
-            seconds: dict[str, list[float]] = {"on": [], "off": [], "peer_on": [], "peer_off": []}
-            equal, iterations = True, 0
+            seconds: dict[str, list[float]] = {
+                f"{side}{kind}": [] for side in ("", "peer_", "llama_") for kind in ("on", "off")
+            }
+            equal, same, iterations = True, True, 0
             for number in range(options.rounds + 1):
                 ours, plain = (side.answer(prompt, options.tokens, temperature) for side in (on, off))
                 equal, iterations = equal and ours[1] == plain[1], ours[2]
@@ -91,10 +117,18 @@ def measure(options: Any) -> list[dict[str, Any]]:
                     seconds["on"].append(ours[0])
                     seconds["off"].append(plain[0])
                 if number and peer is not None and not temperature:
-                    seconds["peer_on"].append(peer_s(peer, prompt, options.tokens, prompt_lookup_num_tokens=10))
-                    seconds["peer_off"].append(peer_s(peer, prompt, options.tokens))
+                    seconds["peer_on"].append(peer_s(peer, prompt, options.tokens, True))
+                    seconds["peer_off"].append(peer_s(peer, prompt, options.tokens, False))
+                if number and others and not temperature:
+                    drafted, alone = (llama_s(other, prompt, options.tokens) for other in others)
+                    seconds["llama_on"].append(drafted[0])
+                    seconds["llama_off"].append(alone[0])
+                    same = drafted[1] == alone[1]
             rows.append(
-                {"text": name, "temperature": temperature, "equal": equal, "iterations": iterations, "seconds": seconds}
+                {
+                    **{"text": name, "temperature": temperature, "equal": equal, "iterations": iterations},
+                    **{"llama_equal": same, "seconds": seconds},
+                }
             )
             say(f"{name}, {temperature:g}: {paired_ratio(seconds['off'], seconds['on']).text()}")
     on.local.close()
@@ -104,14 +138,19 @@ def measure(options: Any) -> list[dict[str, Any]]:
 
 def table(report: dict[str, Any]) -> str:
     """Return a Markdown table."""
-    heads = ["text", "temperature", "times as fast", "iterations", "equal", "transformers: times as fast"]
+    heads = ["text", "temperature", "times as fast", "iterations", "equal"]
+    heads += ["transformers: times as fast", "llama.cpp: times as fast", "equal"]
     lines = []
     for row in report["rows"]:
         seconds = row["seconds"]
-        peer = paired_ratio(seconds["peer_off"], seconds["peer_on"]).text() if seconds["peer_on"] else ""
-        equal = "yes" if row["equal"] else "no"
+        peer, other = (
+            paired_ratio(seconds[f"{side}_off"], seconds[f"{side}_on"]).text() if seconds[f"{side}_on"] else ""
+            for side in ("peer", "llama")
+        )
+        equal, same = ("yes" if row[key] else "no" for key in ("equal", "llama_equal"))
         ratio = paired_ratio(seconds["off"], seconds["on"]).text()
-        lines.append([row["text"], f"{row['temperature']:g}", ratio, str(row["iterations"]), equal, peer])
+        head = [row["text"], f"{row['temperature']:g}", ratio]
+        lines.append([*head, str(row["iterations"]), equal, peer, other, same if other else ""])
     return "\n".join(markdown(heads, lines))
 
 
@@ -123,6 +162,7 @@ def main() -> None:
         option("--tokens", "of each answer", 160, 24),
         option("--rounds", "measured rounds", 5, 1),
         flag("--peer", "measure transformers, too"),
+        option("--gguf", "the model's GGUF file, for llama.cpp", type=Path),
         quick="short answers, one round",
     )
     report = {**report_header("cpu"), "model": options.model.name, "tokens": options.tokens, "rows": measure(options)}

@@ -34,7 +34,7 @@ def rewrite(folder: Path, stored: dict[str, Any]) -> Path:
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / _WEIGHTS).items():
         parts = {name: tensor}
-        if name.endswith("_proj.weight"):
+        if name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             parts, tensor = _form(name.removesuffix(".weight"), tensor, stored)
         elif "experts" in name and tensor.dim() == 3 and stored["quant_method"] == "mxfp4":
             parts, tensor = _mxfp4(name, tensor)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +67,8 @@ class ModelSizes:
                 raise CannotQuantize(f"it is already quantized ({method}): leave --quantize out")
             form = form_of_checkpoint(stored, dtype, cuda) if stored else form_of_setting(kind, dtype, cuda)
             if method and not (stored and packed_form(stored) is None):
-                demand_packed(config, "" if stored else kind, method if stored else "", dtype)
+                banks = demand_packed(config, "" if stored else kind, method if stored else "", dtype)[1]
+                shape = replace(shape, banks=tuple(banks.values()))
         except CannotQuantize as error:
             raise ModelRefused(f'model "{path}": {error}') from None
         return cls(
@@ -102,7 +103,7 @@ class ModelSizes:
             "path": self.path,
             "architecture": self.architecture,
             "parameters": self.shape.parameters,
-            "weight_bytes": self.shape.bytes_in(self.form, self.dtype, self.quantization),
+            "weight_bytes": self.shape.bytes_in(self.form, self.dtype),
             "quantization": self.quantization,
             "dtype": self.dtype_name,
             "device": device,
@@ -137,7 +138,7 @@ def plan_memory(
         "model": str(model),
         "architecture": sizes.architecture,
         "parameters": sizes.shape.parameters,
-        "experts": bool(sizes.shape.banks),
+        "experts": bool(sizes.shape.experts),
         "quantization": sizes.quantization,
         "device": device,
         "dtype": sizes.dtype_name,

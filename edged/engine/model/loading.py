@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from edged.engine.model import quantization
-from edged.engine.model.packed_experts import demand_packed, quantizing
+from edged.engine.model.packed_experts import StoredExperts, demand_packed, quantizing
 from edged.engine.model.stored_weights import stored_tensors_of
 from edged.models.gguf import is_gguf
 from edged.models.wrapper_names import TEXT_KEYS, text_name
@@ -144,11 +144,11 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         if stored is not None and not short and settings.quantize:
             method = stored.get("quant_method")
             raise quantization.CannotQuantize(f'it is already quantized ({method}): leave model.quantize = ""')
-        own_code, wanted = settings.trust_remote_code, None
+        own_code, wanted, plain, experts = settings.trust_remote_code, None, None, None
         if packed is not None:
             # Only for its checks of the device: the weights have their numbers already.
             quantization.make_config("int4", device, dtype)
-            demand_packed(config, "", packed.method, dtype, own_code)
+            plain, _ = demand_packed(config, "", packed.method, dtype, own_code)
         elif settings.quantize:
             wanted = quantizing(config, settings.quantize, device, dtype, own_code)
         elif stored is not None and not short:
@@ -157,11 +157,13 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         kind: Any = AutoModelForCausalLM
         if stored is not None and (packed is not None or short):
             config = quantization.without(config)
-            linears = _linear_weights(config, settings.trust_remote_code) if packed else frozenset()
-            tensors = stored_tensors_of(path, stored, linears, dtype, device)
-            source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
-            if (kind := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is None:
+            if (whole_kind := MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)) is None:
                 raise quantization.CannotQuantize("its class is in its own code: give the plain checkpoint")
+            experts = StoredExperts(config, plain)
+            tensors = stored_tensors_of(path, stored, experts.packs, dtype, device)
+            experts.take(tensors)
+            kind = experts.class_without(whole_kind)
+            source = {"pretrained_model_name_or_path": None, "state_dict": tensors}
         if wrapper:
             # Its table of leftovers would have a line for each kind of tensor in the towers.
             logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
@@ -180,6 +182,8 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 device_map={"": device} if device.type == "cuda" else None,
                 quantization_config=wanted,
             )
+        if experts is not None:
+            experts.put(model, whole_kind)
     except Exception as error:
         raise refusal_of(error, directory, implementation) from error
     if "state_dict" in source:
@@ -193,13 +197,6 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
         torch.cuda.empty_cache()
     drop_cached(path.glob("*.safetensors"))
     return model.eval().requires_grad_(False), wrapper
-
-
-def _linear_weights(config: Any, trust_remote_code: bool) -> frozenset[str]:
-    """Return the names of the weights of a model's linears, which take no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear))
 
 
 def refusal_of(error: Exception, path: str, implementation: str) -> ModelRefused:

@@ -21,7 +21,7 @@ from edged.engine.kv.state import StateSize, copies_for, slots_for, state_bytes
 from edged.engine.kv.store import LayerHeads, kv_per_token
 from edged.engine.model.inspection import max_positions, sizes_of
 from edged.engine.model.loading import ModelRefused, target_linears
-from edged.engine.model.packed_experts import PACKS_EXPERTS, banks_of, sizes_of_experts
+from edged.engine.model.packed_experts import sizes_of_experts
 from edged.engine.model.packed_linear import BOTH_COPIES, COPIES_SHARE
 from edged.engine.model.quantization import WeightForm, weight_count
 from edged.settings.kernels import kernels_of
@@ -84,7 +84,7 @@ class BaseShape:
     experts: Linears = ()
     """Sizes of the experts' matrices that a token passes, which are no linears."""
     banks: tuple[tuple[int, int, int], ...] = ()
-    """(experts, out, in) of the tensors that a quantization of experts packs."""
+    """(experts, out, in) of the experts' tensors that the base's quantization packs."""
     layer_input_size: int = 0
     """Numbers of a token that each layer is given beside the hidden states."""
     keeps_lean: bool = True
@@ -95,11 +95,10 @@ class BaseShape:
         """Number of all weights; packed ones count unpacked."""
         return self.plain_weights + sum(map(prod, self.linears))
 
-    def bytes_in(self, form: WeightForm, dtype: torch.dtype, quantize: str) -> int:
-        """Return the bytes of all weights, with linears in `form`; experts, too, where `model.quantize` packs them."""
-        banks = self.banks if quantize in PACKS_EXPERTS else ()
-        plain = self.plain_weights - sum(map(prod, banks))
-        packed = sum(count * form.bytes_of(fan_in, out) for count, out, fan_in in banks)
+    def bytes_in(self, form: WeightForm, dtype: torch.dtype) -> int:
+        """Return the bytes of all weights, with linears and `banks` in `form`."""
+        plain = self.plain_weights - sum(map(prod, self.banks))
+        packed = sum(count * form.bytes_of(fan_in, out) for count, out, fan_in in self.banks)
         return plain * dtype.itemsize + packed + sum(form.bytes_of(*linear) for linear in self.linears)
 
     def kv_per_token(self, dtype: torch.dtype) -> int:
@@ -168,7 +167,6 @@ class BaseShape:
             plain_weights=weight_count(model) - sum(map(prod, linears)),
             in_16_bits=in_16_bits,
             experts=expert_sizes(model, text),
-            banks=tuple(banks_of(model).values()),
             layer_input_size=layer_input_size(text),
         )
 
@@ -232,7 +230,7 @@ def needs(shape: BaseShape, settings: Settings, form: WeightForm, dtype: torch.d
     """Return the bytes to serve and train `shape`; adapters take no more than a share of `free` bytes."""
     align = settings.align
     plain = form.bits == 8 * dtype.itemsize
-    weights = shape.bytes_in(form, dtype, settings.model.quantize)
+    weights = shape.bytes_in(form, dtype)
     copied = plain and not cuda and dtype == torch.float32 and kernels_of(settings.model).pack_weights
     one = adapter_weights(shape.targets, align.rank)
     left = max(0, free - weights)

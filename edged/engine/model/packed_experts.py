@@ -1,14 +1,16 @@
-"""Experts of a model that is quantized while it is loaded: each expert's matrix is a packed weight of its own.
+"""Experts whose matrices are packed weights of their own.
 
 transformers has the matrices of all experts in one tensor, [experts, out, in], and its quantizers pack linears alone.
-By torchao's own register of kinds each such tensor is packed slice by slice when it has been read, so that one layer's
-experts are plain at a time.
+By torchao's own register of kinds each such tensor of a plain checkpoint is packed slice by slice when it has been
+read, so that one layer's experts are plain at a time. A checkpoint of 4 bits has its experts' matrices apart: they stay
+as they are stored.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,9 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edged.engine.model.quantization import INT4_GROUP, CannotQuantize, FrozenLinear, is_linear, make_config
+from edged.models.wrapper_names import text_name
 
 log = logging.getLogger("edged.engine")
 PACKS_EXPERTS = ("int4", "int8")
@@ -28,27 +33,29 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class PackedExperts(nn.Module):
-    """The packed matrices of all experts, in place of one tensor."""
+    """The matrices of all experts, in place of one tensor."""
 
-    def __init__(self, bank: torch.Tensor, transposed: bool, pack: Callable[[nn.Module], None]) -> None:
-        """`bank` is [experts, out, in], or [experts, in, out] where it is `transposed`; `pack` packs a linear."""
+    def __init__(self, experts: Sequence[Sequence[torch.Tensor]], pack: Callable[[nn.Module], None] | None) -> None:
+        """`experts` has each one's matrix [out, in], in parts one below the other; `pack` packs a linear of a part."""
         super().__init__()
-        linears = [self._packed(matrix.mT if transposed else matrix, pack) for matrix in bank]
-        self.weights = nn.ParameterList([linear.weight for linear in linears])
+        linears = [[self._linear(part, pack) for part in parts] for parts in experts]
+        self.weights = nn.ParameterList([linear.weight for parts in linears for linear in parts])
         # Of a list no part is registered, so that nobody takes an expert for a linear that LoRA is applied to.
-        self._linears = [FrozenLinear(linear) for linear in linears]
-        self.shape = len(linears), linears[0].out_features, linears[0].in_features
+        self._linears = [[FrozenLinear(linear) for linear in parts] for parts in linears]
+        first = linears[0]
+        self.shape = len(linears), sum(linear.out_features for linear in first), first[0].in_features
 
     def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Compute an expert's [rows, in] -> [rows, out]."""
-        out: torch.Tensor = self._linears[expert](x)
-        return out
+        outs = [linear(x) for linear in self._linears[expert]]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
     @staticmethod
-    def _packed(matrix: torch.Tensor, pack: Callable[[nn.Module], None]) -> nn.Linear:
+    def _linear(matrix: torch.Tensor, pack: Callable[[nn.Module], None] | None) -> nn.Linear:
         linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
-        pack(linear)
+        linear.weight = nn.Parameter(matrix, requires_grad=False)
+        if pack is not None:
+            pack(linear)
         return linear
 
 
@@ -75,15 +82,18 @@ def sizes_of_experts(model: nn.Module) -> list[tuple[int, int, int]]:
 
 def demand_packed(
     config: Any, kind: str, method: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> nn.Module:
+) -> tuple[nn.Module, dict[str, tuple[int, int, int]]]:
     """Check what a quantization leaves plain: experts in one tensor, but where `kind` of `model.quantize` packs them.
 
     `method` is a packed checkpoint's, "" for a plain one. A smaller part of the weights is named in the log. Returns
-    the model without memory. Raises CannotQuantize where it is most of them.
+    the model without memory, and (experts, out, in) of the tensors that are packed, by name. Raises CannotQuantize
+    where it is most of them.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    packed = banks_of(model) if kind in PACKS_EXPERTS else {}
+    packed = banks_of(model)
+    if not (StoredExperts(config, model).known if method else kind in PACKS_EXPERTS):
+        packed = {}
     plain = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 2 and name not in packed)
     every = sum(p.numel() for p in model.parameters())
     what = f"quantization {method}" if method else f'model.quantize = "{kind}"'
@@ -94,7 +104,7 @@ def demand_packed(
         raise CannotQuantize(f"{left}: {way_out}")
     if plain:
         log.warning("%s", left)
-    return model
+    return model, packed
 
 
 def quantizing(config: Any, kind: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -103,8 +113,8 @@ def quantizing(config: Any, kind: str, device: torch.device, dtype: torch.dtype,
     `kind` is `model.quantize`. Raises CannotQuantize.
     """
     wanted = make_config(kind, device, dtype)
-    model = demand_packed(config, kind, "", dtype, trust_remote_code)
-    if kind in PACKS_EXPERTS and (banks := banks_of(model)):
+    model, banks = demand_packed(config, kind, "", dtype, trust_remote_code)
+    if banks:
         from torchao.quantization import FqnToConfig
 
         each, head = wanted.quant_type, model.get_output_embeddings()  # type: ignore[operator]
@@ -129,13 +139,91 @@ def _slices_kind() -> Any:
     @register_quantize_module_handler(Slices)
     def pack(module: Any, config: Slices, *, parameter_name: str = "weight") -> nn.Module:
         bank = module._parameters.pop(parameter_name).data
-        setattr(
-            module, parameter_name, PackedExperts(bank, module.is_transposed, lambda one: quantize_(one, config.each))
-        )
-        module.config._experts_implementation = _IMPLEMENTATION
+        experts = [[(matrix.mT if module.is_transposed else matrix).contiguous()] for matrix in bank]
+        _put(module, parameter_name, PackedExperts(experts, lambda linear: quantize_(linear, config.each)))
         return module
 
     return Slices
+
+
+def _put(module: Any, name: str, experts: PackedExperts) -> None:
+    setattr(module, name, experts)
+    module.config._experts_implementation = _IMPLEMENTATION
+
+
+class StoredExperts:
+    """The experts' matrices of a packed checkpoint, by transformers' own table of how it joins them."""
+
+    def __init__(self, config: Any, model: nn.Module | None) -> None:
+        """`model` is the plain one without memory; None: nothing of the checkpoint is packed."""
+        modules = dict(model.named_modules()) if model is not None else {}
+        self._linears = {f"{name}.weight" for name, module in modules.items() if isinstance(module, nn.Linear)}
+        self._banks = banks_of(model) if model is not None else {}
+        table = get_checkpoint_conversion_mapping(config.model_type) or []
+        self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
+        self._sources = [
+            (re.compile("(.*)" + re.escape(source).replace(r"\*", r"(\d+)")), each.target_patterns[0], part)
+            for each in table
+            if isinstance(each, WeightConverter) and all(".experts.*." in source for source in each.source_patterns)
+            for part, source in enumerate(each.source_patterns)
+        ]
+        self._found: dict[str, dict[tuple[int, int], Any]] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether checkpoints have the matrices of all of the model's experts apart."""
+        targets = tuple(target for _, target, _ in self._sources)
+        return bool(self._banks) and all(name.endswith(targets) for name in self._banks)
+
+    def packs(self, name: str) -> bool:
+        """Tell whether a stored weight is a linear's or an expert's."""
+        return text_name(name) in self._linears or self._place(name) is not None
+
+    def _place(self, name: str) -> tuple[str, tuple[int, int]] | None:
+        """Return the bank, the expert and the part of a stored matrix; None for another tensor."""
+        renamed = text_name(name)
+        for each in self._renamings:
+            renamed = re.sub(each.source_patterns[0], each.target_patterns[0], renamed)
+        for source, target, part in self._sources:
+            if (found := source.fullmatch(renamed)) and f"{found[1]}{target}" in self._banks:
+                return f"{found[1]}{target}", (int(found[2]), part)
+        return None
+
+    def take(self, tensors: dict[str, Any]) -> None:
+        """Take the matrices out of a checkpoint's tensors. Raises CannotQuantize where some lack."""
+        if not self.known:
+            return
+        self._found = {name: {} for name in self._banks}
+        for name in list(tensors):
+            if (place := self._place(name)) is not None:
+                self._found[place[0]][place[1]] = tensors.pop(name)
+        for name, found in self._found.items():
+            parts = 1 + max(part for _, target, part in self._sources if name.endswith(target))
+            if lacking := {(e, part) for e in range(self._banks[name][0]) for part in range(parts)} - found.keys():
+                raise CannotQuantize(f"its checkpoint lacks {len(lacking)} matrices of {name}: download it again")
+
+    def class_without(self, kind: type[nn.Module]) -> type[nn.Module]:
+        """Return a model's class whose models begin without the tensors that were taken."""
+
+        def begin(model: Any, *args: Any, **kwargs: Any) -> None:
+            kind.__init__(model, *args, **kwargs)
+            for bank in self._found:
+                path, _, name = bank.rpartition(".")
+                module = model.get_submodule(path)
+                del module._parameters[name]
+                module._is_hf_initialized = True
+
+        return type(kind.__name__, (kind,), {"__init__": begin, "__module__": kind.__module__}) if self._found else kind
+
+    def put(self, model: Any, kind: type[nn.Module]) -> None:
+        """Read the matrices that were taken into a model that began without; its class is `kind` from then on."""
+        model.__class__ = kind
+        for bank, found in self._found.items():
+            experts: list[list[torch.Tensor]] = [[] for _ in range(self._banks[bank][0])]
+            for (expert, _), matrix in sorted(found.items()):
+                experts[expert].append(matrix[...].to(model.device))
+            path, _, name = bank.rpartition(".")
+            _put(model.get_submodule(path), name, PackedExperts(experts, None))
 
 
 def _forward(experts: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

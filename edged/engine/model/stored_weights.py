@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from safetensors import safe_open
 
 from edged.engine.model.quantization import INT4_GROUPS, CannotQuantize, PackedForm, packed_form
-from edged.models.wrapper_names import text_name
 
 _SCALES = ("_scale_inv", "_scale")
 """Behind a tensor's name: its scales."""
@@ -39,16 +38,17 @@ class StoredTensor:
 
 
 def stored_tensors_of(
-    directory: Path, stored: dict[str, Any], linears: frozenset[str], dtype: torch.dtype, device: torch.device
+    directory: Path, stored: dict[str, Any], packs: Callable[[str], bool], dtype: torch.dtype, device: torch.device
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint as a plain one has them, for `from_pretrained(None, state_dict=...)`.
 
-    Weights of 4 bits become torchao's int4 where they are named in `linears` and its kernels can multiply them; others
-    are dequantized, as all other forms are, to `dtype`. Raises CannotQuantize with the name of a tensor that lacks.
+    Weights of 4 bits become torchao's int4 where `packs` says so of their names and its kernels can multiply them;
+    others are dequantized, as all other forms are, to `dtype`. Raises CannotQuantize with the name of a tensor that
+    lacks.
     """
     slices = {name: opened.get_slice(name) for opened in _opened(directory) for name in opened.keys()}  # noqa: SIM118
     form = packed_form(stored)
-    return dict(_dequantized(slices, stored, dtype) if form is None else _packed(slices, form, linears, dtype, device))
+    return dict(_dequantized(slices, stored, dtype) if form is None else _packed(slices, form, packs, dtype, device))
 
 
 def _opened(directory: Path) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def _opened(directory: Path) -> Iterator[Any]:
 
 
 def _packed(
-    slices: dict[str, Any], form: PackedForm, linears: frozenset[str], dtype: torch.dtype, device: torch.device
+    slices: dict[str, Any], form: PackedForm, packs: Callable[[str], bool], dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, StoredTensor]]:
     words, *others = (f".{part}" for part in form.parts)
     for name, each in slices.items():
@@ -68,7 +68,7 @@ def _packed(
         if owner != name:
             parts = [each, *(_needed(slices, owner + part) for part in others[: 1 + form.zeros])]
             _check_order(owner, parts[1], form, slices.get(f"{owner}.{form.order}"))
-            group = _kernel_group(form, *parts[:2]) if text_name(f"{owner}.weight") in linears else 0
+            group = _kernel_group(form, *parts[:2]) if packs(f"{owner}.weight") else 0
             into = partial(_to_int4, group=group, device=device) if group else _to_floats
             yield f"{owner}.weight", StoredTensor(partial(_unpacked, form, parts, into, dtype))
         elif not name.endswith((*others, f".{form.order}", ".weight_shape")):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -15,11 +16,13 @@ from benchmarks.support.packed_checkpoints import rewrite
 from edged.engine.attention.paged import IMPLEMENTATION
 from edged.engine.model.loading import ModelRefused, load_pretrained
 from edged.engine.model.packed_experts import PackedExperts
+from edged.engine.model.quantization import weight_bytes
 from edged.profiler.memory import ModelSizes
 from edged.settings.load import ModelSettings, load_settings
 from tests.align.dpo.test_dpo_exact import make_pairs, trl_gradients, unit_gradients, worst_error
 from tests.engine.harness import random_ids, request, running_engine
 from tests.engine.model.test_loading import measured
+from tests.engine.model.test_stored_weights import PACKED
 from tests.engine.test_engine import generated
 from tests.models import save_tiny
 
@@ -30,13 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
     # Its matrices are [experts, in, out], with a bias behind each.
     "gpt_oss": {"num_local_experts": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     # One layer of plain linears, and an expert that every token passes.
     "glm4_moe": {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1},
         **{"n_group": 1, "topk_group": 1},
     },
 }
-EVERY = [(kind, quantize) for kind in KINDS for quantize in ("int4", "int8")]
+EVERY = [(kind, quantize) for kind in ("qwen3_moe", "gpt_oss", "glm4_moe") for quantize in ("int4", "int8")]
 
 
 def saved(tmp_path: Path, kind: str, **changes: Any) -> Path:
@@ -128,6 +132,40 @@ def test_experts_of_short_floats_are_packed_as_those_of_the_plain_twin(
     ids = torch.tensor([random_ids(30, 3)])
     wanted, got = (load_pretrained(str(each), settings, "eager")[0](ids).logits for each in (twin, folder))
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "mixtral"])
+@pytest.mark.parametrize("stored", PACKED.values(), ids=PACKED)
+def test_stored_experts_of_4_bits_stay_packed_and_answer_as_the_dequantized_twin(
+    kind: str, stored: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, kind)
+    twin = rewrite(folder, stored)
+    model, _ = load_pretrained(str(folder), ModelSettings(device="cpu"), "eager")
+    own = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32, attn_implementation="eager").eval()
+    ids = torch.tensor([random_ids(30, 3)])
+    torch.testing.assert_close(model(ids).logits, own(ids).logits, atol=2e-4, rtol=1e-5)
+    banks = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(banks) == (2 if kind == "glm4_moe" else 4)
+    assert all(
+        not weight.is_floating_point() or type(weight.data) is not torch.Tensor
+        for bank in banks
+        for weight in bank.weights
+    )
+    assert "stay in" not in caplog.text
+    assert type(model).__name__ == type(own).__name__
+    sizes = ModelSizes.read(folder, load_settings(environ={}), cuda=False)
+    assert sizes.report("cpu", 512)["weight_bytes"] == pytest.approx(weight_bytes(model), rel=0.01)
+
+
+def test_a_packed_checkpoint_that_lacks_an_expert_is_refused_by_its_bank(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    rewrite(folder, PACKED["W4A16"])
+    tensors = load_file(folder / "model.safetensors")
+    lacking = {name: each for name, each in tensors.items() if "layers.1.mlp.experts.5.up_proj" not in name}
+    save_file(lacking, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelRefused, match=r"lacks 1 matrices of model\.layers\.1\.mlp\.experts\.gate_up"):
+        load_pretrained(str(folder), ModelSettings(device="cpu"), "eager")
 
 
 def test_experts_that_no_group_divides_stay_plain_and_are_named(
