@@ -20,8 +20,8 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def can_rewrite(stored: dict[str, Any]) -> bool:
     """Whether `rewrite` knows a form."""
-    forms = ("pack-quantized", "float-quantized")
-    return stored["quant_method"] in ("gptq", "awq", "fp8", "mxfp4") or stored.get("format") in forms
+    forms = ("pack-quantized", "float-quantized", "nvfp4-pack-quantized")
+    return stored["quant_method"] in ("gptq", "awq", "fp8", "mxfp4", "modelopt") or stored.get("format") in forms
 
 
 def rewrite(folder: Path, stored: dict[str, Any]) -> Path:
@@ -52,6 +52,8 @@ def _form(name: str, weight: torch.Tensor, stored: dict[str, Any]) -> tuple[dict
     method = stored["quant_method"]
     if method == "mxfp4":
         return {f"{name}.weight": weight}, weight
+    if method == "modelopt" or stored.get("format") == "nvfp4-pack-quantized":
+        return _nvfp4(name, weight, method == "modelopt")
     if method == "fp8" or stored.get("format") == "float-quantized":
         return _fp8(name, weight, stored)
     kind = next(iter(stored.get("config_groups", {"": {"weights": stored}}).values()))["weights"]
@@ -96,6 +98,18 @@ def _fp8(name: str, weight: torch.Tensor, stored: dict[str, Any]) -> tuple[dict[
         scale = whole = weight.abs().amax() / 448
     numbers = (weight / whole).to(torch.float8_e4m3fn)
     return {f"{name}.weight": numbers, f"{name}.{ends}": scale}, numbers.float() * whole
+
+
+def _nvfp4(name: str, weight: torch.Tensor, modelopt: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """torchao's numbers, under the names of ModelOpt or of compressed-tensors, whose scale of all divides."""
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    whole = per_tensor_amax_to_scale(weight.abs().max())
+    made = NVFP4Tensor.to_nvfp4(weight, block_size=16, per_tensor_scale=whole)
+    ends = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
+    parts = dict(zip(ends, (made.qdata, whole if modelopt else 1 / whole), strict=True))
+    parts |= {"weight_scale": made.scale, "input_scale": torch.ones(())}
+    return {f"{name}.{part}": tensor for part, tensor in parts.items()}, made.dequantize(torch.float32)
 
 
 def _mxfp4(name: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -64,7 +64,7 @@ class ModelSettings(Section):
     device: str = setting("auto", '"auto", "cpu", "cuda" or "cuda:N"')
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto", "auto: bfloat16 on CUDA, float32 on CPU")
     quantize: Literal["", "nf4", "llm-int8", "int8", "int4"] = setting(
-        "", "quantize plain weights, FP8 and MXFP4 while loading: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
+        "", "quantize plain weights, FP8, MXFP4, NVFP4 on load: nf4, llm-int8 (bitsandbytes), int8, int4 (torchao)"
     )
     threads: int = setting(0, "CPU threads of an operation; 0: 1 for small models, else cores that others leave", ge=0)
     kernels: Literal["auto", "torch"] = setting(

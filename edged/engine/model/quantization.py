@@ -125,7 +125,10 @@ def packed_form(stored: dict[str, Any]) -> PackedForm | None:
 def dequantizes(stored: dict[str, Any]) -> bool:
     """Whether a checkpoint's weights are shorter floats, which are dequantized while they are loaded."""
     method, form = stored.get("quant_method"), stored.get("format")
-    return method in ("fp8", "mxfp4") or (method == "compressed-tensors" and form == "float-quantized")
+    if method == "modelopt":
+        return stored.get("quant_algo") in ("NVFP4", "FP8")
+    short = method == "compressed-tensors" and form in ("float-quantized", "nvfp4-pack-quantized")
+    return method in ("fp8", "mxfp4") or short
 
 
 def check_packed(stored: dict[str, Any]) -> None:

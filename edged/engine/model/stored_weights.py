@@ -1,7 +1,7 @@
 """Checkpoints in the forms of quantization packages, read tensor by tensor without these packages.
 
 Weights of 4 bits (W4A16 of compressed-tensors, GPTQ, AWQ) stay packed: each becomes torchao's int4, with the numbers of
-the checkpoint. Floats of 8 and 4 bits (FP8, MXFP4) are dequantized, each while it is loaded, so that what
+the checkpoint. Floats of 8 and 4 bits (FP8, MXFP4, NVFP4) are dequantized, each while it is loaded, so that what
 `model.quantize` makes of them is the only copy of the model.
 """
 
@@ -21,8 +21,13 @@ from edged.engine.model.quantization import INT4_GROUPS, CannotQuantize, PackedF
 
 _SCALES = ("_scale_inv", "_scale")
 """Behind a tensor's name: its scales."""
-_OF_INPUTS = (".activation_scale", ".input_scale")
-"""Ends of the names of what quantizes a linear's inputs."""
+_OF_INPUTS = (".activation_scale", ".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+"""Ends of the names of what quantizes a linear's inputs, or keys and values."""
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The numbers of FP4 (E2M1) without a sign."""
+_NVFP4 = {".weight_packed": ("_global_scale", True), ".weight": ("_scale_2", False)}
+"""By how the names of NVFP4's numbers end: how that of the scale of all does, and whether it divides (of
+compressed-tensors, then of ModelOpt)."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ's eight numbers of a word lie in it."""
 
@@ -186,7 +191,12 @@ def _dequantized(
             scaled.add(f"{owner}_scales")
             scales = _needed(slices, f"{owner}_scales")
             yield owner, StoredTensor(partial(_from_mxfp4, each, scales, dtype))
-        elif each.get_dtype() == "F8_E4M3":
+        elif each.get_dtype() == "U8" and (end := next((end for end in _NVFP4 if name.endswith(end)), "")):
+            owner, (whole, divides) = name.removesuffix(end) + ".weight", _NVFP4[end]
+            parts = [each, *(_needed(slices, owner + part) for part in (_SCALES[1], whole))]
+            scaled |= {name, owner + _SCALES[1], owner + whole}
+            yield owner, StoredTensor(partial(_from_nvfp4, parts, divides, dtype))
+        elif each.get_dtype() == "F8_E4M3" and not name.endswith(_SCALES):
             scale = name + next((end for end in _SCALES if name + end in slices), _SCALES[0])
             scaled.add(scale)
             yield name, StoredTensor(partial(_from_fp8, each, _needed(slices, scale), blocks, dtype))
@@ -199,6 +209,14 @@ def _from_mxfp4(blocks: Any, scales: Any, dtype: torch.dtype) -> torch.Tensor:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return convert_moe_packed_tensors(blocks[...], scales[...], dtype=dtype).cpu()
+
+
+def _from_nvfp4(parts: Sequence[Any], divides: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers [out, in] of two a byte, the first in its lower half, with a scale for sixteen of a row."""
+    numbers, scales, whole = (part[...] for part in parts)
+    codes = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2).long()
+    scales = scales.float() / whole.float() if divides else scales.float() * whole.float()
+    return (torch.cat((_FP4, -_FP4))[codes] * scales.repeat_interleave(16, dim=-1)).to(dtype)
 
 
 def _from_fp8(weight: Any, scale: Any, blocks: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:

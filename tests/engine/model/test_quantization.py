@@ -174,8 +174,8 @@ def test_a_wide_weight_that_is_only_known_by_its_products_is_found_part_by_part(
         ({"quant_method": "spqr"}, "quantization spqr: "),
         ({"quant_method": "fbgemm_fp8"}, "quantization fbgemm_fp8: "),
         (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}},
-            r"compressed-tensors \(nvfp4-pack-quantized\) does not stay packed .*: give the plain checkpoint",
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {}},
+            r"compressed-tensors \(int-quantized\) does not stay packed .*: give the plain checkpoint",
         ),
         ({"quant_method": "metal"}, "quantization metal cannot be computed on this cpu .*: give the plain checkpoint"),
     ],

@@ -42,6 +42,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "FP8 in blocks": {"quant_method": "fp8", "weight_block_size": [48, 40]},
     "FP8 by tensor": {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"},
     "FP8 of compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "NVFP4 of compressed-tensors": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+    "NVFP4 of ModelOpt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
 }
 
 
@@ -106,6 +108,8 @@ BROKEN = [
     ("W4A16 with zero points", f"{Q}.weight_zero_point"),
     ("GPTQ", f"{Q}.scales"),
     ("FP8 in blocks", f"{Q}.weight_scale_inv"),
+    ("NVFP4 of compressed-tensors", f"{Q}.weight_global_scale"),
+    ("NVFP4 of ModelOpt", f"{Q}.weight_scale_2"),
 ]
 
 
