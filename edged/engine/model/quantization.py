@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -382,6 +383,8 @@ def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -
     raise CannotQuantize(f"how much memory weights of quantization {method} {kind} take is not known")
 
 
+_INT4_ROWS = 64
+"""Rows of a block that torchao's int4 layouts do not mix with others."""
 _COLUMNS = 512
 """Columns recovered at once of a weight that is only known by its products."""
 
@@ -408,8 +411,9 @@ class FrozenLinear(nn.Module):
         weight: Any = getattr(self.base, "weight", None)
         known = type(weight).dequantize is not torch.Tensor.dequantize if isinstance(weight, torch.Tensor) else False
         # A scale of the inputs is not in the weight.
-        if known and getattr(weight, "act_pre_scale", None) is None:
-            return upstream @ weight.dequantize().to(upstream.dtype)
+        if getattr(weight, "act_pre_scale", None) is None and (known or hasattr(weight, "scale_and_zero")):
+            whole: torch.Tensor = weight.dequantize() if known else _from_int4(weight)
+            return upstream @ whole.to(upstream.dtype)
         return torch.cat([self._columns(upstream, start) for start in range(0, self.in_features, _COLUMNS)], dim=-1)
 
     def _columns(self, upstream: torch.Tensor, start: int) -> torch.Tensor:
@@ -422,6 +426,41 @@ class FrozenLinear(nn.Module):
         if bias is not None:
             rows = rows - bias
         return upstream @ rows.t().to(upstream.dtype)
+
+
+def _from_int4(weight: Any) -> torch.Tensor:
+    """Return the numbers [out, in] of a weight in one of torchao's int4 layouts, which cannot be dequantized.
+
+    A layout moves numbers within blocks of rows. Where each goes is asked of the function that packs, once for a block.
+    """
+    scales, zeros = weight.scale_and_zero.unbind(-1)
+    rows, columns = scales.shape[1], scales.shape[0] * weight.block_size[1]
+    block = _INT4_ROWS if rows % _INT4_ROWS == 0 else rows
+    places = _int4_places(block, columns, weight.qdata.device)
+    numbers = _nibbles(weight.qdata).view(-1, block * columns)[:, places].view(rows, scales.shape[0], -1)
+    found = (numbers.to(scales.dtype) - 8) * scales.t()[..., None] + zeros.t()[..., None]
+    return found.view(rows, columns)[: weight.shape[0], : weight.shape[1]]
+
+
+@cache
+def _int4_places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Return the place of each number [rows * columns] among the packed ones."""
+    numbers = torch.arange(rows * columns, device=device).view(rows, columns)
+    found = torch.zeros(rows * columns, dtype=torch.long, device=device)
+    for shift in range(0, (rows * columns - 1).bit_length(), 4):
+        digits = numbers >> shift & 15
+        if device.type == "cpu":
+            words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits.int(), 1)
+        else:
+            pairs = (digits[:, ::2] << 4 | digits[:, 1::2]).to(torch.uint8)
+            words = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+        found |= _nibbles(words).long() << shift
+    return found.argsort()
+
+
+def _nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of 4 bits in integers, the lowest of each first."""
+    return torch.stack([words >> 4 * place & 15 for place in range(2 * words.element_size())], dim=-1).flatten()
 
 
 class _Product(torch.autograd.Function):
