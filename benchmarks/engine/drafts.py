@@ -6,7 +6,7 @@
 Each text is answered greedily, and drawn at temperature 0.8 by a fixed seed; the answers of both sides must be equal.
 "Iterations" are those of the side with drafts for an answer's tokens. With `--peer`, greedy answers of transformers
 with `prompt_lookup_num_tokens` = 10 and without stand beside them; with `--gguf`, the same model's file, those of
-llama.cpp with its lookup decoding of as many tokens and without (the extra [peers]). The model should follow
+llama.cpp with its Python binding's lookup of as many tokens and without (the extra [peers]). The model should follow
 instructions (`tools/smollm2`).
 """
 
@@ -109,7 +109,7 @@ def measure(options: Any) -> list[dict[str, Any]]:
             seconds: dict[str, list[float]] = {
                 f"{side}{kind}": [] for side in ("", "peer_", "llama_") for kind in ("on", "off")
             }
-            equal, same, iterations = True, True, 0
+            equal, same, iterations = True, None, 0
             for number in range(options.rounds + 1):
                 ours, plain = (side.answer(prompt, options.tokens, temperature) for side in (on, off))
                 equal, iterations = equal and ours[1] == plain[1], ours[2]
@@ -147,10 +147,10 @@ def table(report: dict[str, Any]) -> str:
             paired_ratio(seconds[f"{side}_off"], seconds[f"{side}_on"]).text() if seconds[f"{side}_on"] else ""
             for side in ("peer", "llama")
         )
-        equal, same = ("yes" if row[key] else "no" for key in ("equal", "llama_equal"))
+        equal, same = ({True: "yes", False: "no", None: ""}[row[key]] for key in ("equal", "llama_equal"))
         ratio = paired_ratio(seconds["off"], seconds["on"]).text()
         head = [row["text"], f"{row['temperature']:g}", ratio]
-        lines.append([*head, str(row["iterations"]), equal, peer, other, same if other else ""])
+        lines.append([*head, str(row["iterations"]), equal, peer, other, same])
     return "\n".join(markdown(heads, lines))
 
 

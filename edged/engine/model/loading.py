@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from edged.engine.model import quantization
-from edged.engine.model.packed_experts import StoredExperts, demand_packed, quantizing
+from edged.engine.model.packed_experts import StoredExperts, demand_packed, demand_shapes, quantizing
 from edged.engine.model.stored_weights import stored_tensors_of
 from edged.models.gguf import is_gguf
 from edged.models.wrapper_names import TEXT_KEYS, text_name
@@ -145,12 +145,13 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
             method = stored.get("quant_method")
             raise quantization.CannotQuantize(f'it is already quantized ({method}): leave model.quantize = ""')
         own_code, wanted, plain, experts = settings.trust_remote_code, None, None, None
+        banks: dict[str, tuple[int, int, int]] = {}
         if packed is not None:
             # Only for its checks of the device: the weights have their numbers already.
             quantization.make_config("int4", device, dtype)
             plain, _ = demand_packed(config, "", packed.method, dtype, own_code)
         elif settings.quantize:
-            wanted = quantizing(config, settings.quantize, device, dtype, own_code)
+            wanted, banks = quantizing(config, settings.quantize, device, dtype, own_code)
         elif stored is not None and not short:
             quantization.check_checkpoint(stored, device)
         source: dict[str, Any] = {"pretrained_model_name_or_path": directory}
@@ -182,6 +183,7 @@ def load_pretrained(directory: str, settings: ModelSettings, implementation: str
                 device_map={"": device} if device.type == "cuda" else None,
                 quantization_config=wanted,
             )
+        demand_shapes(model, banks)
         if experts is not None:
             experts.put(model, whole_kind)
     except Exception as error:

@@ -187,8 +187,8 @@ def expert_sizes(model: Any, text: Any) -> Linears:
 
     Every one counts as often as a token has experts.
     """
-    banks = sizes_of_experts(model)
-    return tuple((bank[2], bank[1]) for bank in banks) * int(getattr(text, "num_experts_per_tok", None) or 0)
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+    return tuple((fan_in, out) for _, out, fan_in in sizes_of_experts(model)) * int(chosen or 0)
 
 
 @dataclass(frozen=True, slots=True)

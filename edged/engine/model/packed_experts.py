@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from edged.engine.model.quantization import INT4_GROUP, CannotQuantize, FrozenLinear, is_linear, make_config
+from edged.engine.model.quantization import INT4_GROUP, CannotQuantize, FrozenLinear, make_config
 from edged.models.wrapper_names import text_name
 
 log = logging.getLogger("edged.engine")
@@ -35,15 +35,17 @@ _MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 class PackedExperts(nn.Module):
     """The matrices of all experts, in place of one tensor."""
 
-    def __init__(self, experts: Sequence[Sequence[torch.Tensor]], pack: Callable[[nn.Module], None] | None) -> None:
-        """`experts` has each one's matrix [out, in], in parts one below the other; `pack` packs a linear of a part."""
+    def __init__(self, experts: Iterable[Sequence[torch.Tensor]], pack: Callable[[nn.Module], None] | None) -> None:
+        """`experts` gives each one's matrix [out, in], in parts one below the other; `pack` packs a part's linear."""
         super().__init__()
         linears = [[self._linear(part, pack) for part in parts] for parts in experts]
         self.weights = nn.ParameterList([linear.weight for parts in linears for linear in parts])
         # Of a list no part is registered, so that nobody takes an expert for a linear that LoRA is applied to.
         self._linears = [[FrozenLinear(linear) for linear in parts] for parts in linears]
-        first = linears[0]
-        self.shape = len(linears), sum(linear.out_features for linear in first), first[0].in_features
+        shapes = {(sum(each.out_features for each in parts), parts[0].in_features) for parts in linears}
+        out, fan_in = shapes.pop() if len(shapes) == 1 else (0, 0)
+        self.shape = len(linears), out, fan_in
+        """(experts, out, in); no sizes where experts differ."""
 
     def product(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """Compute an expert's [rows, in] -> [rows, out]."""
@@ -59,8 +61,11 @@ class PackedExperts(nn.Module):
         return linear
 
 
-def banks_of(model: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return (experts, out, in) of the tensors of a plain model's experts that can be packed, by name."""
+def banks_of(model: nn.Module, group: int = 1) -> dict[str, tuple[int, int, int]]:
+    """Return (experts, out, in) of the tensors of a plain model's experts that can be packed, by name.
+
+    So many weights of a row share a scale: a `group`.
+    """
     banks = {}
     for path, module in model.named_modules():
         if hasattr(module, "has_gate") and hasattr(module, "is_transposed"):
@@ -69,15 +74,27 @@ def banks_of(model: nn.Module) -> dict[str, tuple[int, int, int]]:
                 if bank is None or bank.dim() != 3:
                     continue
                 experts, out, fan_in = (bank.mT if module.is_transposed else bank).shape
-                if fan_in % INT4_GROUP == 0:
+                if fan_in % group == 0:
                     banks[f"{path}.{name}"] = experts, out, fan_in
     return banks
 
 
 def sizes_of_experts(model: nn.Module) -> list[tuple[int, int, int]]:
     """Return (experts, out, in) of each fused tensor of experts in a model, packed or not."""
-    plain = [(bank.shape[0], bank.shape[1], bank.shape[2]) for bank in model.parameters() if bank.dim() == 3]
-    return plain + [module.shape for module in model.modules() if isinstance(module, PackedExperts)]
+    found: list[tuple[int, int, int]] = []
+    for module in model.modules():
+        if isinstance(module, PackedExperts):
+            found.append(module.shape)
+        for bank in module.parameters(recurse=False):
+            if _is_bank(bank):
+                experts, out, fan_in = (bank.mT if getattr(module, "is_transposed", False) else bank).shape
+                found.append((experts, out, fan_in))
+    return found
+
+
+def _is_bank(weight: torch.Tensor) -> bool:
+    """Whether a weight may be that of several experts: one of a convolution over time has [channels, 1, width]."""
+    return weight.dim() == 3 and weight.shape[1] > 1
 
 
 def demand_packed(
@@ -91,45 +108,60 @@ def demand_packed(
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    packed = banks_of(model)
+    packed = banks_of(model, INT4_GROUP if kind == "int4" else 1)
     if not (StoredExperts(config, model).known if method else kind in PACKS_EXPERTS):
         packed = {}
-    plain = sum(p.numel() for name, p in model.named_parameters() if p.dim() > 2 and name not in packed)
+    plain = sum(p.numel() for name, p in model.named_parameters() if _is_bank(p) and name not in packed)
     every = sum(p.numel() for p in model.parameters())
     what = f"quantization {method}" if method else f'model.quantize = "{kind}"'
     plain_mib, every_mib = (number * dtype.itemsize >> 20 for number in (plain, every))
     left = f"{what} packs linears: its fused experts stay in {dtype}, {plain_mib} of {every_mib} MiB"
     if 2 * plain > every:
-        way_out = 'give plain weights and model.quantize = "int4", which packs experts, too, or a model without experts'
+        other = 'model.quantize = "int4", which packs experts, too'
+        way_out = "where they fit" if kind in PACKS_EXPERTS or not banks_of(model, INT4_GROUP) else f"and {other}"
+        way_out = f"give plain weights {way_out}, or a model without experts"
         raise CannotQuantize(f"{left}: {way_out}")
     if plain:
         log.warning("%s", left)
     return model, packed
 
 
-def quantizing(config: Any, kind: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def quantizing(
+    config: Any, kind: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[Any, dict[str, tuple[int, int, int]]]:
     """Return transformers' configuration that quantizes a plain checkpoint and its experts on loading.
 
-    `kind` is `model.quantize`. Raises CannotQuantize.
+    `kind` is `model.quantize`. Returns also (experts, out, in) of the experts' tensors. Raises CannotQuantize.
     """
     wanted = make_config(kind, device, dtype)
     model, banks = demand_packed(config, kind, "", dtype, trust_remote_code)
-    if banks:
-        from torchao.quantization import FqnToConfig
-
+    linears = dict(_linears(model))
+    odd = [name for name, module in linears.items() if kind == "int4" and not _fits_int4(module)]
+    if banks or odd:
         each, head = wanted.quant_type, model.get_output_embeddings()  # type: ignore[operator]
-        linears = [name for name, module in model.named_modules() if is_linear(module) and module is not head]
-        slices = _slices_kind()(each)
-        wanted.quant_type = FqnToConfig(
-            {**{f"{name}.weight": each for name in linears}, **dict.fromkeys(banks, slices)}
-        )
-    return wanted
+        slices, by_name = _torchao_kinds()
+        kinds = {name: each for name, module in linears.items() if module is not head and name not in odd}
+        if odd:
+            log.warning("%d linears, as %s, have sizes that int4 has no kernels for: they stay plain", len(odd), odd[0])
+        wanted.quant_type = by_name[kind]({**kinds, **dict.fromkeys(banks, slices(each))})
+    return wanted, banks
+
+
+def _fits_int4(linear: Any) -> bool:
+    return linear.in_features % INT4_GROUP == 0 and linear.out_features % 16 == 0
+
+
+def _linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the weights' names of a model's linears; some routers are linears with answers of their own."""
+    modules = model.named_modules()
+    return [(f"{name}.weight", each) for name, each in modules if type(each).forward is nn.Linear.forward]
 
 
 @cache
-def _slices_kind() -> Any:
+def _torchao_kinds() -> Any:
+    """Return torchao's settings that pack tensors slice by slice, and of what is packed how, by name."""
     from torchao.core.config import AOBaseConfig
-    from torchao.quantization import quantize_
+    from torchao.quantization import FqnToConfig, quantize_
     from torchao.quantization.transform_module import register_quantize_module_handler
 
     @dataclass
@@ -139,11 +171,14 @@ def _slices_kind() -> Any:
     @register_quantize_module_handler(Slices)
     def pack(module: Any, config: Slices, *, parameter_name: str = "weight") -> nn.Module:
         bank = module._parameters.pop(parameter_name).data
-        experts = [[(matrix.mT if module.is_transposed else matrix).contiguous()] for matrix in bank]
+        experts = ([(matrix.mT if module.is_transposed else matrix).contiguous()] for matrix in bank)
         _put(module, parameter_name, PackedExperts(experts, lambda linear: quantize_(linear, config.each)))
         return module
 
-    return Slices
+    class Int4WeightFqnToConfig(FqnToConfig):
+        """Its name tells transformers how many bits a weight takes, for which it makes room on a GPU."""
+
+    return Slices, {"int4": Int4WeightFqnToConfig, "int8": FqnToConfig}
 
 
 def _put(module: Any, name: str, experts: PackedExperts) -> None:
@@ -156,15 +191,16 @@ class StoredExperts:
 
     def __init__(self, config: Any, model: nn.Module | None) -> None:
         """`model` is the plain one without memory; None: nothing of the checkpoint is packed."""
-        modules = dict(model.named_modules()) if model is not None else {}
-        self._linears = {f"{name}.weight" for name, module in modules.items() if isinstance(module, nn.Linear)}
+        self._linears = {name for name, _ in _linears(model)} if model is not None else set()
         self._banks = banks_of(model) if model is not None else {}
         table = get_checkpoint_conversion_mapping(config.model_type) or []
         self._renamings = [each for each in table if isinstance(each, WeightRenaming)]
         self._sources = [
-            (re.compile("(.*)" + re.escape(source).replace(r"\*", r"(\d+)")), each.target_patterns[0], part)
+            # Some are written as regular expressions.
+            (re.compile("(.*)" + re.escape(source.replace("\\", "")).replace(r"\*", r"(\d+)")), target, part)
             for each in table
             if isinstance(each, WeightConverter) and all(".experts.*." in source for source in each.source_patterns)
+            for target in each.target_patterns[:1]
             for part, source in enumerate(each.source_patterns)
         ]
         self._found: dict[str, dict[tuple[int, int], Any]] = {}
@@ -190,17 +226,18 @@ class StoredExperts:
         return None
 
     def take(self, tensors: dict[str, Any]) -> None:
-        """Take the matrices out of a checkpoint's tensors. Raises CannotQuantize where some lack."""
+        """Take the matrices out of a checkpoint's tensors. Raises CannotQuantize where some lack, or are too many."""
         if not self.known:
             return
-        self._found = {name: {} for name in self._banks}
         for name in list(tensors):
             if (place := self._place(name)) is not None:
-                self._found[place[0]][place[1]] = tensors.pop(name)
+                self._found.setdefault(place[0], {})[place[1]] = tensors.pop(name)
         for name, found in self._found.items():
             parts = 1 + max(part for _, target, part in self._sources if name.endswith(target))
-            if lacking := {(e, part) for e in range(self._banks[name][0]) for part in range(parts)} - found.keys():
-                raise CannotQuantize(f"its checkpoint lacks {len(lacking)} matrices of {name}: download it again")
+            needed = self._banks[name][0] * parts
+            if len(found) != needed or max(found)[0] >= self._banks[name][0]:
+                seen = f"has {len(found)} matrices of {name}, its config.json needs {needed}"
+                raise CannotQuantize(f"its checkpoint {seen}: download both again")
 
     def class_without(self, kind: type[nn.Module]) -> type[nn.Module]:
         """Return a model's class whose models begin without the tensors that were taken."""
@@ -218,12 +255,28 @@ class StoredExperts:
     def put(self, model: Any, kind: type[nn.Module]) -> None:
         """Read the matrices that were taken into a model that began without; its class is `kind` from then on."""
         model.__class__ = kind
+
+        def read(matrix: Any) -> torch.Tensor:
+            tensor: torch.Tensor = matrix[...]
+            return tensor.to(model.device, model.dtype) if type(tensor) is torch.Tensor else tensor.to(model.device)
+
         for bank, found in self._found.items():
             experts: list[list[torch.Tensor]] = [[] for _ in range(self._banks[bank][0])]
             for (expert, _), matrix in sorted(found.items()):
-                experts[expert].append(matrix[...].to(model.device))
+                experts[expert].append(read(matrix))
             path, _, name = bank.rpartition(".")
             _put(model.get_submodule(path), name, PackedExperts(experts, None))
+        demand_shapes(model, {bank: self._banks[bank] for bank in self._found})
+
+
+def demand_shapes(model: nn.Module, banks: Mapping[str, tuple[int, int, int]]) -> None:
+    """Raise CannotQuantize for packed experts of other sizes than (experts, out, in) of their bank."""
+    for bank, needed in banks.items():
+        found: Any = model.get_submodule(bank).shape
+        if found != needed:
+            seen = f"{bank} of the shape {list(found)}" if found[1] else f"experts of unlike shapes in {bank}"
+            way_out = f"its config.json needs {list(needed)}: download both again"
+            raise CannotQuantize(f"its checkpoint has {seen}, {way_out}")
 
 
 def _forward(experts: Any, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def _chosen(policies: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
     known = tuple(known)
     if policies == ("all",):
         return known
-    demand_known("row", policies, (*known, "all"))
+    demand_known("row", policies, known)
     return policies
 
 
@@ -205,7 +205,7 @@ def simulate(policy: str, config: Path | None, **load: Any) -> Any:
     """
     from edged.lab.simulator.fleet_runs import ROWS, FleetCase, run_fleet
 
-    _chosen((policy,), ROWS)
+    demand_known("row", (policy,), ROWS)
     _refuse_one_box((policy,), load["speeds"])
     report = run_fleet(FleetCase(settings=load_settings(config), policy=policy, **load))
 

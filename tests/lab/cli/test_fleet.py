@@ -44,6 +44,8 @@ def test_boxes_are_simulated_alone_and_beside_each_other() -> None:
     ("words", "said"),
     [
         (("stages", "--policies", "lemixx"), 'no row "lemixx": did you mean "lemix"?'),
+        (("stages", "--policies", "all,lemix"), 'no row "all": known: '),
+        (("simulate", "--policy", "all"), 'no row "all": known: '),
         (("stages", "--models", "gpt-5"), 'no model "gpt-5": did you mean'),
         (("stages", "--conditions", "rain"), 'no condition "rain": known: steady,'),
         (("simulate", "--policy", "flet"), 'no row "flet": did you mean "fleet"?'),
