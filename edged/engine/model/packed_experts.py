@@ -22,7 +22,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from edged.engine.model.quantization import INT4_GROUP, CannotQuantize, FrozenLinear, make_config
+from edged.engine.model.quantization import INT4_GROUP, CannotQuantize, FrozenLinear, fits_int4, make_config
 from edged.models.wrapper_names import text_name
 
 log = logging.getLogger("edged.engine")
@@ -136,7 +136,11 @@ def quantizing(
     wanted = make_config(kind, device, dtype)
     model, banks = demand_packed(config, kind, "", dtype, trust_remote_code)
     linears = dict(_linears(model))
-    odd = [name for name, module in linears.items() if kind == "int4" and not _fits_int4(module)]
+    odd = [
+        name
+        for name, module in linears.items()
+        if kind == "int4" and not fits_int4(module.in_features, module.out_features)
+    ]
     if banks or odd:
         each, head = wanted.quant_type, model.get_output_embeddings()  # type: ignore[operator]
         slices, by_name = _torchao_kinds()
@@ -147,11 +151,7 @@ def quantizing(
     return wanted, banks
 
 
-def _fits_int4(linear: Any) -> bool:
-    return linear.in_features % INT4_GROUP == 0 and linear.out_features % 16 == 0
-
-
-def _linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _linears(model: nn.Module) -> list[tuple[str, Any]]:
     """Return the weights' names of a model's linears; some routers are linears with answers of their own."""
     modules = model.named_modules()
     return [(f"{name}.weight", each) for name, each in modules if type(each).forward is nn.Linear.forward]

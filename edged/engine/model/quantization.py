@@ -328,19 +328,27 @@ def weight_count(model: nn.Module) -> int:
 @dataclass(frozen=True, slots=True)
 class WeightForm:
     """The storage of a linear's weight [out, in]: `bits` a number, and `scale_bytes` for every `group` of a row (0: the
-    whole row). Kernels may need rows and columns padded."""
+    whole row). Kernels may need rows and columns padded; of sizes that they do not take, numbers have `plain_bits`."""
 
     bits: float
     group: int = 0
     scale_bytes: float = 0.0
     pad_in: int = 1
     pad_out: int = 1
+    plain_bits: float = 0.0
 
     def bytes_of(self, in_features: int, out_features: int) -> int:
         """Return the bytes of one weight with its scales."""
+        if self.plain_bits and not fits_int4(in_features, out_features):
+            return round(in_features * out_features * self.plain_bits / 8)
         columns, rows = (-(-n // pad) * pad for n, pad in ((in_features, self.pad_in), (out_features, self.pad_out)))
         groups = rows * (-(-columns // self.group) if self.group else 1)
         return round(rows * columns * self.bits / 8 + groups * self.scale_bytes)
+
+
+def fits_int4(in_features: int, out_features: int) -> bool:
+    """Whether `model.quantize` = int4 packs a weight of these sizes."""
+    return in_features % INT4_GROUP == 0 and out_features % 16 == 0
 
 
 _NESTED = 1 + 4 / 256
@@ -355,14 +363,14 @@ def form_of_setting(kind: str, dtype: torch.dtype, cuda: bool) -> WeightForm:
         "nf4": WeightForm(4, 64, _NESTED),
         "llm-int8": WeightForm(8, 0, 4),
         "int8": WeightForm(8, 0, dtype.itemsize),
-        "int4": WeightForm(4, INT4_GROUP, 2 * dtype.itemsize, **padding),
+        "int4": WeightForm(4, INT4_GROUP, 2 * dtype.itemsize, **padding, plain_bits=8.0 * dtype.itemsize),
     }[kind]
 
 
 def form_of_checkpoint(stored: dict[str, Any], dtype: torch.dtype, cuda: bool) -> WeightForm:
     """Return the form of a checkpoint's `quantization_config`. Raises CannotQuantize if its size is not known."""
     if (packed := packed_form(stored)) is not None:
-        return replace(form_of_setting("int4", dtype, cuda), group=packed.kernel_group)
+        return replace(form_of_setting("int4", dtype, cuda), group=packed.kernel_group, plain_bits=0.0)
     if dequantizes(stored):
         return form_of_setting("", dtype, cuda)
     check_packed(stored)

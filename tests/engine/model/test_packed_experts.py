@@ -120,7 +120,7 @@ def test_packed_experts_answer_as_generate_does_with_their_numbers(kind: str, qu
     assert status["parameters"] == model.num_parameters()
     # What a check says before anything is loaded.
     sizes = ModelSizes.read(folder, load_settings(environ={}, overrides={"model.quantize": quantize}), cuda=False)
-    # Of routers and odd sizes a check does not know that they stay plain.
+    # Of Phi's routers a check does not know that they stay plain.
     assert sizes.report("cpu", 512)["weight_bytes"] == pytest.approx(status["weight_bytes"], rel=0.02)
     experts = sum(prod(bank) for bank in sizes.shape.banks)
     assert status["weight_bytes"] < 4 * (model.num_parameters() - experts) + experts * (2 if quantize == "int8" else 1)
