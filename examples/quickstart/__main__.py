@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,21 @@ MIN_WIDTH = 96
 """Least width of a terminal for the live screen; a narrower one gets plain lines."""
 MAX_WIDTH = 140
 PICTURE_WIDTH = 110
+
+
+@contextlib.contextmanager
+def signals_put_off() -> Iterator[None]:
+    """Have signals that end the program come at the end: a process that has begun is known by then."""
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: caught.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in caught[:1]:
+            signal.raise_signal(number)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -60,7 +77,8 @@ def main(model: str, seconds: float | None, rate: float | None, seed: int, pictu
     console = Console(highlight=False)
     daemon, kept = None, False
     try:
-        daemon = TemporaryDaemon("--model", served)
+        with signals_put_off():
+            daemon = TemporaryDaemon("--model", served)
         console.print(f"starting the daemon with the model {model} ...")
         console.print(f"ready after {daemon.wait_until_ready():.1f} s on {daemon.socket}")
         with daemon.client() as client:
