@@ -135,18 +135,15 @@ def quantizing(
     """
     wanted = make_config(kind, device, dtype)
     model, banks = demand_packed(config, kind, "", dtype, trust_remote_code)
-    linears = dict(_linears(model))
-    odd = [
-        name
-        for name, module in linears.items()
-        if kind == "int4" and not fits_int4(module.in_features, module.out_features)
-    ]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = {name: (each.in_features, each.out_features) for name, each in _linears(model) if each is not head}
+    odd = [name for name, sizes in linears.items() if kind == "int4" and not fits_int4(*sizes)]
+    if odd:
+        log.warning("%d linears, as %s, have sizes that int4 has no kernels for: they stay plain", len(odd), odd[0])
     if banks or odd:
-        each, head = wanted.quant_type, model.get_output_embeddings()  # type: ignore[operator]
+        each = wanted.quant_type
         slices, by_name = _torchao_kinds()
-        kinds = {name: each for name, module in linears.items() if module is not head and name not in odd}
-        if odd:
-            log.warning("%d linears, as %s, have sizes that int4 has no kernels for: they stay plain", len(odd), odd[0])
+        kinds = dict.fromkeys(linears.keys() - odd, each)
         wanted.quant_type = by_name[kind]({**kinds, **dict.fromkeys(banks, slices(each))})
     return wanted, banks
 
