@@ -5,8 +5,6 @@ from typing import Any
 
 import click
 
-from edged.settings.wrong import nearest
-
 ABOVE_ZERO = click.FloatRange(0.0, min_open=True)
 SHARE = click.FloatRange(0.0, 1.0)
 _ANDES_TOKENS_PER_S = {"andes-text": 4.8, "andes-speech": 3.3}
@@ -61,6 +59,8 @@ readers_option = click.option(
 
 def demand_known(kind: str, given: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError with the nearest name for the first of `given` that is not in `known`."""
+    from edged.settings.wrong import nearest
+
     for name in given:
         if name not in known:
             raise click.UsageError(f'no {kind} "{name}": {nearest(name, known)}')
