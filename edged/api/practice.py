@@ -23,7 +23,7 @@ from edged.align.taste.opinions import question_of
 from edged.align.versions import UnknownVersion
 from edged.api.drawing import Draw, Drawing
 from edged.api.event_router import EventRouter
-from edged.api.tastes import Tastes, is_sure, is_sure_of
+from edged.api.tastes import Tastes, is_learnable, is_sure_of
 from edged.api.written_preferences import WrittenPreferences
 from edged.engine.engine import Engine
 from edged.engine.request import EngineBusy, EngineStopping, Request, RequestRefused
@@ -590,7 +590,7 @@ class Practice:
             # Some rounds only judge whether what was practised is still liked.
             practised.ended |= not (practised.proven and wins) or len(practised.gains) >= _DOUBTS
             pairs = []
-        practised.ended |= not is_sure(taste)
+        practised.ended |= not is_learnable(taste)
         return pairs
 
     def _imitations(

@@ -15,9 +15,8 @@ from edged.store import Store
 from edged.store.feedback import PairRow, struck
 
 log = logging.getLogger("edged.api")
-_SURE = 0.5
-"""A taste model decides where more than this share of choices of one of two is the user's. One that could not be tested
-has just this."""
+_SURE, _LEARNABLE = 0.42, 0.5
+"""The least share of choices of one of two that are the user's: for a taste model to decide, and to be learned from."""
 _SURE_OF, _FEW = 0.52, 10
 """Practice follows a taste where more than this share is right under prompts like its own, from so many prompts on."""
 _MOST_KEPT = 256
@@ -29,8 +28,13 @@ _FIT_WITHIN_S = 0.2
 
 
 def is_sure(taste: Taste) -> bool:
-    """Whether a taste model is sure enough to choose answers, and to label practice."""
-    return taste.sure > _SURE
+    """Whether a taste model is sure enough to choose answers: a choice in vain costs no more than room."""
+    return taste.tested and taste.sure > _SURE
+
+
+def is_learnable(taste: Taste) -> bool:
+    """Whether a taste model is sure enough to label practice, and to weigh signals."""
+    return taste.sure > _LEARNABLE
 
 
 def is_sure_of(taste: Taste, question: str, answers: Sequence[str]) -> bool:
@@ -76,7 +80,7 @@ class Tastes:
         """Return the share of a pick's weight that is left: less where the user likes both answers alike, as far as
         is known; any thread may call this."""
         taste = self._fitted.get(row.adapter)
-        if row.source != "chosen" or taste is None or not is_sure(taste):
+        if row.source != "chosen" or taste is None or not is_learnable(taste):
             return 1.0
         liked = taste.preference(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text)
         # A pick against what is believed is news, and has its full weight.

@@ -46,8 +46,8 @@ def signals_put_off() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in caught[:1]:
-            signal.raise_signal(number)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

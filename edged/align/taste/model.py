@@ -123,6 +123,11 @@ class Taste:
         return float(_sigmoid(slope * (score - threshold)))
 
     @property
+    def tested(self) -> bool:
+        """Whether there are choices to test the fit by, with prompts left out."""
+        return float(self._tested[0].sum()) > 1e-3
+
+    @property
     def sure(self) -> float:
         """The share of choices of one of two that are the person's, with prompts left out of the fit in turn.
 
@@ -130,7 +135,7 @@ class Taste:
         """
         weights, right = self._tested
         total = float(weights.sum())
-        return (float(weights @ right) + _USUAL * _USUAL_PICKS) / (total + _USUAL_PICKS) if total > 1e-3 else 0.5
+        return (float(weights @ right) + _USUAL * _USUAL_PICKS) / (total + _USUAL_PICKS) if self.tested else 0.5
 
     def sure_of(self, prompt: str, answers: Sequence[str]) -> float:
         """Return `sure` for a prompt to which `answers` are: what was right under prompts like it counts most.
