@@ -143,7 +143,7 @@ class Taste:
         It is near 0.5 where what the person likes elsewhere does not count.
         """
         weights, right = self._tested
-        if self._all is None or weights.sum() < 1e-3:
+        if not self.tested:
             return 0.5
         near = weights * np.exp(_LOCAL * self._design.alike(prompt, answers))
         near /= near.max()

@@ -6,7 +6,7 @@ The methods themselves are transformers' and their packages'; none is imported b
 import copy
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -445,7 +445,7 @@ def _from_int4(weight: Any) -> torch.Tensor:
     rows, columns = scales.shape[1], scales.shape[0] * weight.block_size[1]
     block = _INT4_ROWS if rows % _INT4_ROWS == 0 else rows
     places = _int4_places(block, columns, weight.qdata.device)
-    numbers = _nibbles(weight.qdata).view(-1, block * columns)[:, places].view(rows, scales.shape[0], -1)
+    numbers = nibbles(weight.qdata).view(-1, block * columns)[:, places].view(rows, scales.shape[0], -1)
     found = (numbers.to(scales.dtype) - 8) * scales.t()[..., None] + zeros.t()[..., None]
     return found.view(rows, columns)[: weight.shape[0], : weight.shape[1]]
 
@@ -456,19 +456,26 @@ def _int4_places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     numbers = torch.arange(rows * columns, device=device).view(rows, columns)
     found = torch.zeros(rows * columns, dtype=torch.long, device=device)
     for shift in range(0, (rows * columns - 1).bit_length(), 4):
-        digits = numbers >> shift & 15
-        if device.type == "cpu":
-            words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits.int(), 1)
-        else:
-            pairs = (digits[:, ::2] << 4 | digits[:, 1::2]).to(torch.uint8)
-            words = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
-        found |= _nibbles(words).long() << shift
+        found |= nibbles(int4_words(numbers >> shift & 15)).flatten().long() << shift
     return found.argsort()
 
 
-def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of 4 bits in integers, the lowest of each first."""
-    return torch.stack([words >> 4 * place & 15 for place in range(2 * words.element_size())], dim=-1).flatten()
+def int4_words(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers [out, in] from 0 to 15 in the layout that the int4 kernels of their device read."""
+    if numbers.device.type == "cpu":
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int().contiguous(), 1)
+    pairs = (numbers[:, ::2] << 4 | numbers[:, 1::2]).to(torch.uint8)
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+
+
+def nibbles(words: torch.Tensor, along: int | None = None, order: Iterable[int] | None = None) -> torch.Tensor:
+    """Return the numbers of 4 bits in integers, which follow each other along this dimension (None: the last).
+
+    `order` has their places in an integer; None: the lowest first.
+    """
+    along = words.dim() - 1 if along is None else along
+    parts = [words >> 4 * place & 15 for place in order or range(2 * words.element_size())]
+    return torch.stack(parts, dim=along + 1).flatten(along, along + 1)
 
 
 class _Product(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from edged.engine.model.quantization import INT4_GROUPS, CannotQuantize, PackedForm, packed_form
+from edged.engine.model.quantization import INT4_GROUPS, CannotQuantize, PackedForm, int4_words, nibbles, packed_form
 
 _SCALES = ("_scale_inv", "_scale")
 """Behind a tensor's name: its scales."""
@@ -102,22 +102,15 @@ def _unpacked(
 ) -> torch.Tensor:
     """Read a weight's numbers [out, in] from 0 to 15, scales and zero points [out, groups]; make `into` of them."""
     words, scales, *zeros = (part[...] for part in parts)
-    rows = form.method == "compressed-tensors"
-    numbers = _nibbles(words, form, 0 if form.method == "gptq" else 1)
+    rows, order = form.method == "compressed-tensors", _AWQ_ORDER if form.method == "awq" else None
+    numbers = nibbles(words, 0 if form.method == "gptq" else 1, order)
     points = torch.full_like(scales, 8.0, dtype=torch.float32)
     if zeros and zeros[0].dtype == torch.int32:
-        points = _nibbles(zeros[0], form, 0 if rows else 1).float() + form.zero_offset
+        points = nibbles(zeros[0], 0 if rows else 1, order).float() + form.zero_offset
     elif zeros:
         points = zeros[0].float() + 8.0
     found = (part if rows else part.t() for part in (numbers, scales.float(), points))
     return into(*found, dtype=dtype)
-
-
-def _nibbles(words: torch.Tensor, form: PackedForm, along: int) -> torch.Tensor:
-    """Return the eight numbers of each int32 word, which follow each other along this dimension."""
-    places = _AWQ_ORDER if form.method == "awq" else range(8)
-    parts = [(words >> 4 * place) & 15 for place in places]
-    return torch.stack(parts, dim=along + 1).flatten(along, along + 1)
 
 
 def _to_floats(numbers: torch.Tensor, scales: torch.Tensor, points: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -156,18 +149,14 @@ def _to_int4(
     if device.type == "cpu":
         from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
 
-        words = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int().contiguous(), 1)
-        return Int4OpaqueTensor(words, pack_tinygemm_scales_and_zeros(scale, zero, dtype), *how)
+        return Int4OpaqueTensor(int4_words(numbers), pack_tinygemm_scales_and_zeros(scale, zero, dtype), *how)
     from torchao.quantization.quantize_.workflows.int4.int4_tile_packed_to_4d_tensor import Int4TilePackedTo4dTensor
 
     # The kernels' tiles are whole: the numbers beyond the weight meet inputs of 0.
     right, below = -fan_in % 1024, -fan_out % 8
     whole = F.pad(numbers, (0, right, 0, below))
-    words = torch.ops.aten._convert_weight_to_int4pack(
-        (whole[:, ::2] << 4 | whole[:, 1::2]).to(torch.uint8).contiguous(), 8
-    )
     scale, zero = (F.pad(part, (0, right // group, 0, below)) for part in (scale, zero))
-    made = Int4TilePackedTo4dTensor(words, pack_tinygemm_scales_and_zeros(scale, zero, dtype), *how)
+    made = Int4TilePackedTo4dTensor(int4_words(whole), pack_tinygemm_scales_and_zeros(scale, zero, dtype), *how)
     row = torch.ones(1, fan_in, dtype=dtype, device=device)
     got, wanted = F.linear(row, made), F.linear(row, _to_floats(numbers, scales, points, dtype))
     # Not "above": a NaN is above nothing.
@@ -214,7 +203,7 @@ def _from_mxfp4(blocks: Any, scales: Any, dtype: torch.dtype) -> torch.Tensor:
 def _from_nvfp4(parts: Sequence[Any], divides: bool, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers [out, in] of two a byte, the first in its lower half, with a scale for sixteen of a row."""
     numbers, scales, whole = (part[...] for part in parts)
-    codes = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2).long()
+    codes = nibbles(numbers).long()
     scales = scales.float() / whole.float() if divides else scales.float() * whole.float()
     return (torch.cat((_FP4, -_FP4))[codes] * scales.repeat_interleave(16, dim=-1)).to(dtype)
 
