@@ -119,7 +119,7 @@ class AdapterQueue:
             self.queue.append(pair)
         elif self.detector.alarm_left_s(now) and not pair.first_party:
             return "quarantined", "burst: it came while the user's pairs were held, see the first ones of the burst"
-        elif not contradicts and self._is_for_tests(guard):
+        elif not (contradicts or pair.alike) and self._is_for_tests(guard):
             self._hold_out(replace(pair, state="held_out"))
             self.unscored.add(pair.pair_id)
             return "held_out", ""
@@ -252,7 +252,7 @@ class AdapterQueue:
         records = []
         for outcome in adapter_step.outcomes:
             pair, done = outcome.pair, outcome.pair.epochs_done + int(outcome.trained)
-            if self.guard.change is not None and pair.first_party and not pair.epochs_done:
+            if self.guard.change is not None and pair.first_party and pair.telling and not pair.epochs_done:
                 longer = len(pair.chosen) - len(pair.rejected)
                 self.guard.change.take(pair.pair_id, outcome.loss, outcome.verdict.contrary, longer)
             why = outcome.verdict.why or (adapter_step.rejected_reason if outcome.trained else "")

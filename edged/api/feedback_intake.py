@@ -14,6 +14,7 @@ from edged.align.feedback.signals import FeedbackResult
 from edged.align.journal import load_choices, load_pasts, requeue_lost
 from edged.align.language import neutral_pairs
 from edged.align.metrics import summaries
+from edged.api.tastes import ALIKE
 from edged.engine.engine import Engine
 from edged.settings.live import Live
 from edged.settings.load import Settings
@@ -172,7 +173,8 @@ class FeedbackIntake:
                 log.warning("pair %d cannot be learned: %s", row.id, error)
                 self._skip(row, str(error))
                 continue
-            pairs.append(replace(pair, weight=pair.weight * self.difference(row)))
+            share = self.difference(row)
+            pairs.append(replace(pair, weight=pair.weight * share, alike=share < ALIKE))
             if note and note != row.note:
                 self.store.write(partial(set_pair_note, pair_id=row.id, note=note))
         self.engine.submit_pairs(pairs)

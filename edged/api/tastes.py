@@ -21,8 +21,9 @@ _SURE_OF, _FEW = 0.52, 10
 """Practice follows a taste where more than this share is right under prompts like its own, from so many prompts on."""
 _MOST_KEPT = 256
 """Number of models in memory; the one that was asked for longest ago is fitted anew when it is asked for again."""
-_ALIKE, _SLOPE = 0.1, 4.0
-"""The least weight of a pick between answers that are liked alike, and how it grows with P(chosen is preferred)."""
+ALIKE, _LEAST_WEIGHT, _SLOPE = 0.3, 0.1, 0.5
+"""The share of a pick's weight under which its answers are liked alike, the least that is left, and how it grows with
+`Taste.difference`."""
 _FIT_WITHIN_S = 0.2
 """Time for which a request waits for a model that is not in memory."""
 
@@ -82,9 +83,9 @@ class Tastes:
         taste = self._fitted.get(row.adapter)
         if row.source != "chosen" or taste is None or not is_learnable(taste):
             return 1.0
-        liked = taste.preference(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text)
-        # A pick against what is believed is news, and has its full weight.
-        return 1.0 if liked < 0.5 else max(_ALIKE, min(1.0, _SLOPE * (liked - 0.5)))
+        # A pick against what is believed is news, and weighs as much as one that agrees as clearly.
+        apart = taste.difference(question_of(row.messages, row.prompt), row.chosen.text, row.rejected.text)
+        return max(_LEAST_WEIGHT, min(1.0, _SLOPE * apart))
 
     def renew(self) -> None:
         """Fit all models anew, since signals were erased; any thread may call this."""

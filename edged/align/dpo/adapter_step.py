@@ -209,7 +209,7 @@ class AdapterStep:
         `error`, `burst`, `doubted` and `rejected_reason` tell why it was not taken.
         """
         new = [outcome for outcome in self.outcomes if not (outcome.pair.epochs_done or outcome.pair.exempt)]
-        judged = [outcome for outcome in new if not outcome.pair.single]
+        judged = [outcome for outcome in new if outcome.pair.telling]
         burst = self._detector.burst([outcome.verdict for outcome in judged])
         # A change of preferences begins as a burst of the user's own signals.
         self.turned = bool(burst) and all(outcome.pair.first_party for outcome in judged)

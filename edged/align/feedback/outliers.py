@@ -109,9 +109,11 @@ class OutlierDetector:
         """Judge a new pair by its loss (nats) and reward margin under the current version.
 
         A loss that is not finite does not make a pair suspicious, and no loss a single rating: it is 1 at most, with a
-        gradient that vanishes, and bad answers have a high one by being the adapter's own.
+        gradient that vanishes, and bad answers have a high one by being the adapter's own. Nor does a choice between
+        answers that are liked alike, which is chance: a user has nothing else to choose once his taste is learned.
         """
-        if not self._on or pair.single or pair.trusted or pair.again or pair.epochs_done or not math.isfinite(loss):
+        judged = self._on and pair.telling and not (pair.trusted or pair.again or pair.epochs_done)
+        if not (judged and math.isfinite(loss)):
             return Verdict()
         contrary = margin < 0
         middle, spread = self._usual(self._losses)
@@ -165,7 +167,7 @@ class OutlierDetector:
         """Update the usual range with a step's new pairs that were not suspicious; it was taken, or needed none."""
         for pair, loss, verdict in judged:
             self._contradictory.discard(pair.pair_id)
-            if pair.single or pair.epochs_done or not math.isfinite(loss):
+            if not pair.telling or pair.epochs_done or not math.isfinite(loss):
                 continue
             if not pair.trusted:
                 self._flags.append(verdict.suspicious)

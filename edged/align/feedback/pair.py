@@ -42,6 +42,8 @@ class TokenPair:
     itself gave it where the token is the base's own, and infinite where it is to be learned; (): all are."""
     own: tuple[bool, bool] = (True, True)
     """Whether the model itself gave the chosen and the rejected answer."""
+    alike: bool = False
+    """Whether the user likes both answers alike, as far as the taste model knows."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,6 +54,11 @@ class TokenPair:
     def single(self) -> bool:
         """Whether it is a rating of one answer: a good one has no `rejected`, a bad one no `chosen`."""
         return not (self.imitate or (self.chosen and self.rejected))
+
+    @property
+    def telling(self) -> bool:
+        """Whether it can contradict what was learned: ratings of one answer, and chance between two, do not."""
+        return not (self.single or self.alike)
 
     @property
     def exempt(self) -> bool:

@@ -116,6 +116,12 @@ class Taste:
         """Return the probability that the person prefers `one` to `other` under `prompt`."""
         return 0.5 if self._all is None else self._all.preference(prompt, one, other)
 
+    def difference(self, prompt: str, one: str, other: str) -> float:
+        """Return how far apart the person likes the two, in either direction; 1 is what is usual of answers that his
+        signals compare, told without these. Where nothing is known, any two are that far apart."""
+        utilities = self.scores(prompt, [one, other])
+        return float(abs(utilities[0] - utilities[1])) / self._usual if self._usual else 1.0
+
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
         score = (self.scores_apart if apart else self.scores)(prompt, [answer])[0]
@@ -232,6 +238,12 @@ class Taste:
             return []
         held = [prompts % folds == fold for fold in range(folds)]
         return [(_Posterior(self._design, newest[~out]), newest[out]) for out in held if out.any() and not out.all()]
+
+    @cached_property
+    def _usual(self) -> float:
+        """The mean distance of the utilities of two answers that an opinion compares, with its prompt left out."""
+        means = [np.abs(fit.latent(group)[0]) for fit, group in self._left_out]
+        return float(np.concatenate(means).mean()) if means else 0.0
 
     @cached_property
     def _tested(self) -> tuple[np.ndarray, np.ndarray]:

@@ -86,6 +86,15 @@ def test_none_of_the_users_own_signals_is_left_out_by_itself() -> None:
     assert suspicion().judge(pair(first_party=True), 50.0) == Verdict(True)
 
 
+def test_chance_between_answers_that_are_liked_alike_contradicts_nothing() -> None:
+    judged, queue = suspicion(), AdapterQueue("ann", suspicion())
+    assert judged.judge(pair(alike=True), 50.0, -1.0) == Verdict()
+    assert judged.judge(pair(), 1.2, -1.0).contrary
+    judged.learn([(pair(i, alike=True), 50.0, Verdict()) for i in range(64)], None)
+    assert judged.judge(pair(), 1.2).suspicious, "nor do they widen what is usual"
+    assert queue.enqueue(pair(alike=True), GuardSettings(held_out_share=1.0), 0.0) is None, "no test asks chance"
+
+
 def test_only_a_norm_far_beyond_the_latest_ones_is_refused() -> None:
     norms = [1.0, 1.5, 2.0, 3.0] * 8
     assert suspicion(norms=norms[:31]).max_norm() == math.inf

@@ -115,6 +115,17 @@ def test_preference_is_between_the_two_and_grows_with_evidence():
     assert back == pytest.approx(1 - many)
 
 
+def test_answers_differ_where_one_is_liked_and_hardly_where_both_are_from_few_picks_on():
+    taste, alike, unlike = Taste.fit(picks(6)), [], []
+    for number in range(1000, 1020):
+        one, other, plain = (answer(random.Random(3 * number + i), mark) for i, mark in enumerate("!!."))
+        alike.append(taste.difference(prompt(number), one, other))
+        unlike += [taste.difference(prompt(number), *two) for two in ((one, plain), (plain, one))]
+    assert min(unlike) > 1
+    assert np.mean(alike) < 0.3 * np.mean(unlike)
+    assert Taste.fit([]).difference("", "a", "b") == 1.0, "nothing is known, so nothing is alike"
+
+
 def test_scores_apart_know_nothing_of_the_prompts_own_opinions():
     here = [Opinion("Only here", f"Zebra {n}.", f"Quagga {n}.", 1.0, 99.0 + n) for n in range(8)]
     taste = Taste.fit([*picks(5), *here])
