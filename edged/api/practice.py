@@ -376,27 +376,38 @@ class Practice:
     async def liked(self, adapter: str) -> Liked:
         """Return how many of an adapter's latest answers its user's taste model likes, told apart from their prompts.
 
-        They are the latest that were served, what the adapter gave by itself, and the base's.
+        They are the latest that were served, what the adapter gave by itself, as where several were asked for, and the
+        base's.
         """
         if self._engine.version(adapter) is None:
             return NOT_JUDGED
         taste, practised = await self._tastes.of(adapter), self.users.get(adapter)
         if taste is None:
             return NOT_JUDGED
-        rows = await asyncio.to_thread(self._store.read, lambda db: latest_answers(db, adapter, _KEPT // 2))
-        served = [DrawnAnswer(question_of(each.messages, each.prompt), each.choices[0].text) for each in rows]
+        rows, several = await asyncio.to_thread(
+            self._store.read,
+            lambda db: [latest_answers(db, adapter, _KEPT // 2, several) for several in (False, True)],
+        )
+        served, own = (
+            [
+                DrawnAnswer(question_of(each.messages, each.prompt), choice.text)
+                for each in reversed(some)
+                for choice in each.choices
+            ]
+            for some in (rows, several)
+        )
         base = [
             DrawnAnswer(asked, text)
             for asked, some in (practised.base_answers if practised else {}).items()
             for text, _ in some
         ]
-        own = list(practised.adapter_answers) if practised else []
+        own += practised.adapter_answers if practised else []
 
         def judged(answers: Sequence[DrawnAnswer]) -> tuple[float, int]:
             likes = [taste.likes(each.question, each.text, apart=True) for each in answers[-_KEPT:]]
             return sum(likes), len(likes)
 
-        told = (taste.version, [each.id for each in rows], len(own), len(base), own[-1:])
+        told = (taste.version, [each.id for each in (*rows, *several)], len(own), len(base), own[-1:])
         if self._told.get(adapter) != told:
             self.judged[adapter] = await asyncio.to_thread(lambda: Liked(judged(served), judged(own), judged(base)))
             self._told[adapter] = told

@@ -119,12 +119,12 @@ def latest_prompts(db: Database, adapter: str, most: int) -> list[Completion]:
     return [record_of(Completion, row, choices=()) for row in db.query(sql, [adapter, most])]
 
 
-def latest_answers(db: Database, adapter: str, most: int) -> list[Completion]:
-    """The latest whole answers of an adapter to requests for one, at most so many, newest first."""
-    sql = """SELECT * FROM completions WHERE adapter = ? AND choice_count = 1 AND EXISTS (
+def latest_answers(db: Database, adapter: str, most: int, several: bool = False) -> list[Completion]:
+    """The latest whole answers of an adapter to requests for one, or for several, at most so many, newest first."""
+    sql = """SELECT * FROM completions WHERE adapter = ? AND (choice_count > 1) = ? AND EXISTS (
                  SELECT 1 FROM choices WHERE completion_id = completions.id AND finish_reason IN ('stop', 'length'))
              ORDER BY created_at DESC LIMIT ?"""
-    return [_completion(db, row) for row in db.query(sql, [adapter, most])]
+    return [_completion(db, row) for row in db.query(sql, [adapter, several, most])]
 
 
 def insert_completion(db: Database, completion: Completion) -> None:
