@@ -59,14 +59,14 @@ class Trainer:
         release: Callable[[np.ndarray], None],
         cache_tokens: int,
         read: Read,
-        published: Callable[[AdapterState, int], None] = lambda _state, _parent: None,
+        published: Callable[[AdapterState, int, bool], None] = lambda _state, _parent, _stepped: None,
         bring: Callable[[HostCopies], object] = HostCopies.on_host,
         start_files: StartFiles | None = None,
     ) -> None:
         """`cache_tokens` is the whole KV cache: a group's forwards, by adapter and base, must fit in half of it.
 
-        `read` reads what takes a version's place, as `AdapterLoader.read` does. `published` gets a new version's state
-        and the version that it follows; `bring` brings copies of weights to the host.
+        `read` reads what takes a version's place, as `AdapterLoader.read` does. `published` gets a new version's state,
+        the version that it follows, and whether a step made it of that; `bring` brings copies of weights to the host.
         """
         self.adapter_cache, self._settings = adapter_cache, settings
         self.size = StepSize(settings)
@@ -93,7 +93,7 @@ class Trainer:
         self.records.append(record)
         if record.adapter in self.pair_queues.queues:
             self.pair_queues[record.adapter].choice.take_version(record.version, record.reason, record.restored)
-        self._published(state, record.parent)
+        self._published(state, record.parent, record.stepped)
 
     # -- adapters ----------------------------------------------------------------------------------------------------
 

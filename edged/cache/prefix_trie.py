@@ -31,6 +31,8 @@ class TrieStats:
     hit_tokens: int = 0
     restored_tokens: int = 0
     """Hit tokens that were copied back from the offload."""
+    earlier_tokens: int = 0
+    """Hit tokens that an earlier version of the adapter had computed."""
     evicted_pages: int = 0
     spilled_pages: int = 0
     """Evicted pages that were copied to the offload."""
@@ -161,6 +163,21 @@ class PrefixTrie:
         """Number of copies of states."""
         return len(self._with_state)
 
+    def reach(self, key: Key, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` `match` or `match_state` would find, copies of the offload among them."""
+        path = self._path(key, token_ids, len(token_ids) - 1)
+        path = path if self._release_states is None else _up_to_a_state(path)
+        return len(path) * self._pool.page_size
+
+    def earlier(self, key: Key, token_ids: Sequence[int]) -> tuple[int, int]:
+        """Return the earlier version of the key's adapter that reaches furthest, and how far; (0, 0) for none."""
+        versions = [
+            each.version for each in self._roots if each == (key.adapter, each.version, key.tenant) and each < key
+        ]
+        reached = [(self.reach(key._replace(version=version), token_ids), version) for version in versions]
+        most, version = max(reached, default=(0, 0))
+        return (version, most) if most else (0, 0)
+
     def covered(self, key: Key, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids` are cached in the pool, in whole pages; this does not count as a use."""
         resident = takewhile(lambda node: node.handle is None, self._path(key, token_ids, len(token_ids)))
@@ -234,9 +251,9 @@ class PrefixTrie:
         self.stats.evicted_pages += freed
         return freed
 
-    def expire_version(self, adapter: str, version: int) -> None:
-        """Remove everything that a version of an adapter computed, for all tenants."""
-        for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
+    def expire_versions(self, adapter: str, last: int) -> None:
+        """Remove everything that versions of an adapter computed, up to the `last`, for all tenants."""
+        for key in [key for key in self._roots if key.adapter == adapter and key.version <= last]:
             self.expire(key)
 
     def expire_all(self, name: str) -> None:

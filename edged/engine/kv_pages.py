@@ -95,6 +95,7 @@ class KvPages:
             sequence.computed = sequence.copied = len(pages) * self.page_size
             if first:
                 sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+                self.trie.stats.earlier_tokens += sequence.computed * (sequence.kv_version != sequence.version)
 
     def share(self, sequence: Sequence) -> None:
         """Let later sequences of the same adapter version use the full pages that this one computed."""
@@ -151,7 +152,8 @@ class KvPages:
     def report(self, page_bytes: int) -> dict[str, Any]:
         """Return the status' parts on pages, of `page_bytes` each, and on shared prefixes.
 
-        `hit_tokens` were not computed again, `restored_tokens` of them were offloaded.
+        `hit_tokens` were not computed again; `restored_tokens` of them were offloaded, and `earlier_tokens` of an
+        earlier version.
         """
         pool, trie, stats, offload = self.pool, self.trie, self.trie.stats, self.offload
         return {

@@ -98,7 +98,8 @@ class Sequence:
     """After how many of its tokens the copy is that the next one takes the place of; 0: there is none."""
     version: int = 0
     kv_version: int = 0
-    """The version under which the first K/V row was computed; differs from `version` after a hot update."""
+    """The version under which the first K/V row was computed; differs from `version` after a hot update, and in a
+    talk that goes on over the K/V of an earlier version."""
     pinned: bool = False
     """Whether it finishes on the version that it started with, even if it is preempted."""
     forgotten: bool = False
@@ -146,8 +147,11 @@ class Sequence:
 
     @property
     def shareable(self) -> bool:
-        """Whether its K/V are complete and were all computed under one version."""
-        return self.version == self.kv_version and self.compacted is None
+        """Whether its K/V are complete, and were computed under one version, or by later ones over an earlier one's."""
+        if self.kv_version in (NOT_SHARED, 0):
+            # What an adapter computes over K/V of the base is nobody else's.
+            return self.version == self.kv_version and self.compacted is None
+        return self.compacted is None and (self.version == self.kv_version or not self.pinned)
 
     @property
     def rows(self) -> int:

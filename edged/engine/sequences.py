@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("edged.engine")
 _NEARLY_FREE, _DEAR = 0.02, 0.05
 """Shares by which candidates may lengthen an iteration: up to the first they begin, beyond the second some go."""
+_TALK_VERSIONS = 64
+"""Earlier versions whose K/V talks go on over."""
 _READ_ALONG = 5.0
 """Times these shares where all who are served read along, slower than their answers are made."""
 
@@ -269,7 +271,7 @@ class SequenceTable:
         elif not sequence.pinned:
             sequence.version = 0
         sequence.pinned = self._pins
-        sequence.kv_version = NOT_SHARED if sequence.forgotten else sequence.version
+        sequence.kv_version = NOT_SHARED if sequence.forgotten else self._kv_version(sequence)
         self.move(sequence, SequenceStatus.PREFILL)
         first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
@@ -278,6 +280,25 @@ class SequenceTable:
         task.adapter = sequence.slot + 1
         self._count_pages(sequence)
         return True
+
+    def _kv_version(self, sequence: Sequence) -> int:
+        """Return the version whose K/V a sequence goes on over: its own, or an earlier one where that saves a wait.
+
+        A long talk is not computed anew by each version that comes meanwhile, as an answer under way is not: the new
+        weights compute what is new. What takes no longer than the strictest TTFT target is computed anew.
+        """
+        request, trie, cost = sequence.request, self._pages.trie, self._scheduler.cost
+        exact = self._pins or request.own or request.sampling.prompt_logprobs
+        if exact or not sequence.version or not self._pages.shares_prefixes:
+            return sequence.version
+        token_ids, least_s = sequence.token_ids, self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
+        reached = trie.reach(sequence.key_under(sequence.version), token_ids)
+        anew_s = cost.prompt_s(len(token_ids) - reached, reached)
+        if anew_s <= least_s:
+            return sequence.version
+        version, reached = trie.earlier(sequence.key_under(sequence.version), token_ids)
+        saves = cost.prompt_s(len(token_ids) - reached, reached) < anew_s / 2
+        return version if saves else sequence.version
 
     def _count_pages(self, sequence: Sequence) -> None:
         task = sequence.task
@@ -553,8 +574,11 @@ class SequenceTable:
 
     # -- versions ----------------------------------------------------------------------------------------------------
 
-    def on_publish(self, state: Any, previous: int) -> None:
-        """Take in a new version: "hot" moves running sequences to it, "pin" does not; the old one's prefixes expire."""
+    def on_publish(self, state: Any, previous: int, stepped: bool) -> None:
+        """Take in a new version: "hot" moves running sequences to it, "pin" does not.
+
+        The K/V of earlier ones expire, but for those that its own steps made: talks go on over them.
+        """
         if (renewal := self.renewals.running) is not None and renewal.request.adapter == state.name:
             self.end_renewal(self._planned_s)
         try:
@@ -568,8 +592,8 @@ class SequenceTable:
             log.exception(
                 "version %d of %s is not in a slot yet: its next answer tries again", state.version, state.name
             )
-        if previous:
-            self._pages.trie.expire_version(state.name, previous)
+        kept = _TALK_VERSIONS if stepped and not self._pins else 0
+        self._pages.trie.expire_versions(state.name, state.version - 1 - kept)
         self._prefix_wait.renew(state.name)
         self.renewals.on_version(state.name)
 

@@ -54,6 +54,7 @@ def engine_readings(status: Mapping[str, Any]) -> Readings:
         "edged_prefix_lookup_tokens_total": prefix["prompt_tokens"],
         "edged_prefix_hit_tokens_total": prefix["hit_tokens"],
         "edged_prefix_restored_tokens_total": prefix["restored_tokens"],
+        "edged_prefix_earlier_tokens_total": prefix["earlier_tokens"],
         "edged_prefix_evicted_pages_total": prefix["evicted_pages"],
         "edged_prefix_spilled_tokens_total": prefix["spilled_pages"] * pages["page_size"],
         "edged_spill_pages": {"used": spill["pages"], "free": spill["capacity"] - spill["pages"]},

@@ -42,7 +42,7 @@ def test_tenants_find_nothing_of_each_other() -> None:
     trie.expire_all("ann")
     assert trie.match(Key(None, 0, "ann"), tokens) == trie.match(Key("shared", 1, "ann"), tokens) == []
     assert trie.covered(Key(None, 0, "bob"), tokens) == 4
-    trie.expire_version("shared", 1)
+    trie.expire_versions("shared", 1)
     assert trie.covered(Key("shared", 1, "bob"), tokens) == 0
     assert trie.covered(Key(None, 0, "bob"), tokens) == 4
 

@@ -154,6 +154,11 @@ class VersionPublished:
     """Share of the step size that is left to the adapter after broken versions."""
 
     @property
+    def stepped(self) -> bool:
+        """Whether a step made it of its parent, so that the two are near to each other."""
+        return self.reason.startswith(("trained", "practised", "job"))
+
+    @property
     def taken_back(self) -> bool:
         """Whether the guard published it in place of a version that must not be served."""
         return self.reason.startswith("guard")

@@ -413,7 +413,7 @@ class SimulatedEngine:
             (pages - 1) * cache.page_size,
             self._may_keep_graph,
             self.pool.release,
-            lambda state, previous: self._sequences.on_publish(state, previous),
+            lambda state, previous: self._sequences.on_publish(state, previous, True),
             self.stats.task_ids,
         )
         self.recorder.pairs = self.learning.pairs
