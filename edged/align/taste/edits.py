@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
-from itertools import pairwise
+from itertools import pairwise, product
 from os.path import commonprefix
 from typing import Any, Literal
 
@@ -39,6 +39,12 @@ _NO_END = re.compile(
     r"(?:^|\s)(?:\d+|[A-Za-z]|Dr|Mr|Mrs|Ms|Prof|St|No|Nr|etc|approx|ca|vs|e\.g|i\.e|z\.B|d\.h)\.\s*$", re.IGNORECASE
 )
 """Ends of what is no sentence yet: the number of a list, an initial, an abbreviation."""
+_DROPPED = {
+    "emoji": re.compile(r"[ \t]*(?:[\U0001f000-\U0001faff\u2600-\u27bf][\ufe0f\u200d]*)+"),
+    "marks of lists and headings": re.compile(r"^[ \t]*(?:[-*+•–]|\d{1,2}[.)]|#{1,6})[ \t]+", re.MULTILINE),
+}
+"""Kinds of characters that are left out wherever they stand, by what they are called."""
+_BLOCK = re.compile(r"(```.*?(?:```|$))", re.DOTALL)
 _CODE = re.compile(r"(```.*?(?:```|$)|`[^`\n]*`)", re.DOTALL)
 
 
@@ -53,6 +59,11 @@ class Operator:
     """Whether what follows the opening begins with a small letter."""
     replaced: Mapping[str, str] = field(default_factory=dict)
     """What stands for a casefolded word or phrase; "" where it is left out."""
+    no_emoji: bool = False
+    no_list_marks: bool = False
+    """Whether marks of lists and headings are left out."""
+    no_opening: str = ""
+    """The mark of first sentences that are left out: "!" for exclamations."""
     max_sentences: int = 0
     no_closing: str = ""
     """The mark of last sentences that are left out: "?" for questions."""
@@ -66,7 +77,7 @@ class Operator:
             return text
         rest = text
         for _ in range(_ROUNDS):  # what a removal brings together may be a phrase to remove, or an opening
-            before, rest = rest, self._changed(self.rest(rest))
+            before, rest = rest, self._changed(self._bare(self.rest(rest)))
             if rest == before:
                 break
         ends = f"\n\n{self.ends.lstrip()}" if self.ends and rest.endswith("```") else self.ends
@@ -84,6 +95,17 @@ class Operator:
             text = re.sub(rf"(?:{_pattern(self.ends)}\s*)+$", "", text, flags=re.IGNORECASE).rstrip()
         return text
 
+    def _bare(self, text: str) -> str:
+        """Return `text` without emoji, and marks of lists and headings, outside of blocks of code."""
+        for name in self._dropped:
+            parts = _BLOCK.split(text)
+            text = "".join(part if at % 2 else _DROPPED[name].sub("", part) for at, part in enumerate(parts))
+        return text
+
+    @property
+    def _dropped(self) -> list[str]:
+        return [name for name, on in zip(_DROPPED, (self.no_emoji, self.no_list_marks), strict=True) if on]
+
     def _changed(self, text: str) -> str:
         parts = _CODE.split(text)
         if len(parts) > 1:
@@ -93,6 +115,8 @@ class Operator:
             return first + "".join(part if at % 2 else words._changed(part) for at, part in enumerate(parts[1:], 1))
         text = _replace(text, self.replaced) if self.replaced else text
         sentences = _sentences(text)
+        while self.no_opening and len(sentences) > 1 and sentences[0].rstrip().endswith(self.no_opening):
+            text = text[len(text) - len(text.lstrip()) + len(sentences.pop(0)) :]
         kept = sentences[: self.max_sentences] if self.max_sentences else sentences[:]
         while self.no_closing and len(kept) > 1 and kept[-1].rstrip().endswith(self.no_closing):
             kept.pop()
@@ -135,6 +159,9 @@ class Operator:
             lines.append(f'ends with "{_line(self.ends) or self.end_mark}"')
         for old, new in self.replaced.items():
             lines.append(f'"{new}" instead of "{old}"' if new else f'never "{old}"')
+        lines += [f"no {name}" for name in self._dropped]
+        if self.no_opening:
+            lines.append(f'without a first sentence that ends with "{self.no_opening}"')
         if self.max_sentences:
             lines.append(f"at most {self.max_sentences} sentence{'s' * (self.max_sentences > 1)}")
         if self.no_closing:
@@ -200,7 +227,8 @@ def _induce(pairs: Sequence[tuple[str, str]]) -> Operator | None:
     replaced = _replacements(bodies)
     # A mark that only ever ends an answer may be replaced there alone, or everywhere: what explains more is taken.
     unmarked = {old: new for old, new in replaced.items() if not set(old) <= set(_END_MARKS)}
-    candidates = [_completed(replace(found, replaced=words), bodies) for words in (replaced, unmarked)]
+    ways = product((False, True), (replaced, unmarked))
+    candidates = [_completed(replace(found, replaced=words), bodies, drops) for drops, words in ways]
     found = max(candidates, key=lambda one: sum(one.apply(old) == new for old, new in pairs))
     touched = [(old, new) for old, new in pairs if Operator(replaced=found.replaced).apply(old) != old]
     if sum(found.apply(old) == new for old, new in touched) < _SHARE * len(touched):
@@ -217,10 +245,14 @@ def _enough(count: int, could: int) -> bool:
     return count >= max(_LEAST, _SHARE * could)
 
 
-def _completed(found: Operator, bodies: Sequence[_Edit]) -> Operator:
-    """An operator with what changes sentences, marks and case, once its words are replaced."""
+def _completed(found: Operator, bodies: Sequence[_Edit], drops: bool) -> Operator:
+    """An operator with what changes sentences, marks and case, once its words are replaced; `drops`: and characters."""
     changed = [(Operator(replaced=found.replaced).apply(edit.old), edit.new) for edit in bodies]
-    bounds = _sentence_bounds(changed)
+    first: dict[str, Any] = {name: drops and _left_out(name, changed) for name in ("no_emoji", "no_list_marks")}
+    changed = [(Operator(**first).apply(old), new) for old, new in changed]
+    first["no_opening"] = _opening_mark(changed)
+    changed = [(Operator(no_opening=first["no_opening"]).apply(old), new) for old, new in changed]
+    bounds = first | _sentence_bounds(changed)
     changed = [(Operator(**bounds).apply(old), new) for old, new in changed]
     upper = [new for old, new in changed if old[:1].isupper()]
     small = _enough(sum(new[:1].islower() for new in upper), len(upper))
@@ -401,6 +433,8 @@ def _replace(text: str, replaced: Mapping[str, str]) -> str:
             continue
         big = tokens[at][:1].isupper() or (not new and not out)
         at += len(key)
+        if new[:1] in tuple(",;:.!?") and out and out[-1].isspace():
+            out.pop()
         if new:
             out.append(new[:1].upper() + new[1:] if big else new)
         elif at < len(tokens) and tokens[at].isspace() and (not out or out[-1].isspace()):
@@ -425,6 +459,25 @@ def _sentence_bounds(changed: Sequence[tuple[str, str]]) -> dict[str, Any]:
         return {"no_closing": closing}
     most, count = lengths.most_common(1)[0] if lengths else (0, 0)
     return {"max_sentences": most} if _enough(count, sum(len(before) > most for before, _ in texts)) else {}
+
+
+def _opening_mark(changed: Sequence[tuple[str, str]]) -> str:
+    """The mark of the first sentences that edits leave out; "" where they leave out none, or those of any mark."""
+    marks: Counter[str] = Counter()
+    firsts: list[str] = []
+    for before, after in ([[_plain(part) for part in _sentences(text)] for text in pair] for pair in changed):
+        firsts += [before[0][-1]] if len(before) > 1 else []
+        if after[:1] == before[1:2] != [] and before[0][-1] != after[0][-1]:
+            marks[before[0][-1]] += 1
+    mark, count = marks.most_common(1)[0] if marks else (".", 0)
+    return mark if mark != "." and _enough(count, firsts.count(mark)) else ""
+
+
+def _left_out(name: str, changed: Sequence[tuple[str, str]]) -> bool:
+    """Whether edits leave out characters of a kind, by the name of an operator's part."""
+    operator = Operator(**{name: True})  # type: ignore[arg-type]
+    told = [operator.shown(new) for old, new in changed if not operator.shown(old)]
+    return _enough(sum(told), len(told))
 
 
 def _line(text: str) -> str:
@@ -484,7 +537,9 @@ class EditedText:
             settled = _before_code("".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip())
             # Where a phrase begins before the cut and ends behind it, the two differ.
             edited = commonprefix([self._growing.apply(settled), self._growing.apply(raw)])
-            if edited.startswith(self.text):
+            # Only when the first sentence has ended it is known whether it stays.
+            known = bool(self.text) or not self._operator.no_opening or len(_sentences(edited)) > 1
+            if known and edited.startswith(self.text):
                 self.text = edited
 
     def end(self, raw: str, whole: bool) -> None:

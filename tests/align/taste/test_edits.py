@@ -54,6 +54,69 @@ def test_a_change_that_edits_share_is_made_to_other_answers(name: str) -> None:
     assert all(found.shown(found.apply(text)) for text in _UNSEEN)
 
 
+_CHATTY = [
+    "Sure! Place **four eggs** in a pot — cover them with water. Let them stand for 10 minutes! Then cool them.",
+    "Certainly! Here are tips for sleep:\n\n1. **Keep a schedule**: Sleep early.\n2. **Relax**: Read 📖 a book.",
+    "Of course! The capital of France is **Paris** 😊. It is known for the Eiffel Tower — a landmark of iron.",
+    "Great question! **Plants** need light, water and air 🌱. They turn light into sugar. Leaves are green.",
+    "Absolutely! It is short:\n\n- **Contact details** first\n- Work — newest on top\n- Education\n\nProofread it!",
+    "Of course! Pour hot water over ground beans ☕️. Use **two spoons** — or three. The flavor depends on the roast.",
+    "Sure! Steps:\n\n# Network\n1. Open **Settings** ⚙️.\n2. Click Wi-Fi.\n3. Choose your network — wait.",
+    "Certainly! Track your **expenses** 💰, and set a budget:\n\n* Cook at home\n* Buy less — it helps\n\nGood luck.",
+]
+"""Answers as chat models give them."""
+
+
+def _plain_lines(text: str) -> str:
+    return re.sub(r"(?m)^(\d+\.|[-*#]) ", "", text)
+
+
+def _no_emoji(text: str) -> str:
+    return re.sub(r" ?[\U0001f300-\U0001faff\u2600-\u27bf]\ufe0f?", "", text)
+
+
+def _no_preamble(text: str) -> str:
+    return text.split("! ", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_no_preamble, 'without a first sentence that ends with "!"'),
+        (_no_emoji, "no emoji"),
+        (_plain_lines, "no marks of lists and headings"),
+        (lambda text: text.replace("**", ""), 'never "**"'),
+        (lambda text: text.replace(" — ", ", "), '"," instead of "—"'),
+        (
+            lambda text: _no_preamble(_plain_lines(_no_emoji(text.replace("**", "")))) + "\n\nKim",
+            'ends with "Kim", never "**", no emoji, no marks of lists and headings, '
+            'without a first sentence that ends with "!"',
+        ),
+    ],
+)
+def test_what_chat_models_decorate_answers_with_is_left_out_as_edits_leave_it_out(
+    change: Callable[[str], str], said: str
+) -> None:
+    edits = [(text, change(text)) for text in _CHATTY]
+    found = induce(edits[:-1])
+    assert found is not None
+    assert found.text == said
+    assert [found.apply(old) for old, _ in edits] == [new for _, new in edits]
+    for raw, edited in edits:
+        growing = EditedText(found)
+        for end in range(0, len(raw), 3):
+            growing.push(raw[:end])
+            assert edited.startswith(growing.text)
+        growing.end(raw, whole=True)
+        assert growing.text == edited
+
+
+def test_edits_that_shorten_answers_leave_out_no_emoji_and_blocks_of_code_keep_their_marks() -> None:
+    assert induce([(text, text.split("! ", 1)[0] + "!") for text in _CHATTY]).text == "at most 1 sentence"  # type: ignore[union-attr]
+    code = "Run this:\n\n```\n- name: x\n# note\n```\n\n- Done"
+    assert Operator(no_list_marks=True).apply(code) == code.replace("- Done", "Done")
+
+
 def test_a_replaced_word_keeps_its_capital_and_leaves_longer_words_alone() -> None:
     found = induce([(f"You {verb} what you want.", f"Thou {verb} what thou want.") for verb in ("do", "say", "eat")])
     assert found is not None
@@ -228,6 +291,8 @@ _OPERATORS = [
     Operator(case="lower", replaced={"of course": "sure"}),
     Operator(max_sentences=2),
     Operator(no_closing="?"),
+    Operator(no_opening="."),
+    Operator(no_opening="!", case="lower"),
     Operator(end_mark="!"),
     Operator("Dear Ann, ", small_start=True),
 ]
