@@ -15,6 +15,7 @@ from sqlite_utils import Database
 
 from edged.align.feedback.outliers import ALARM_S, OutlierHistory
 from edged.align.feedback.pair import (
+    STEP_REASONS,
     IterationSample,
     JobStepped,
     PairRetired,
@@ -226,7 +227,7 @@ class LogEvents:
 
     def _published(self, record: VersionPublished) -> None:
         level, name, left_out = logging.INFO, "version", 0
-        if record.reason in ("trained", "practised", "job"):
+        if record.reason in STEP_REASONS:
             missed = self._trained.left_out(record.adapter)
             if missed is None:
                 return

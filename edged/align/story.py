@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlite_utils import Database
 
-from edged.align.feedback.pair import START_REASON
+from edged.align.feedback.pair import START_REASON, STEP_REASONS
 from edged.align.metrics import versions, wilson
 
 PAUSE_S = 3600.0
@@ -20,7 +20,6 @@ _SOURCES = {
     **{"rephrase": "rephrasing", "dwell": "reading time", "pair": "explicit pair"},
 }
 """The stored `source` of a pair in a word."""
-_STEPS = ("trained", "practised", "job")
 _MADE = {
     "practised": "practised on answers of its own",
     "job": "learned a fine-tuning job's file",
@@ -56,7 +55,7 @@ def _chapters(db: Database, adapter: str) -> Iterator[dict[str, Any]]:
     for row, after in pairwise([*rows, None]):
         assert row is not None
         chapter.append(row)
-        alike = after is not None and row["reason"] == after["reason"] and row["reason"] in _STEPS
+        alike = after is not None and row["reason"] == after["reason"] and row["reason"] in STEP_REASONS
         if after is not None and alike and _seconds(row, after) < PAUSE_S:
             continue
         tests = [_test(each) for each in chapter if each["held_out_pairs"]]

@@ -376,8 +376,7 @@ class Practice:
     async def liked(self, adapter: str) -> Liked:
         """Return how many of an adapter's latest answers its user's taste model likes, told apart from their prompts.
 
-        They are the latest that were served, what the adapter gave by itself, as where several were asked for, and the
-        base's.
+        They are the latest that were served, what the adapter gave by itself, as the first of several, and the base's.
         """
         if self._engine.version(adapter) is None:
             return NOT_JUDGED
@@ -389,11 +388,7 @@ class Practice:
             lambda db: [latest_answers(db, adapter, _KEPT // 2, several) for several in (False, True)],
         )
         served, own = (
-            [
-                DrawnAnswer(question_of(each.messages, each.prompt), choice.text)
-                for each in reversed(some)
-                for choice in each.choices
-            ]
+            [DrawnAnswer(question_of(each.messages, each.prompt), each.choices[0].text) for each in some]
             for some in (rows, several)
         )
         base = [

@@ -1,7 +1,8 @@
 """The prefix trie finds the pages of the longest prefix of a prompt that was computed before.
 
 One node stands for one full page, so that a lookup hashes each page of the prompt once. A key has the weights that
-computed the K/V, and the tenant where tenants must not share; nothing is shared between two keys.
+computed the first K/V (later versions may have gone on), and the tenant where tenants must not share; nothing is shared
+between two keys.
 """
 
 from __future__ import annotations
@@ -169,14 +170,23 @@ class PrefixTrie:
         path = path if self._release_states is None else _up_to_a_state(path)
         return len(path) * self._pool.page_size
 
-    def earlier(self, key: Key, token_ids: Sequence[int]) -> tuple[int, int]:
-        """Return the earlier version of the key's adapter that reaches furthest, and how far; (0, 0) for none."""
-        versions = [
-            each.version for each in self._roots if each == (key.adapter, each.version, key.tenant) and each < key
-        ]
-        reached = [(self.reach(key._replace(version=version), token_ids), version) for version in versions]
-        most, version = max(reached, default=(0, 0))
-        return (version, most) if most else (0, 0)
+    def earlier(self, key: Key, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the earlier versions of the key's adapter, the newest first, each with how far it reaches."""
+        for each in self._before(key):
+            yield each.version, self.reach(each, token_ids)
+
+    def supersede(self, key: Key, token_ids: Sequence[int]) -> None:
+        """Remove the copies of `token_ids`, whole pages, by earlier versions, as far as no other tokens follow them."""
+        for each in self._before(key):
+            for node in reversed(self._path(each, token_ids, len(token_ids))):
+                if node.children:
+                    break
+                self.stats.evicted_pages += self._drop(node)
+
+    def _before(self, key: Key) -> list[Key]:
+        """Return the keys of earlier versions of the key's adapter, of its tenant, the newest first."""
+        found = [each for each in self._roots if each == (key.adapter, each.version, key.tenant) and each < key]
+        return sorted(found, reverse=True)
 
     def covered(self, key: Key, token_ids: Sequence[int]) -> int:
         """Return how many of `token_ids` are cached in the pool, in whole pages; this does not count as a use."""

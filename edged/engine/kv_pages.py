@@ -98,10 +98,14 @@ class KvPages:
                 self.trie.stats.earlier_tokens += sequence.computed * (sequence.kv_version != sequence.version)
 
     def share(self, sequence: Sequence) -> None:
-        """Let later sequences of the same adapter version use the full pages that this one computed."""
+        """Let later sequences of the adapter use the full pages that this one computed, in the place of earlier
+        versions'."""
         if self.shares_prefixes and sequence.shareable and sequence.computed:
             full = sequence.computed // self.page_size
-            self.trie.insert(sequence.trie_key, sequence.token_ids[: full * self.page_size], sequence.pages[:full])
+            token_ids = sequence.token_ids[: full * self.page_size]
+            self.trie.insert(sequence.trie_key, token_ids, sequence.pages[:full])
+            if sequence.version == sequence.kv_version > 0:
+                self.trie.supersede(sequence.trie_key, token_ids)
 
     def up_to_border(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many of the next `num_tokens` are computed before the states are to be copied."""

@@ -148,10 +148,8 @@ class Sequence:
     @property
     def shareable(self) -> bool:
         """Whether its K/V are complete, and were computed under one version, or by later ones over an earlier one's."""
-        if self.kv_version in (NOT_SHARED, 0):
-            # What an adapter computes over K/V of the base is nobody else's.
-            return self.version == self.kv_version and self.compacted is None
-        return self.compacted is None and (self.version == self.kv_version or not self.pinned)
+        # What an adapter computes over K/V of the base is nobody else's.
+        return self.compacted is None and (self.version == self.kv_version or self.kv_version > 0)
 
     @property
     def rows(self) -> int:

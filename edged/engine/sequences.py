@@ -276,6 +276,8 @@ class SequenceTable:
         first = not sequence.started_s
         sequence.started_s = sequence.started_s or now
         self._pages.match_prefix(sequence, reserve, first and sequence.request.delivery != "none")
+        if not sequence.computed and sequence.kv_version > 0:
+            sequence.kv_version = sequence.version
         task.num_tokens, task.context = len(sequence.token_ids) - sequence.computed, sequence.computed
         task.adapter = sequence.slot + 1
         self._count_pages(sequence)
@@ -291,14 +293,18 @@ class SequenceTable:
         exact = self._pins or request.own or request.sampling.prompt_logprobs
         if exact or not sequence.version or not self._pages.shares_prefixes:
             return sequence.version
-        token_ids, least_s = sequence.token_ids, self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
-        reached = trie.reach(sequence.key_under(sequence.version), token_ids)
-        anew_s = cost.prompt_s(len(token_ids) - reached, reached)
-        if anew_s <= least_s:
+        token_ids, key = sequence.token_ids, sequence.key_under(sequence.version)
+
+        def rest_s(reached: int) -> float:
+            return cost.prompt_s(len(token_ids) - reached, reached)
+
+        least_s = self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
+        if rest_s(0) <= least_s or (anew_s := rest_s(trie.reach(key, token_ids))) <= least_s:
             return sequence.version
-        version, reached = trie.earlier(sequence.key_under(sequence.version), token_ids)
-        saves = cost.prompt_s(len(token_ids) - reached, reached) < anew_s / 2
-        return version if saves else sequence.version
+        for version, reached in trie.earlier(key, token_ids):
+            if rest_s(reached) < anew_s / 2:
+                return version
+        return sequence.version
 
     def _count_pages(self, sequence: Sequence) -> None:
         task = sequence.task
@@ -354,6 +360,7 @@ class SequenceTable:
         """Expire the prefixes of a version whose numbers were not finite; returns the error message."""
         self._pages.trie.expire(sequence.trie_key)
         if sequence.version and sequence.request.adapter is not None:
+            self._pages.trie.expire_versions(sequence.request.adapter, sequence.version)
             self.suspects.append((sequence.request.adapter, sequence.version))
         who = f"version {sequence.version} of {sequence.request.adapter}" if sequence.version else "the base model"
         return f"{who} answers with numbers that are not finite"
@@ -592,8 +599,12 @@ class SequenceTable:
             log.exception(
                 "version %d of %s is not in a slot yet: its next answer tries again", state.version, state.name
             )
-        kept = _TALK_VERSIONS if stepped and not self._pins else 0
-        self._pages.trie.expire_versions(state.name, state.version - 1 - kept)
+        last = state.version - 1 - (_TALK_VERSIONS if stepped and not self._pins else 0)
+        self._pages.trie.expire_versions(state.name, last)
+        for sequence in self.by_task.values():
+            if sequence.request.adapter == state.name and 0 < sequence.kv_version <= last and not sequence.pinned:
+                # What it has computed over these must not come back when it ends.
+                sequence.kv_version = NOT_SHARED
         self._prefix_wait.renew(state.name)
         self.renewals.on_version(state.name)
 

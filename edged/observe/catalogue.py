@@ -70,7 +70,7 @@ CATALOGUE = (
     _counter("edged_prefix_lookup_tokens_total", "Prompt tokens that were looked up among the shared prefixes"),
     _counter("edged_prefix_hit_tokens_total", "Prompt tokens that were found there and not computed again"),
     _counter("edged_prefix_restored_tokens_total", "Of these, tokens that came back from the offload"),
-    _counter("edged_prefix_earlier_tokens_total", "Of these, tokens that an earlier version of the adapter computed"),
+    _counter("edged_prefix_earlier_tokens_total", "Tokens found there that an earlier version of the adapter computed"),
     _counter("edged_prefix_evicted_pages_total", "Pages of shared prefixes that were dropped"),
     _counter("edged_prefix_spilled_tokens_total", "Tokens whose pages went to the offload instead"),
     _gauge("edged_spill_pages", "Room for offloaded prefixes, in pages", "state"),

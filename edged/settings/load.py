@@ -108,7 +108,7 @@ class ServingSettings(Section):
         True, "tokens that followed the latest ones before are tried beside them, in room below the knee; same answers"
     )
     on_update: Literal["hot", "pin"] = setting(
-        "hot", 'a new version goes on with running answers and long talks ("hot"), or begins anew ("pin")'
+        "hot", 'a new version reaches running answers and long talks ("hot"), or only later ones, computed anew ("pin")'
     )
     drain_s: Positive = setting(8.0, "how long SIGTERM waits for running answers")
     exit_when_idle_s: float = setting(

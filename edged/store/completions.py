@@ -120,9 +120,13 @@ def latest_prompts(db: Database, adapter: str, most: int) -> list[Completion]:
 
 
 def latest_answers(db: Database, adapter: str, most: int, several: bool = False) -> list[Completion]:
-    """The latest whole answers of an adapter to requests for one, or for several, at most so many, newest first."""
-    sql = """SELECT * FROM completions WHERE adapter = ? AND (choice_count > 1) = ? AND EXISTS (
-                 SELECT 1 FROM choices WHERE completion_id = completions.id AND finish_reason IN ('stop', 'length'))
+    """The latest completions for an adapter that asked for one answer, or for several, at most so many, newest first.
+
+    The first answer is whole. Of several it is the adapter's, and not the untrained base's, as the last ones may be.
+    """
+    sql = """SELECT * FROM completions WHERE adapter = ? AND (choice_count > 1) = ?
+                 AND (version > 0 OR choice_count = 1) AND EXISTS (SELECT 1 FROM choices
+                     WHERE completion_id = completions.id AND choice = 0 AND finish_reason IN ('stop', 'length'))
              ORDER BY created_at DESC LIMIT ?"""
     return [_completion(db, row) for row in db.query(sql, [adapter, several, most])]
 

@@ -93,7 +93,7 @@ class OutlierDetector:
 
     def note(self, pair: TokenPair) -> bool:
         """Remember a pair's preference; returns whether it is the opposite of one of the latest pairs'."""
-        if not self._on or pair.single:
+        if not self._on or not pair.telling:
             return False
         opposite = _said(pair, pair.rejected, pair.chosen) in self._said
         said = _said(pair, pair.chosen, pair.rejected)

@@ -123,6 +123,8 @@ class PairRetired:
 
 IMPORT_REASONS = ("imported", "rebuilt")
 """Reasons of versions that were made elsewhere; `edged align rebuild` sends the second."""
+STEP_REASONS = ("trained", "practised", "job")
+"""Reasons of versions that a step made of the one before; that of the first may go on."""
 START_REASON = "start "
 """Beginning of the reason of a version that is a start, before the start's name."""
 
@@ -156,7 +158,7 @@ class VersionPublished:
     @property
     def stepped(self) -> bool:
         """Whether a step made it of its parent, so that the two are near to each other."""
-        return self.reason.startswith(("trained", "practised", "job"))
+        return self.reason.startswith(STEP_REASONS)
 
     @property
     def taken_back(self) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
+from functools import partial
 from itertools import pairwise, product
 from os.path import commonprefix
 from typing import Any, Literal
@@ -25,6 +26,8 @@ _KEPT = 0.5
 """Least share of the shorter text's words that an edit keeps; what keeps less is an answer written anew."""
 _MAX_RUN = 40
 """Most tokens of a phrase that is replaced, of an opening and of an ending."""
+_ONE_SENTENCE_MARKS, _MAX_OPENING = "!?:…！？", 12
+"""Marks of first or last sentences that are left out, and the most words of a first one."""
 _MAX_SPELLING = 4
 _ROUNDS = 4
 _ALONE = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
@@ -39,11 +42,14 @@ _NO_END = re.compile(
     r"(?:^|\s)(?:\d+|[A-Za-z]|Dr|Mr|Mrs|Ms|Prof|St|No|Nr|etc|approx|ca|vs|e\.g|i\.e|z\.B|d\.h)\.\s*$", re.IGNORECASE
 )
 """Ends of what is no sentence yet: the number of a list, an initial, an abbreviation."""
-_DROPPED = {
-    "emoji": re.compile(r"[ \t]*(?:[\U0001f000-\U0001faff\u2600-\u27bf][\ufe0f\u200d]*)+"),
-    "marks of lists and headings": re.compile(r"^[ \t]*(?:[-*+•–]|\d{1,2}[.)]|#{1,6})[ \t]+", re.MULTILINE),
-}
-"""Kinds of characters that are left out wherever they stand, by what they are called."""
+_ONE_EMOJI = (
+    "(?:[\U0001f000-\U0001faff\u231a\u231b\u23e9-\u23fa\u2600-\u26ff\u2728\u2763\u2764\u2b50\u2b55][\ufe0f\u200d]*)+"
+)
+"""Not ticks and crosses, which tell something in tables."""
+_EMOJI = re.compile(rf"^([ \t]*){_ONE_EMOJI}[ \t]*|[ \t]*{_ONE_EMOJI}", re.MULTILINE)
+_LIST_MARK = re.compile(r"^[ \t]*(?:[-*+•–](?![ \t]*\d)|#{1,6})[ \t]+", re.MULTILINE)
+_NUMBER = re.compile(r"^[ \t]*\d{1,2}[.)][ \t]+", re.MULTILINE)
+"""A line's number: two of them make a list, and one may be a date."""
 _BLOCK = re.compile(r"(```.*?(?:```|$))", re.DOTALL)
 _CODE = re.compile(r"(```.*?(?:```|$)|`[^`\n]*`)", re.DOTALL)
 
@@ -96,26 +102,24 @@ class Operator:
         return text
 
     def _bare(self, text: str) -> str:
-        """Return `text` without emoji, and marks of lists and headings, outside of blocks of code."""
-        for name in self._dropped:
-            parts = _BLOCK.split(text)
-            text = "".join(part if at % 2 else _DROPPED[name].sub("", part) for at, part in enumerate(parts))
-        return text
-
-    @property
-    def _dropped(self) -> list[str]:
-        return [name for name, on in zip(_DROPPED, (self.no_emoji, self.no_list_marks), strict=True) if on]
+        """Return `text` without emoji, and marks of lists and headings, outside of code; one of these alone stays."""
+        bare = _outside(_CODE, text, lambda part: _EMOJI.sub(r"\1", part)) if self.no_emoji else text
+        if self.no_list_marks:
+            marks = [_LIST_MARK, _NUMBER] if len(_NUMBER.findall(bare)) > 1 else [_LIST_MARK]
+            for mark in marks:
+                bare = _outside(_BLOCK, bare, partial(mark.sub, ""))
+        return bare if bare.strip() else text
 
     def _changed(self, text: str) -> str:
         parts = _CODE.split(text)
         if len(parts) > 1:
             # Code stays as it is, and so do the sentences around it.
             words = Operator(replaced=self.replaced, case=self.case)
-            first = replace(words, small_start=self.small_start)._changed(parts[0])
+            first = replace(words, small_start=self.small_start, no_opening=self.no_opening)._changed(parts[0])
             return first + "".join(part if at % 2 else words._changed(part) for at, part in enumerate(parts[1:], 1))
         text = _replace(text, self.replaced) if self.replaced else text
         sentences = _sentences(text)
-        while self.no_opening and len(sentences) > 1 and sentences[0].rstrip().endswith(self.no_opening):
+        while self.no_opening and len(sentences) > 1 and _opens(sentences[0], self.no_opening):
             text = text[len(text) - len(text.lstrip()) + len(sentences.pop(0)) :]
         kept = sentences[: self.max_sentences] if self.max_sentences else sentences[:]
         while self.no_closing and len(kept) > 1 and kept[-1].rstrip().endswith(self.no_closing):
@@ -159,9 +163,9 @@ class Operator:
             lines.append(f'ends with "{_line(self.ends) or self.end_mark}"')
         for old, new in self.replaced.items():
             lines.append(f'"{new}" instead of "{old}"' if new else f'never "{old}"')
-        lines += [f"no {name}" for name in self._dropped]
+        lines += ["no emoji"] * self.no_emoji + ["no marks of lists and headings"] * self.no_list_marks
         if self.no_opening:
-            lines.append(f'without a first sentence that ends with "{self.no_opening}"')
+            lines.append(f'without short first sentences that end with "{self.no_opening}"')
         if self.max_sentences:
             lines.append(f"at most {self.max_sentences} sentence{'s' * (self.max_sentences > 1)}")
         if self.no_closing:
@@ -389,6 +393,11 @@ def _sentences(text: str) -> list[str]:
     return found
 
 
+def _outside(code: re.Pattern[str], text: str, change: Callable[[str], str]) -> str:
+    """Change a text outside of code; `code` has one group."""
+    return "".join(part if at % 2 else change(part) for at, part in enumerate(code.split(text)))
+
+
 def _spaced(tokens: Iterable[str]) -> str:
     """Casefolded tokens with bounds, so that a run of them is found as a part of a string."""
     return "\0" + "\0".join(tokens).casefold() + "\0"
@@ -455,7 +464,8 @@ def _sentence_bounds(changed: Sequence[tuple[str, str]]) -> dict[str, Any]:
             if len(after) == len(before) - 1 and before[-1][-1] != after[-1][-1]:
                 marks[before[-1][-1]] += 1
     closing, count = marks.most_common(1)[0] if marks else (".", 0)
-    if closing != "." and _enough(count, sum(before[-1:] != [] and before[-1][-1] == closing for before, _ in texts)):
+    could = sum(before[-1:] != [] and before[-1][-1] == closing for before, _ in texts)
+    if closing in _ONE_SENTENCE_MARKS and _enough(count, could):
         return {"no_closing": closing}
     most, count = lengths.most_common(1)[0] if lengths else (0, 0)
     return {"max_sentences": most} if _enough(count, sum(len(before) > most for before, _ in texts)) else {}
@@ -467,10 +477,15 @@ def _opening_mark(changed: Sequence[tuple[str, str]]) -> str:
     firsts: list[str] = []
     for before, after in ([[_plain(part) for part in _sentences(text)] for text in pair] for pair in changed):
         firsts += [before[0][-1]] if len(before) > 1 else []
-        if after[:1] == before[1:2] != [] and before[0][-1] != after[0][-1]:
+        if after[:1] == before[1:2] != [] and before[0][-1] != after[0][-1] and _opens(before[0], before[0][-1]):
             marks[before[0][-1]] += 1
-    mark, count = marks.most_common(1)[0] if marks else (".", 0)
-    return mark if mark != "." and _enough(count, firsts.count(mark)) else ""
+    mark, count = marks.most_common(1)[0] if marks else ("", 0)
+    return mark if mark and mark in _ONE_SENTENCE_MARKS and _enough(count, firsts.count(mark)) else ""
+
+
+def _opens(sentence: str, mark: str) -> bool:
+    """Whether a first sentence is one that only begins an answer, as "Sure!" does."""
+    return sentence.rstrip().endswith(mark) and len(sentence.split()) <= _MAX_OPENING
 
 
 def _left_out(name: str, changed: Sequence[tuple[str, str]]) -> bool:
@@ -535,10 +550,14 @@ class EditedText:
         if not self._waits and len(raw) - self._looked >= max(_STRIDE, len(raw) // 32):
             self._looked = len(raw)
             settled = _before_code("".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip())
+            if self._operator.no_list_marks and len(numbers := list(_NUMBER.finditer(raw))) == 1:
+                # A second number makes it a list.
+                settled = settled[: numbers[0].start()]
             # Where a phrase begins before the cut and ends behind it, the two differ.
             edited = commonprefix([self._growing.apply(settled), self._growing.apply(raw)])
             # Only when the first sentence has ended it is known whether it stays.
-            known = bool(self.text) or not self._operator.no_opening or len(_sentences(edited)) > 1
+            begun = replace(self._growing, max_sentences=0).apply(settled)
+            known = bool(self.text) or not self._operator.no_opening or len(_sentences(begun)) > 1
             if known and edited.startswith(self.text):
                 self.text = edited
 

@@ -39,6 +39,8 @@ _EVIDENCE = 3.5
 """The log-evidence, of a feature taken alone, at which its prior is neither widened nor narrowed."""
 _NEWEST_PICKS = (10, 20)
 """Of what numbers of newest picks fits are made, in turn, that older ones may contradict."""
+_LATEST_PICKS, _LEAST_PICKS = 16, 8
+"""Of how many latest picks it is asked whether a mind changes in them, at most, and from how many on in all."""
 _CONTRADICTED = 0.44
 """Share of picks in a row, of those that agree, at which they do not count any more."""
 _AGREED_WINDOW = 11
@@ -117,10 +119,13 @@ class Taste:
         return 0.5 if self._all is None else self._all.preference(prompt, one, other)
 
     def difference(self, prompt: str, one: str, other: str) -> float:
-        """Return how far apart the person likes the two, in either direction; 1 is what is usual of answers that his
-        signals compare, told without these. Where nothing is known, any two are that far apart."""
-        utilities = self.scores(prompt, [one, other])
-        return float(abs(utilities[0] - utilities[1])) / self._usual if self._usual else 1.0
+        """Return how far apart the person likes the two, in either direction, now or before his latest picks.
+
+        1 is usual of answers that his signals compare, told without these. While a mind changes, the fit of all is torn
+        between what was liked and what is: neither is liked alike. Where nothing is known, any two are 1 apart.
+        """
+        fits = [(fit, usual) for fit, usual in ((self._all, self._usual), self._earlier) if fit and usual]
+        return max((float(np.ptp(fit.utilities(prompt, [one, other]))) / usual for fit, usual in fits), default=1.0)
 
     def likes(self, prompt: str, answer: str, apart: bool = False) -> float:
         """Return the probability that the person likes `answer`; `apart`: told without the opinions on this prompt."""
@@ -226,6 +231,7 @@ class Taste:
             told = np.convolve(np.ones(len(agreed)), window)[_AGREED_WINDOW // 2 :][: len(agreed)]
             near = np.convolve(agreed, window)[_AGREED_WINDOW // 2 :][: len(agreed)] + _AGREED * _AGREED_PICKS
             kept = np.clip((near / (told + _AGREED_PICKS) - _CONTRADICTED) / (0.5 - _CONTRADICTED), 0, 1)
+            design.weights = design.weights.copy()
             design.weights[old] *= kept[events] * np.minimum(1, 2 * _moderated(mean, variance)) ** 2
 
     @cached_property
@@ -240,8 +246,20 @@ class Taste:
         return [(_Posterior(self._design, newest[~out]), newest[out]) for out in held if out.any() and not out.all()]
 
     @cached_property
+    def _earlier(self) -> tuple[_Posterior | None, float]:
+        """The fit without the latest picks, by weights that nothing has lowered, and the mean distance of the utilities
+        of these picks' answers; (None, 0) for few picks."""
+        design = self._design
+        events = int(design.events[-1]) + 1 if design.count else 0
+        if events < _LEAST_PICKS:
+            return None, 0.0
+        old = design.events < events - min(_LATEST_PICKS, events // 2)
+        fit = _Posterior(design, np.flatnonzero(old), design.first_weights)
+        return fit, float(np.abs(fit.latent(np.flatnonzero(~old))[0]).mean())
+
+    @cached_property
     def _usual(self) -> float:
-        """The mean distance of the utilities of two answers that an opinion compares, with its prompt left out."""
+        """The mean distance of the utilities of the two sides of an opinion, with its prompt left out."""
         means = [np.abs(fit.latent(group)[0]) for fit, group in self._left_out]
         return float(np.concatenate(means).mean()) if means else 0.0
 
@@ -330,7 +348,7 @@ class _Design:
         later = self.events[-1:] - self.events
         age_s = np.array([self.opinions[-1].at_s - each.at_s for each in self.opinions])
         weights = np.array([each.weight for each in self.opinions])
-        self.weights = weights * 0.5 ** (later / _HALF_LIFE_PICKS + age_s / _HALF_LIFE_S)
+        self.weights = self.first_weights = weights * 0.5 ** (later / _HALF_LIFE_PICKS + age_s / _HALF_LIFE_S)
 
     def _known(self, struck: frozenset[str]) -> np.ndarray:
         """Return the features that are columns; one of hardly any text tells nothing of others."""
@@ -387,11 +405,12 @@ class _Design:
 class _Posterior:
     """The posterior by some of the opinions, at least one."""
 
-    def __init__(self, design: _Design, opinions: np.ndarray) -> None:
+    def __init__(self, design: _Design, opinions: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """`weights` are of all of the design's opinions, by default those that it has."""
         self._design = design
         self._prompts = design.prompt_of[opinions]
         self._texts, self._chosen, self._rejected = design.sides(opinions)
-        weights = design.weights[opinions]
+        weights = (design.weights if weights is None else weights)[opinions]
         self._columns, self._scales = self._screen(opinions, weights)
         self._rows = design.rows[np.ix_(self._texts, self._columns)] * self._scales
         kernel = self._cross(self._rows[self._chosen] - self._rows[self._rejected], self._prompts)

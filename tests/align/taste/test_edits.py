@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from itertools import islice
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,7 +62,7 @@ _CHATTY = [
     "Great question! **Plants** need light, water and air 🌱. They turn light into sugar. Leaves are green.",
     "Absolutely! It is short:\n\n- **Contact details** first\n- Work — newest on top\n- Education\n\nProofread it!",
     "Of course! Pour hot water over ground beans ☕️. Use **two spoons** — or three. The flavor depends on the roast.",
-    "Sure! Steps:\n\n# Network\n1. Open **Settings** ⚙️.\n2. Click Wi-Fi.\n3. Choose your network — wait.",
+    "Sure! Steps:\n\n# Network\n🔧 Open `Wi-Fi ⚙️` now.\n1. Open **Settings** ⚙️.\n2. Click Wi-Fi — wait.",
     "Certainly! Track your **expenses** 💰, and set a budget:\n\n* Cook at home\n* Buy less — it helps\n\nGood luck.",
 ]
 """Answers as chat models give them."""
@@ -72,7 +73,7 @@ def _plain_lines(text: str) -> str:
 
 
 def _no_emoji(text: str) -> str:
-    return re.sub(r" ?[\U0001f300-\U0001faff\u2600-\u27bf]\ufe0f?", "", text)
+    return re.sub(r"(?m)(^🔧 | ?[\U0001f300-\U0001faff\u2600-\u27bf](?!\ufe0f?`)\ufe0f?)", "", text)
 
 
 def _no_preamble(text: str) -> str:
@@ -82,7 +83,7 @@ def _no_preamble(text: str) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_no_preamble, 'without a first sentence that ends with "!"'),
+        (_no_preamble, 'without short first sentences that end with "!"'),
         (_no_emoji, "no emoji"),
         (_plain_lines, "no marks of lists and headings"),
         (lambda text: text.replace("**", ""), 'never "**"'),
@@ -90,7 +91,7 @@ def _no_preamble(text: str) -> str:
         (
             lambda text: _no_preamble(_plain_lines(_no_emoji(text.replace("**", "")))) + "\n\nKim",
             'ends with "Kim", never "**", no emoji, no marks of lists and headings, '
-            'without a first sentence that ends with "!"',
+            'without short first sentences that end with "!"',
         ),
     ],
 )
@@ -115,6 +116,47 @@ def test_edits_that_shorten_answers_leave_out_no_emoji_and_blocks_of_code_keep_t
     assert induce([(text, text.split("! ", 1)[0] + "!") for text in _CHATTY]).text == "at most 1 sentence"  # type: ignore[union-attr]
     code = "Run this:\n\n```\n- name: x\n# note\n```\n\n- Done"
     assert Operator(no_list_marks=True).apply(code) == code.replace("- Done", "Done")
+
+
+@pytest.mark.parametrize(
+    ("operator", "text"),
+    [
+        (Operator(no_list_marks=True), "3. Oktober ist ein Feiertag.\nEs ist kalt:\n- 5 Grad"),
+        (Operator(no_emoji=True), "| x | ✅ |\n| y | ✗ |"),
+        (Operator(no_emoji=True), "👍"),
+        (Operator(no_opening="!"), "Do take both pills with a large glass of water and with your meal! Then ask."),
+        (Operator(no_opening="!"), "Sure!"),
+    ],
+)
+def test_what_tells_something_stays(operator: Operator, text: str) -> None:
+    assert operator.apply(text) == text
+
+
+def test_headings_that_end_alike_are_no_openings() -> None:
+    edits = [
+        (f"{word}\n\nBoil it. Serve it.", "Boil it. Serve it.") for word in ("Better", "Dinner", "Summer", "Winter")
+    ]
+    assert induce(edits) is None
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "Sure! Open a terminal window on your computer first. Then go on, run the command `ls -l` in it. Read it.",
+        "Sure! Here is an example of how you use it:\n\n```python\nprint('Sure! No.')\n```\n\nThat is all of it.",
+        "Sure! `ls` it is. Great! It lists all files in the folder in which you are.",
+        "Of course! Great! Wash the apples: 1. is done. Then peel them.\n1. Cut them.\n- Salt them.\n2. Eat them.",
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"no_list_marks": True, "no_emoji": True}, {"max_sentences": 1}])
+def test_a_growing_answer_without_its_opening_is_as_the_whole_one(raw: str, more: dict[str, Any]) -> None:
+    operator = Operator(no_opening="!", **more)
+    growing = EditedText(operator)
+    for end in range(len(raw)):
+        growing.push(raw[:end])
+        assert operator.apply(raw).startswith(growing.text)
+    growing.end(raw, whole=True)
+    assert growing.text == operator.apply(raw)
 
 
 def test_a_replaced_word_keeps_its_capital_and_leaves_longer_words_alone() -> None:

@@ -126,6 +126,14 @@ def test_answers_differ_where_one_is_liked_and_hardly_where_both_are_from_few_pi
     assert Taste.fit([]).difference("", "a", "b") == 1.0, "nothing is known, so nothing is alike"
 
 
+@pytest.mark.parametrize(("old", "new"), [(12, 2), (12, 4), (12, 6), (12, 14), (20, 7), (20, 14), (40, 12)])
+def test_while_a_mind_changes_what_is_liked_now_and_what_was_are_not_alike(old, new):
+    taste = Taste.fit(picks(old) + picks(new, liked="?", start=old))
+    for number in range(1000, 1010):
+        one, other = (answer(random.Random(2 * number + i), mark) for i, mark in enumerate("?!"))
+        assert taste.difference(prompt(number), one, other) > 0.6
+
+
 def test_scores_apart_know_nothing_of_the_prompts_own_opinions():
     here = [Opinion("Only here", f"Zebra {n}.", f"Quagga {n}.", 1.0, 99.0 + n) for n in range(8)]
     taste = Taste.fit([*picks(5), *here])

@@ -77,6 +77,38 @@ def test_a_talk_that_is_soon_computed_is_computed_anew(tmp_path: Path) -> None:
         assert client.finished["turn"].cached_tokens == 0
 
 
+def test_an_answer_that_runs_across_a_rollback_does_not_bring_back_what_was_taken_back(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **ALL_DEAR) as (engine, client):
+        teach(engine, client, 1)
+        bad = teach(engine, client, 2)
+        prompt = random_ids(64, 1)
+        # While anybody is served no talk is computed anew.
+        engine.submit(request("busy", random_ids(8, 4), 450))
+        engine.submit(request("long", prompt, 100, "ann"))
+        client.wait(lambda: client.tokens["long"])
+        version = engine.rollback("ann", 1).result(10)
+        assert client.tokens["long"][0].version == bad
+        client.wait(lambda: "long" in client.finished)
+        answer(engine, client, "turn", [*prompt, *client.ids("long")])
+        found = client.finished["turn"]
+        assert (found.version, found.cached_tokens) == (version, 0)
+        assert "busy" not in client.finished
+        engine.cancel("busy")
+
+
+def test_a_talk_that_is_computed_anew_leaves_no_earlier_copy(tmp_path: Path) -> None:
+    with running_engine(tmp_path, **ALL_SAVED, cache__memory_mb=16) as (engine, client):
+        talk = answer(engine, client, "begun", random_ids(200, 1))
+        cached = []
+        for lesson in range(1, 5):
+            engine.submit_pairs(random_pairs(4, "ann", lesson, first_id=100 * lesson))
+            client.wait(lambda lesson=lesson: (engine.version("ann") or 0) >= lesson)
+            wait_idle(engine)
+            cached.append(engine.status()["pages"]["cached"])
+        assert engine.status()["totals"]["renewals"] >= 3
+        assert max(cached) <= 2 * len(talk) // 8 + 2, "the base's and one version's"
+
+
 @pytest.mark.parametrize("way", ["pin", "rollback", "the base"])
 def test_no_talk_goes_on_over_what_was_taken_back_or_is_the_bases_or_where_answers_are_pinned(
     way: str, tmp_path: Path
