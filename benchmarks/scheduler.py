@@ -16,14 +16,26 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Sequence
-from typing import Any
+from itertools import count
+from typing import Any, Literal
 
 from benchmarks.support.command import finish, option, parse
 from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
+from edged.scheduler.task import (
+    FinetuneTask,
+    Grant,
+    IterationResult,
+    Kind,
+    Plan,
+    Resources,
+    ServingTask,
+    Task,
+    TaskOutcome,
+    Unit,
+)
 from edged.settings.load import FairnessSettings, SchedulerSettings
 
 MIXES = {
@@ -59,7 +71,7 @@ class Mix:
         self.resources = Resources(free_pages, 8192, PAGE_SIZE, 1024, 128)
         self.now = 0.0
         self._random = random.Random(0)
-        self._next_id = 0
+        self._ids = count(1)
         self._shares = shares
         self._tasks, self._queued = tasks, queued
         self._reading = reading
@@ -85,7 +97,8 @@ class Mix:
             task.held_pages += pages
             task.capacity += pages * PAGE_SIZE
             outcomes.append(TaskOutcome(task, grant.num_tokens, grant.units, self._next(grant)))
-        units = [(unit, 0.001) for grant in plan.grants for unit in grant.task.units[: grant.units]]
+        steps = [(grant.task, grant.units) for grant in plan.grants if grant.task.kind is Kind.FINETUNE]
+        units = [(unit, 0.001) for step, most in steps for unit in step.units[:most]]
         self.now += ITERATION_S
         return IterationResult(outcomes, ITERATION_S, units)
 
@@ -93,7 +106,7 @@ class Mix:
         """Report a plan's outcomes to the scheduler."""
         self.scheduler.complete(result, self.now)
 
-    def _next(self, grant: Grant) -> Kind | None:
+    def _next(self, grant: Grant[Task]) -> Kind | None:
         task = grant.task
         if task.kind is Kind.PREFILL:
             return None if grant.num_tokens == task.num_tokens else Kind.PREFILL
@@ -113,13 +126,13 @@ class Mix:
         for _ in range(prompts + self._queued - live[Kind.PREFILL]):
             self._add(Kind.PREFILL, self._random.randint(50, 2000))
         for _ in range(tuning - live[Kind.FINETUNE]):
-            self._add(Kind.FINETUNE, self._random.randint(200, 1500), units=UNITS, loss=0.69)
+            tokens = self._random.randint(200, 1500)
+            self.scheduler.add(FinetuneTask(next(self._ids), self.now, tokens, units=UNITS, loss=0.69), self.now)
 
-    def _add(self, kind: Kind, tokens: int, **fields: Any) -> None:
-        self._next_id += 1
-        user = f"user-{self._next_id % USERS}"
-        task = Task(self._next_id, kind, self.now, num_tokens=tokens, tenant=user, **fields)
-        if self._reading and kind is not Kind.FINETUNE:
+    def _add(self, kind: Literal[Kind.PREFILL, Kind.DECODE], tokens: int, **fields: Any) -> None:
+        number = next(self._ids)
+        task = ServingTask(number, kind, self.now, num_tokens=tokens, tenant=f"user-{number % USERS}", **fields)
+        if self._reading:
             ahead_s = 0.0 if kind is Kind.PREFILL else self._random.uniform(0.0, 20.0)
             task.reader = Reader(self._random.uniform(3.0, 9.0), self.now + ahead_s)
         self.scheduler.add(task, self.now)

@@ -31,7 +31,7 @@ from edged.lab.simulator.runner import START_S, SimulatedEngine
 from edged.scheduler.fairness.justitia import JustitiaOrder
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.scheduler.policies.base import Order
-from edged.scheduler.task import Task
+from edged.scheduler.task import ServingTask
 from edged.settings.load import FairnessSettings, Settings
 
 Stage = tuple[int, int, float]
@@ -132,7 +132,7 @@ class RankedOrder(JustitiaOrder):
         """Return the run's rank."""
         return self._rank(self, str(flow)) if str(flow) in self.clock.applications else 0.0
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Hashable, list[ServingTask]], most: int) -> list[ServingTask]:
         """Return the next prompts by the rank of their runs."""
         return list(islice(chain.from_iterable(flows[flow] for flow in sorted(flows, key=self.flow_key)), most))
 

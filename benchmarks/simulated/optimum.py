@@ -38,7 +38,7 @@ from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.reader import TOKENS_PER_WORD, Pace
-from edged.scheduler.task import Task
+from edged.scheduler.task import ServingTask
 from edged.settings.load import load_settings
 
 ORIN, ADA = "agx-orin-32gb-maxn", "rtx-6000-ada"
@@ -127,7 +127,7 @@ class ByHindsight(Order):
     kept: frozenset[float] = frozenset()
     """The moments at which those come that are not given up, in seconds from the load's start."""
 
-    def flow(self, task: Task) -> bool:
+    def flow(self, task: ServingTask) -> bool:
         """Return whether a prompt is given up."""
         return round(task.arrival_s - START_S, 6) not in self.kept
 
@@ -135,7 +135,7 @@ class ByHindsight(Order):
         """Return the place of those that are given up, or are not."""
         return float(flow)
 
-    def key(self, task: Task) -> tuple[float, int]:
+    def key(self, task: ServingTask) -> tuple[float, int]:
         """Return a prompt's deadline."""
         return task.deadline_s, task.task_id
 

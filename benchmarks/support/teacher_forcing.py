@@ -13,7 +13,7 @@ from edged.engine.request import Request
 from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.engine.sequence import SequenceStatus
-from edged.scheduler.task import Grant, Kind, Plan, Task
+from edged.scheduler.task import Grant, Kind, Plan, ServingTask
 from edged.settings.load import Settings
 
 
@@ -35,7 +35,7 @@ class ForcedDecoding:
 
     def begin(self, tokens: Sequence[int], room: int) -> Running:
         """Return a sequence whose `tokens` are computed, with room for `room` more. Raises OutOfPages."""
-        task = Task(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=len(tokens))
+        task = ServingTask(next(self.parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=len(tokens))
         request = Request(str(task.task_id), tuple(tokens), Sampling(temperature=0.0, max_tokens=room))
         pages = -(-(len(tokens) + room) // self._runner.kv.page_size)
         sequence = Running(

@@ -30,7 +30,7 @@ from edged.engine.model_runner import ModelRunner, OpenStep, RunnerOutput
 from edged.engine.sequences import SequenceTable
 from edged.runtime import logs
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, Kind, Plan, TaskOutcome, Unit
 from edged.settings.live import Live
 from edged.settings.load import Settings
 from edged.tensors.oom import out_of_memory
@@ -599,7 +599,7 @@ class StepTable:
         bulk: bool,
     ) -> None:
         """Give an open step to the scheduler, as a task by which the adapters it `trains` have had their turn."""
-        task = Task(self._stats.new_task("", ", ".join(step.adapters)), Kind.FINETUNE, now)
+        task = FinetuneTask(self._stats.new_task("", ", ".join(step.adapters)), now)
         task.trains, task.bulk = tuple(trains), bulk
         about = step, task, slots, now, practice, self._pages.begin_step()
         open_step = self.by_task[task.task_id] = OpenStep(*about)

@@ -29,7 +29,7 @@ from edged.engine.sampling.params import SamplingRow
 from edged.engine.sampling.sampler import Drawn, SampledRows, sample
 from edged.engine.sequence import Sequence
 from edged.runtime.process import give_back_memory
-from edged.scheduler.task import Grant, Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, Grant, Kind, Plan, Task, TaskOutcome, Unit
 from edged.tensors.cpu_threads import CpuThreads
 from edged.tensors.device_copy import upload
 from edged.tensors.oom import out_of_memory
@@ -48,7 +48,7 @@ class OpenStep:
     """An open fine-tune step as a task of the scheduler, with the LoRA slots of its adapters' policy streams."""
 
     step: FinetuneStep
-    task: Task
+    task: FinetuneTask
     slots: dict[str, int]
     opened_s: float
     practice: bool = False
@@ -346,7 +346,7 @@ class ModelRunner:
         return rows
 
     def _run_units(
-        self, open_step: OpenStep, grant: Grant, interrupted: Callable[[], bool], work: RunnerOutput
+        self, open_step: OpenStep, grant: Grant[Task], interrupted: Callable[[], bool], work: RunnerOutput
     ) -> None:
         ran, started = 0, time.perf_counter()
         while ran < grant.units:

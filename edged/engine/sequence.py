@@ -16,7 +16,7 @@ from edged.engine.lora.segments import NO_SLOT
 from edged.engine.request import FinishEvent, FinishReason, Request
 from edged.engine.sampling.draft_lookup import Draft, DraftLookup
 from edged.engine.sampling.params import SamplingRow, TokenCounts
-from edged.scheduler.task import Task
+from edged.scheduler.task import ServingTask
 from edged.text.grammar import GrammarMatcher
 
 NOT_SHARED = -1
@@ -66,7 +66,7 @@ class Sequence:
     """A request under way: `token_ids` are its prompt and answer; `pages` hold K/V of the first `computed` of them."""
 
     request: Request
-    task: Task
+    task: ServingTask
     seed: int
     submitted_s: float
     token_ids: list[int]

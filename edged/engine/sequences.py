@@ -24,7 +24,7 @@ from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.slo import MARGIN
 from edged.scheduler.reader import GOOD_QOE, Reader
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, ServiceClass, Task, TaskOutcome
+from edged.scheduler.task import Kind, Plan, ServiceClass, ServingTask, TaskOutcome
 from edged.settings.load import ServingSettings
 from edged.text.grammar import GrammarMatcher
 
@@ -104,7 +104,7 @@ class SequenceTable:
         task_id = self.stats.new_task(request.request_id, request.adapter or "")
         token_ids = [*request.prompt_ids, *request.resumed_ids]
         num_tokens, most = len(token_ids), len(request.prompt_ids) + request.sampling.max_tokens
-        task = Task(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
+        task = ServingTask(task_id, Kind.PREFILL, now, num_tokens=num_tokens, service=request.service)
         task.run, task.run_cost = request.run, request.run_cost
         task.tenant, task.candidate = request.fairness_key or request.user or request.adapter or "", request.candidate
         if request.pace is not None:
@@ -650,6 +650,6 @@ class SequenceTable:
         return events
 
 
-def _waits_long(task: Task, now: float) -> bool:
+def _waits_long(task: ServingTask, now: float) -> bool:
     """Whether a prompt has waited twice its TTFT target."""
     return now > 2 * task.deadline_s - task.arrival_s

@@ -25,7 +25,7 @@ from edged.engine.sampling.params import Sampling
 from edged.engine.sequence import Sequence as Running
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.profile import ForwardTime, UnitTime
-from edged.scheduler.task import Grant, Kind, Plan, Task
+from edged.scheduler.task import FinetuneTask, Grant, Kind, Plan, ServingTask
 
 DECODES = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (4, 12, 30, 70, 150, 300, 600, 1024)
@@ -233,7 +233,7 @@ class Prober:
                 self._pages.free(sequence)
 
     def _run(
-        self, running: Sequence[Running], *tuned: Grant, open_steps: dict[int, OpenStep] | None = None
+        self, running: Sequence[Running], *tuned: Grant[FinetuneTask], open_steps: dict[int, OpenStep] | None = None
     ) -> RunnerOutput:
         """Run one plan on the executor; the sequences are restored afterwards."""
         grants = [Grant(sequence.task, sequence.task.num_tokens) for sequence in running]
@@ -246,7 +246,7 @@ class Prober:
 
     def _sequence(self, num_tokens: int, context: int, slot: int) -> Running:
         """Make a sequence with `num_tokens` to compute after `context` others, which have pages."""
-        task = Task(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=num_tokens, context=context)
+        task = ServingTask(next(self._parts.stats.task_ids), Kind.PREFILL, 0.0, num_tokens=num_tokens, context=context)
         prompt = self._tokens(num_tokens + context)
         size = self._pages.page_size
         sequence = Running(
@@ -283,7 +283,7 @@ class Prober:
         """Run one DPO step: its packed forwards and its units. Raises RuntimeError when one of these fails."""
         running = [self._sequence(1, _DECODE_CONTEXT, NO_SLOT) for _ in range(shape.decodes)]
         step, began = self._open(shape), time.monotonic()
-        task = Task(next(self._parts.stats.task_ids), Kind.FINETUNE, 0.0)
+        task = FinetuneTask(next(self._parts.stats.task_ids), 0.0)
         states = self._pages.begin_step()
         open_step = OpenStep(step, task, dict.fromkeys(step.adapters, NO_SLOT), began, states=states)
         try:

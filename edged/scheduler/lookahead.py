@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from edged.scheduler.planning.queues import TaskQueues
-from edged.scheduler.task import Grant, Kind, Plan, Task
+from edged.scheduler.task import FINETUNE, PREFILL, Grant, Kind, Plan, ServingTask, Task
 
 _LATE = 0.25
 """Chunks are sized for the time that is left; after an iteration longer by more than this share they are sized anew."""
 
-_state = attrgetter("kind", "num_tokens", "context", "capacity", "units", "next_unit")
+_state = attrgetter("kind", "num_tokens", "context", "capacity")
 """Fields of a task that have to be as foreseen; its deadline may differ by the iteration's prediction error."""
+_progress = attrgetter("units", "next_unit")
+"""Those that a fine-tune task has besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class LookaheadPlan:
             return None
         if any(task_id in live and _state(copy) != _state(live[task_id]) for task_id, copy in self.tasks.items()):
             return None
+        if any(_progress(self.tasks[step.task_id]) != _progress(step) for step in queues.finetunes):
+            return None
         grants = [
             Grant(live[grant.task.task_id], grant.num_tokens, grant.units, grant.window)
             for grant in self.plan.grants
@@ -51,7 +55,7 @@ class LookaheadPlan:
         return replace(self.plan, grants=grants, pages=pages, foreseen=True) if grants else None
 
 
-def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues, list[Task]]:
+def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues, list[ServingTask]]:
     """Return queues of copies as they will be when every serving grant of `plan` is computed, and the copies that will
     have got a token by then, whose deadlines are not set.
 
@@ -63,16 +67,16 @@ def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues
     started = {task.task_id for task in queues.started}
     running = list(queues.active())
     known = {task.task_id for task in running}
-    entered = [grant.task for grant in plan.grants if grant.task.task_id not in known]
+    entered = [grant.task for grant in plan.grants if grant.task.task_id not in known and grant.task.kind is PREFILL]
     ahead.flows = {flow: tasks.copy() for flow, tasks in queues.flows.items()}
-    for task in entered:
-        ahead.take_waiting(task)
-    decoded: list[Task] = []
+    for prompt in entered:
+        ahead.take_waiting(prompt)
+    decoded: list[ServingTask] = []
     for task in running + entered:
         copy = replace(task)
         # A prompt whose beginning was found in the cache has less to do than was granted.
         num_tokens = min(granted.get(task.task_id, 0), task.num_tokens)
-        if num_tokens:
+        if num_tokens and copy.kind is not FINETUNE:
             _advance(copy, num_tokens, page_size)
             if copy.kind is Kind.DECODE:
                 decoded.append(copy)
@@ -80,7 +84,7 @@ def advanced(queues: TaskQueues, plan: Plan, page_size: int) -> tuple[TaskQueues
     return ahead, decoded
 
 
-def _advance(task: Task, num_tokens: int, page_size: int) -> None:
+def _advance(task: ServingTask, num_tokens: int, page_size: int) -> None:
     pages = task.pages_for(num_tokens, page_size)
     task.held_pages += pages
     task.capacity += pages * page_size

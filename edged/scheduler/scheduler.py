@@ -22,7 +22,7 @@ from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.base import Part, Policy
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
-from edged.scheduler.task import Grant, IterationResult, Kind, Plan, Resources, Task
+from edged.scheduler.task import FINETUNE, Grant, IterationResult, Kind, Plan, Resources, ServingTask, Task
 from edged.settings.load import FairnessSettings, SchedulerSettings
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Scheduler:
         self._plain = Policy(FCFS, settings, cost)
         self.cost = cost
         self._running = Plan()
-        self._parked: dict[int, Task] = {}
+        self._parked: dict[int, ServingTask] = {}
         self._now = 0.0
         self.throttle = DutyCycle()
         self.queues = TaskQueues(self.policy.flow_order)
@@ -101,10 +101,10 @@ class Scheduler:
         """Add a task; a deadline of inf becomes its TTFT or TBT target. ValueError if its id is live already."""
         if task.task_id in self.queues.tasks:
             raise ValueError(f"task {task.task_id} is scheduled already: ids must be unique among live tasks")
-        if math.isinf(task.deadline_s):
+        if task.kind is not Kind.FINETUNE and math.isinf(task.deadline_s):
             if task.kind is Kind.PREFILL:
                 task.deadline_s = task.arrival_s + self.targets.ttft_s(task.service, task.num_tokens, task.context)
-            elif task.kind is Kind.DECODE:
+            else:
                 self._set_due([task], self.queues.decodes, now)
         if self._parked.pop(task.task_id, None) is None:
             self._tell(Part.arrived, task, now)
@@ -121,7 +121,7 @@ class Scheduler:
             self._tell(Part.left, parked, self._now)
         return task
 
-    def park(self, task: Task) -> None:
+    def park(self, task: ServingTask) -> None:
         """Take a live task out of the queues until it is added again or removed: it has not left meanwhile."""
         self._take(task)
         self._parked[task.task_id] = task
@@ -130,12 +130,13 @@ class Scheduler:
         """Start a preempted task, whose pages are gone, over with `num_tokens` to compute; it keeps its arrival."""
         self._take(task)
         self._now = now
-        if task.kind is not Kind.FINETUNE:
-            task.kind = Kind.PREFILL
         task.num_tokens = num_tokens
-        task.context = task.pruned = task.held_pages = task.capacity = task.next_unit = task.ahead = 0
-        task.underway = False
-        task.preemptions += 1
+        task.context = task.held_pages = task.capacity = 0
+        if task.kind is Kind.FINETUNE:
+            task.next_unit, task.ahead, task.underway = 0, 0, False
+        else:
+            task.kind, task.pruned = Kind.PREFILL, 0
+            task.preemptions += 1
         self._guarded(self.queues.file, task)
 
     def update(self, task: Task) -> None:
@@ -176,11 +177,11 @@ class Scheduler:
         ahead = self._ask(lambda policy: policy.fill.plan(policy, queues, end_s, resources))
         return LookaheadPlan(ahead, queues.tasks, self.queues.filings, resources.page_size, now, end_s)
 
-    def order(self, task: Task) -> tuple[float, ...]:
+    def order(self, task: ServingTask) -> tuple[float, ...]:
         """Return a prompt's place among all at this moment; the least goes first."""
         return self._ask(lambda policy: policy.flow_order.place(task))
 
-    def rank(self, prompts: list[Task], now: float) -> list[Task]:
+    def rank(self, prompts: list[ServingTask], now: float) -> list[ServingTask]:
         """Return prompts, also parked ones, in the order in which they would enter at `now`."""
         return self._ask(lambda policy: policy.flow_order.rank(prompts, now)[0])
 
@@ -246,17 +247,20 @@ class Scheduler:
         finetune_s = self.cost.observe(result)
         self.throttle.settle(finetune_s, now)
         self._tell(Part.completed, self._running, result, finetune_s, now)
-        decoded: list[Task] = []
+        decoded: list[ServingTask] = []
         for outcome in result.outcomes:
             task, kind = outcome.task, outcome.next_kind
             if queues.tasks.get(task.task_id) is not task:
                 continue
             task.context += outcome.num_tokens
-            if task.kind is Kind.FINETUNE and not task.num_tokens:
+            if task.kind is FINETUNE and not task.num_tokens:
                 task.ahead -= outcome.num_tokens
             else:
                 task.num_tokens -= outcome.num_tokens
-            if kind is Kind.DECODE:
+            if task.kind is FINETUNE:
+                task.next_unit += outcome.units
+                task.underway |= bool(outcome.num_tokens or outcome.units)
+            elif kind is Kind.DECODE:
                 if task.kind is Kind.PREFILL:
                     if task.num_tokens:
                         left = f"{task.num_tokens} tokens of its prompt are left"
@@ -267,9 +271,6 @@ class Scheduler:
                 task.num_tokens = 1
                 decoded.append(task)
                 continue
-            if task.kind is Kind.FINETUNE:
-                task.next_unit += outcome.units
-                task.underway |= bool(outcome.num_tokens or outcome.units)
             if kind is None:
                 self._retire(task)
             elif kind is Kind.PREFILL and outcome.num_tokens:
@@ -286,7 +287,7 @@ class Scheduler:
             Kind.FINETUNE: len(queues.finetunes),
         }
 
-    def _set_due(self, tasks: Sequence[Task], decodes: Sequence[Grant], now: float) -> None:
+    def _set_due(self, tasks: Sequence[ServingTask], decodes: Sequence[Grant[ServingTask]], now: float) -> None:
         """Set when the next tokens of `tasks`, which are among `decodes`, are due."""
         if not tasks:
             return

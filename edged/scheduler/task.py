@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Generic, Literal, TypeVar
 
 from edged.scheduler.reader import Reader
 
@@ -22,7 +23,9 @@ class Kind(StrEnum):
     FINETUNE = "finetune"
 
 
-PREFILL, DECODE, FINETUNE = Kind
+PREFILL: Final = Kind.PREFILL
+DECODE: Final = Kind.DECODE
+FINETUNE: Final = Kind.FINETUNE
 """The members, for what is asked many times in a plan: to read one from the class takes as long as a call."""
 
 
@@ -44,7 +47,7 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class _Task:
     """One schedulable piece of work; it lives from `Scheduler.add` until it is finished or removed.
 
     Units of fields: seconds of the injected clock, tokens, pages.
@@ -54,31 +57,32 @@ class Task:
     kind: Kind
     arrival_s: float
     """Start of the wait that raises the priority: its request's arrival; work moves a fine-tune task's towards now."""
-    deadline_s: float = math.inf
-    """When its next token is due (TTFT or TBT target), for serving; `Scheduler.add` sets it when it is inf."""
     num_tokens: int = 1
     """Forward tokens still to compute: the rest of a prompt, 1 for a decode, the rest of a pair's forward."""
     context: int = 0
     """Number of tokens that are computed already."""
-    pruned: int = 0
-    """Computed tokens whose K/V were pruned; the rest is attended to."""
     adapter: int = 0
-    """Number of its adapter; 0: the base, or not known yet."""
+    """Number of its adapter; 0: the base, not known yet, or those of a step."""
     held_pages: int = 0
     """Number of pages that it holds (and would give back if preempted)."""
     capacity: int = 0
     """Number of tokens for which it holds room: `held_pages * page_size`, less what a prefix hit occupies twice."""
-    loss: float = 0.0
-    """Mean DPO loss of a fine-tune task's pairs; before their forward that of the adapter's latest step, or ln 2."""
-    units: tuple[Unit, ...] = ()
-    """All units of a fine-tune step, in order; `next_unit` is the first that has not run."""
-    next_unit: int = 0
-    ahead: int = 0
-    """Forward tokens still to compute of the next group, which may join forwards while this one's units run."""
-    groups_done: int = 0
-    """Groups of a fine-tune step's pairs that have ended."""
-    underway: bool = False
-    """Whether a fine-tune task has computed parts of its step before those in `num_tokens` and `units`."""
+
+    def pages_for(self, num_tokens: int, page_size: int) -> int:
+        """Return the pages that it must get to compute `num_tokens` more."""
+        missing = self.context + num_tokens - self.capacity
+        return -(-missing // page_size) if num_tokens and missing > 0 else 0
+
+
+@dataclass(slots=True, eq=False)
+class ServingTask(_Task):
+    """A request as a task: a prefill, then a decode."""
+
+    kind: Literal[Kind.PREFILL, Kind.DECODE]
+    deadline_s: float = math.inf
+    """When its next token is due (TTFT or TBT target); `Scheduler.add` sets it when it is inf."""
+    pruned: int = 0
+    """Computed tokens whose K/V were pruned; the rest is attended to."""
     service: ServiceClass = ServiceClass.INTERACTIVE
     tenant: str = ""
     """The user whose turn a request is, or for whom the caller's counts; "" where nobody is named."""
@@ -88,11 +92,6 @@ class Task:
     """Work that the whole run is expected to need (`virtual_time.call_cost`), where it is known."""
     preemptions: int = 0
     """How often its pages were taken away."""
-    trains: tuple[str, ...] = ()
-    """Adapters that a fine-tune step trains."""
-    bulk: bool = False
-    """Whether a fine-tune step is of a job or a pass in idle time: it has what people's own pairs leave, and is owed
-    nothing."""
     queue_key: tuple[float, int] = (math.inf, 0)
     """Place of a prompt in its queue, by the order's key when it was filed."""
     candidate: bool = False
@@ -100,31 +99,53 @@ class Task:
     reader: Reader | None = None
     """Who reads the answer while it is made, if anybody does; the engine tells it of each token."""
 
+
+@dataclass(slots=True, eq=False)
+class FinetuneTask(_Task):
+    """A fine-tune step as a task."""
+
+    kind: Literal[Kind.FINETUNE] = field(default=Kind.FINETUNE, init=False)
+    loss: float = 0.0
+    """Mean DPO loss of its pairs; before their forward that of the adapter's latest step, or ln 2."""
+    units: tuple[Unit, ...] = ()
+    """All its units, in order; `next_unit` is the first that has not run."""
+    next_unit: int = 0
+    ahead: int = 0
+    """Forward tokens still to compute of the next group, which may join forwards while this one's units run."""
+    groups_done: int = 0
+    """Groups of its pairs that have ended."""
+    underway: bool = False
+    """Whether it has computed parts of its step before those in `num_tokens` and `units`."""
+    trains: tuple[str, ...] = ()
+    """Adapters that it trains."""
+    bulk: bool = False
+    """Whether it is of a job or a pass in idle time: it has what people's own pairs leave, and is owed nothing."""
+
     @property
     def begun(self) -> bool:
-        """Whether a fine-tune task is in the middle of a step."""
+        """Whether it is in the middle of its step."""
         return self.underway or self.context > 0 or self.next_unit > 0
 
     @property
     def has_work(self) -> bool:
-        """Whether anything of a fine-tune task's step is still to run."""
+        """Whether anything of its step is still to run."""
         return self.num_tokens > 0 or self.next_unit < len(self.units)
 
-    def pages_for(self, num_tokens: int, page_size: int) -> int:
-        """Return the pages that it must get to compute `num_tokens` more."""
-        missing = self.context + num_tokens - self.capacity
-        return -(-missing // page_size) if num_tokens and missing > 0 else 0
+
+Task = ServingTask | FinetuneTask
+"""Any task; its `kind` tells which of the two it is."""
+T_co = TypeVar("T_co", bound=Task, covariant=True)
 
 
 @dataclass(slots=True)
-class Grant:
+class Grant(Generic[T_co]):
     """The work that one task may do in this iteration: `num_tokens` of forward, then up to `units` units.
 
     Nobody changes it, nor a `TaskOutcome`: frozen ones, made by the dozen in every iteration, would take three times as
     long.
     """
 
-    task: Task
+    task: T_co
     num_tokens: int
     units: int = 0
     window: int = 0
@@ -138,7 +159,7 @@ class Plan:
     `preempt` tasks give their pages back first; the engine answers each with `Scheduler.restart`.
     """
 
-    grants: list[Grant] = field(default_factory=list)
+    grants: list[Grant[Task]] = field(default_factory=list)
     preempt: list[Task] = field(default_factory=list)
     pages: int = 0
     """Number of pages that the grants will allocate."""

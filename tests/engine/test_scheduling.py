@@ -11,7 +11,7 @@ from edged.align.feedback.pair import PairRetired, PairScored
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Task
+from edged.scheduler.task import FinetuneTask, IterationResult
 from tests.engine.harness import random_ids, random_pairs, request, running_engine
 
 
@@ -37,7 +37,7 @@ def test_a_step_asks_with_the_loss_of_its_own_pairs_once_it_is_known(
     asked: list[float] = []
     update = Scheduler.update
 
-    def updated(scheduler: Scheduler, task: Task) -> None:
+    def updated(scheduler: Scheduler, task: FinetuneTask) -> None:
         asked.append(task.loss)
         update(scheduler, task)
 

@@ -14,7 +14,7 @@ from edged.scheduler.policies.mace.finetune_share import MaceFinetuneShare
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome
+from edged.scheduler.task import IterationResult, Kind, Resources, ServingTask, TaskOutcome
 from edged.settings.load import SchedulerSettings
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 from tests.faults.test_memory import answers
@@ -34,7 +34,7 @@ def test_every_policy_is_replaced_when_it_fails(
 
     monkeypatch.setattr(scheduler.policy.fill, "plan", fail)
     for task_id in range(3):
-        scheduler.add(Task(task_id, Kind.PREFILL, arrival_s=float(task_id), num_tokens=20), float(task_id))
+        scheduler.add(ServingTask(task_id, Kind.PREFILL, arrival_s=float(task_id), num_tokens=20), float(task_id))
     assert [grant.task.task_id for grant in scheduler.plan(3.0, RESOURCES).grants] == [0, 1, 2]
     assert f"the policy {name} failed (ZeroDivisionError: a bin of no tasks)" in scheduler.degraded
     assert [vars(record)["event"] for record in caplog.records] == ["policy_failed"]
@@ -48,7 +48,7 @@ def test_a_part_that_fails_at_what_happens_is_the_policys_failure() -> None:
     settings = SchedulerSettings()
     cost = scheduler_of().cost
     scheduler = Scheduler(settings, cost, Policy(replace(MACE, finetune_share=Failing), settings, cost))
-    task = Task(1, Kind.PREFILL, arrival_s=0.0, num_tokens=20)
+    task = ServingTask(1, Kind.PREFILL, arrival_s=0.0, num_tokens=20)
     scheduler.add(task, 0.0)
     assert scheduler.plan(0.0, RESOURCES).grants
     scheduler.complete(IterationResult([TaskOutcome(task, 20, 0, Kind.DECODE)], 0.1), 0.1)
@@ -60,7 +60,7 @@ def test_an_order_that_fails_leaves_every_prompt_where_it_was_and_comes_back_wit
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler = scheduler_of(policy="mace")
-    tasks = [Task(i, Kind.PREFILL, arrival_s=float(i), num_tokens=200 if i == 2 else 20) for i in range(5)]
+    tasks = [ServingTask(i, Kind.PREFILL, arrival_s=float(i), num_tokens=200 if i == 2 else 20) for i in range(5)]
     for task in tasks[2:4]:
         scheduler.add(task, task.arrival_s)
     (begun,) = (grant.num_tokens for grant in scheduler.plan(3.0, RESOURCES).grants if grant.task is tasks[2])
@@ -68,7 +68,7 @@ def test_an_order_that_fails_leaves_every_prompt_where_it_was_and_comes_back_wit
     scheduler.complete(IterationResult([TaskOutcome(tasks[2], begun, 0, Kind.PREFILL)], 0.1), 3.1)
     order = scheduler.policy.flow_order
 
-    def fail(_task: Task) -> tuple[float, int]:
+    def fail(_task: ServingTask) -> tuple[float, int]:
         raise KeyError("a counter that was never made")
 
     with monkeypatch.context() as failing:

@@ -12,7 +12,7 @@ import pytest
 
 from edged.engine.stats.iterations import Iteration, pack_member
 from edged.observe.trace import ENGINE, FINETUNING, ITERATIONS, REQUESTS, UNITS, Tracer
-from edged.scheduler.task import Kind, Task, TaskOutcome
+from edged.scheduler.task import FinetuneTask, Kind, TaskOutcome
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 TOLERANCE_US = 0.002
@@ -101,7 +101,7 @@ def test_what_an_engine_did_is_a_valid_trace_with_a_track_for_every_task(
 
 
 def test_units_end_with_the_iteration_and_follow_the_forward() -> None:
-    member = pack_member(TaskOutcome(Task(5, Kind.FINETUNE, 0.0), 0, 2, Kind.FINETUNE))
+    member = pack_member(TaskOutcome(FinetuneTask(5, 0.0), 0, 2, Kind.FINETUNE))
     record = iteration(1, units=(("head", 8, 0.05), ("layer", 8, 0.1)), packed=member)
     events = whole([record], [(5, "", "ann")])
     check_format(events)

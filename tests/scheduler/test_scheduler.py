@@ -13,7 +13,16 @@ from edged.scheduler.policies.base import Policy
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
+from edged.scheduler.task import (
+    FinetuneTask,
+    IterationResult,
+    Kind,
+    Resources,
+    ServiceClass,
+    ServingTask,
+    TaskOutcome,
+    Unit,
+)
 from edged.settings.load import SchedulerSettings
 
 AMPLE = Resources(free_pages=1000, total_pages=1000, page_size=16, max_tokens=1024, max_sequences=64)
@@ -30,12 +39,12 @@ def scheduler_of(**settings: object) -> Scheduler:
     return Scheduler(settings_of(**settings), cost)
 
 
-def prompt(task_id: int = 1, tokens: int = 100, arrival_s: float = 0.0) -> Task:
-    return Task(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
+def prompt(task_id: int = 1, tokens: int = 100, arrival_s: float = 0.0) -> ServingTask:
+    return ServingTask(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
 
 
-def lesson(task_id: int = 9, tokens: int = 100) -> Task:
-    return Task(task_id, Kind.FINETUNE, 0.0, num_tokens=tokens, units=(Unit("layer", 32), Unit("step", 0)))
+def lesson(task_id: int = 9, tokens: int = 100) -> FinetuneTask:
+    return FinetuneTask(task_id, 0.0, num_tokens=tokens, units=(Unit("layer", 32), Unit("step", 0)))
 
 
 def test_a_prompt_is_due_a_multiple_of_its_own_forward_after_it_arrived() -> None:
@@ -215,7 +224,7 @@ def test_the_policy_of_the_settings_can_be_replaced_by_ones_own() -> None:
 def test_a_reload_keeps_what_fine_tuning_was_paid() -> None:
     settings = {"tbt_floor_ms": 1.0, "tbt_factor": 0.5, "finetune_max_wait_s": 0.5}
     scheduler = scheduler_of(**settings)
-    decode = Task(1, Kind.DECODE, 100.0, deadline_s=0.0, context=63, held_pages=4, capacity=64)
+    decode = ServingTask(1, Kind.DECODE, 100.0, deadline_s=0.0, context=63, held_pages=4, capacity=64)
     scheduler.add(decode, now=100.0)
     task = lesson()
     scheduler.add(task, now=100.0)

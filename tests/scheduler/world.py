@@ -14,11 +14,13 @@ from edged.scheduler.lookahead import LookaheadPlan
 from edged.scheduler.scheduler import Scheduler
 from edged.scheduler.task import (
     CUTTABLE_UNITS,
+    FinetuneTask,
     Grant,
     IterationResult,
     Kind,
     Plan,
     Resources,
+    ServingTask,
     Task,
     TaskOutcome,
     Unit,
@@ -67,7 +69,7 @@ class Device:
 class Life:
     """One request: what it asks for, and when its tokens came."""
 
-    task: Task
+    task: ServingTask
     prompt: int
     answer: int
     shared: int = 0
@@ -80,7 +82,7 @@ class Life:
 class Tuning:
     """One adapter's fine-tune task: `steps` still to take, each `tokens` of forward and `units`."""
 
-    task: Task
+    task: FinetuneTask
     tokens: int
     units: tuple[Unit, ...]
     steps: int
@@ -119,14 +121,14 @@ class World:
 
     def ask(self, prompt: int, answer: int, shared: int = 0, tenant: str = "") -> Life:
         """A request whose first `shared` pages are another's, once it is admitted."""
-        task = Task(self._id(), Kind.PREFILL, self.now, num_tokens=prompt, tenant=tenant)
+        task = ServingTask(self._id(), Kind.PREFILL, self.now, num_tokens=prompt, tenant=tenant)
         life = self.lives[task.task_id] = Life(task, prompt, answer, shared)
         self.scheduler.add(task, self.now)
         return life
 
     def teach(self, tokens: int, units: list[Unit], steps: int = 1) -> Tuning:
         """A fine-tune task of `steps` steps."""
-        task = Task(self._id(), Kind.FINETUNE, self.now, num_tokens=tokens, units=tuple(units), loss=0.69)
+        task = FinetuneTask(self._id(), self.now, num_tokens=tokens, units=tuple(units), loss=0.69)
         tuning = self.tunings[task.task_id] = Tuning(task, tokens, tuple(units), steps)
         self.scheduler.add(task, self.now)
         return tuning
@@ -198,6 +200,9 @@ class World:
             task = grant.task
             assert 0 <= grant.num_tokens <= task.num_tokens
             assert grant.num_tokens or grant.units
+            if task.kind is not Kind.FINETUNE:
+                assert grant.units == grant.window == 0, "units of a request"
+                continue
             assert grant.units <= len(task.units) - task.next_unit
             if grant.units:
                 assert grant.num_tokens == task.num_tokens, "units before the end of the forward"
@@ -237,10 +242,11 @@ class World:
                 load.context += task.context
             elif grant.num_tokens:
                 load.add_chunk(grant.num_tokens, task.context, task.kind is Kind.FINETUNE)
-            granted = list(task.units[task.next_unit : task.next_unit + grant.units])
-            if grant.window:
-                granted[-1] = replace(granted[-1], num_tokens=grant.window)
-            units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
+            if task.kind is Kind.FINETUNE:
+                granted = list(task.units[task.next_unit : task.next_unit + grant.units])
+                if grant.window:
+                    granted[-1] = replace(granted[-1], num_tokens=grant.window)
+                units += [(unit, self.device.unit_s(unit) * self._noise()) for unit in granted]
             outcomes.append(TaskOutcome(task, grant.num_tokens, grant.units, self._next(grant)))
         if self.plans_ahead:
             self.foresight = self.scheduler.foresee(plan, self.now, self.room())
@@ -254,10 +260,10 @@ class World:
         self.now += max(spent_s, 1e-6)
         self.longest_iteration_s = max(self.longest_iteration_s, spent_s)
         for outcome in outcomes:
-            if outcome.task.reader is not None and outcome.next_kind is not Kind.PREFILL:
-                outcome.task.reader.take(self.now)
-            tuning = self.tunings.get(outcome.task.task_id)
-            if tuning is not None:
+            if (tuning := self.tunings.get(outcome.task.task_id)) is None:
+                if outcome.task.reader is not None and outcome.next_kind is not Kind.PREFILL:
+                    outcome.task.reader.take(self.now)
+            else:
                 tuning.run_times.append(self.now)
                 tuning.work_s += tuned_s + sum(seconds for _, seconds in units)
         return IterationResult(outcomes, forward_s, units)

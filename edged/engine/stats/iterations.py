@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from edged.scheduler.task import Kind, ServiceClass, TaskOutcome
+from edged.scheduler.task import FINETUNE, Kind, ServiceClass, TaskOutcome
 
 MIXES = ("serving", "finetune", "hybrid")
 """The mixes of an iteration: requests alone, fine-tuning alone, both."""
@@ -38,7 +38,8 @@ class IterationShare:
 def pack_member(outcome: TaskOutcome) -> bytes:
     """Pack an `IterationShare` into 23 bytes, for the object takes some 120 and hundreds of thousands are kept."""
     task, did, finished = outcome.task, (outcome.num_tokens, outcome.units), outcome.next_kind is None
-    return _MEMBER.pack(_KIND_CODES[task.kind], task.task_id, *did, task.context, _CLASS_CODES[task.service], finished)
+    service = ServiceClass.INTERACTIVE if task.kind is FINETUNE else task.service
+    return _MEMBER.pack(_KIND_CODES[task.kind], task.task_id, *did, task.context, _CLASS_CODES[service], finished)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.mace.triage import PatientAdmission
-from edged.scheduler.task import Task
+from edged.scheduler.task import FinetuneTask, ServingTask
 
 MACE_PREFIX = replace(MACE, name="mace-prefix", summary="MACE/Prefix of 6.3", shares_prefixes=False)
 MACE_PRUNE = replace(MACE, name="mace-prune", summary="MACE/Prune of 6.3", prunes=False)
@@ -30,17 +30,17 @@ class AdmissionByArrival(MaceAdmission):
     step's arrival towards now.
     """
 
-    def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[Task]:
+    def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[FinetuneTask]:
         return sorted(super()._ranked(queues, builder, now), key=lambda task: (not task.begun, by_arrival(task)))
 
     def _outranks_serving(
-        self, builder: BinBuilder, queues: TaskQueues, first: Task, finetune_share: FinetuneShare, now: float
+        self, builder: BinBuilder, queues: TaskQueues, first: FinetuneTask, finetune_share: FinetuneShare, now: float
     ) -> bool:
         serving = [grant.task for grant in queues.decodes[:1]] + (builder.prompts or queues.first(LOOK_AHEAD))
         return bool(serving) and by_arrival(first) < min(by_arrival(task) for task in serving)
 
     def _asking(
-        self, builder: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
+        self, builder: BinBuilder, tuning: list[FinetuneTask], waiting: Iterable[ServingTask], due: bool, now: float
     ) -> Iterator[Item]:
         own = super()._asking(builder, tuning, [], due, now)
         # Nobody is too late to be overtaken: deadlines count for nothing.

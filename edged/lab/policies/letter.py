@@ -10,7 +10,7 @@ from edged.scheduler.policies.hybrid import Hybrid
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.packing import Item
 from edged.scheduler.policies.options import MaceOptions, QuantumOptions
-from edged.scheduler.task import FINETUNE, IterationResult, Plan, Task
+from edged.scheduler.task import FINETUNE, FinetuneTask, IterationResult, Plan, ServingTask, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -24,7 +24,7 @@ class AdmissionByPriority(MaceAdmission):
     """MACE 4.1 and Algorithm 1, under which best fit may put anybody off at any age."""
 
     def _asking(
-        self, builder: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
+        self, builder: BinBuilder, tuning: list[FinetuneTask], waiting: Iterable[ServingTask], due: bool, now: float
     ) -> Iterator[Item]:
         return (replace(item, patient=True) for item in super()._asking(builder, tuning, waiting, due, now))
 

@@ -8,7 +8,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Fill, Policy
-from edged.scheduler.task import Kind, Plan, Resources, Task
+from edged.scheduler.task import FinetuneTask, Kind, Plan, Resources, Task
 from edged.settings.load import SchedulerSettings
 
 NOBODY = -math.inf
@@ -62,7 +62,7 @@ class PhasedFill(Fill):
 
 
 def train_only(
-    tasks: Sequence[Task],
+    tasks: Sequence[FinetuneTask],
     policy: Policy,
     queues: TaskQueues,
     now: float,

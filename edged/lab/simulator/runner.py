@@ -34,7 +34,7 @@ from edged.lab.simulator.steps import SimulatedFinetuning, SimulatedOpenStep, Si
 from edged.placement.node import NodeLoad
 from edged.profiler.recorder import ReplayRecorder
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Grant, Kind, Plan, Resources, Unit
+from edged.scheduler.task import Grant, Kind, Plan, Resources, Task, Unit
 from edged.settings.live import Live
 from edged.settings.load import CacheSettings, ServingSettings, Settings
 
@@ -301,7 +301,7 @@ class SimulatedRunner:
     def run_units(
         self,
         open_step: SimulatedOpenStep,
-        grant: Grant,
+        grant: Grant[Task],
         interrupted: Callable[[], bool],
         work: RunnerOutput,
         pace: float = 1.0,

@@ -14,7 +14,7 @@ from edged.align.pair_queues import FIRST_LOSS, AdapterQueue
 from edged.engine.model_runner import RunnerOutput
 from edged.profiler.recorder import SentPair
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, Plan, TaskOutcome, Unit
 from edged.settings.load import AlignSettings
 
 
@@ -92,7 +92,7 @@ class SimulatedOpenStep:
     """A step under way, and the pages that each of its streams holds."""
 
     step: SimulatedStep
-    task: Task
+    task: FinetuneTask
     pages: list[int]
 
     def next(self, units: int) -> list[Unit]:
@@ -199,7 +199,7 @@ class SimulatedFinetuning:
             self._may_keep_graph(),
             keeps_states=self._keeps_states,
         )
-        task = Task(next(self._task_ids), Kind.FINETUNE, now, loss=FIRST_LOSS)
+        task = FinetuneTask(next(self._task_ids), now, loss=FIRST_LOSS)
         self.by_task[task.task_id] = open_step = SimulatedOpenStep(step, task, [])
         self._sync(open_step)
         self._scheduler.add(task, now)

@@ -13,14 +13,14 @@ from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.fairness.virtual_time import Application, VirtualTime
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Order
-from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.scheduler.task import IterationResult, Kind, Plan, ServingTask, Task
 from edged.settings.load import FairnessSettings
 
 _MAX_ENDED = 4096
 """Ended runs whose lateness is kept."""
 
 
-def run_of(task: Task) -> str:
+def run_of(task: ServingTask) -> str:
     """Return the run that a call belongs to; one that belongs to none is a run of its own."""
     return task.run or f"#{task.task_id}"
 
@@ -45,17 +45,17 @@ class JustitiaOrder(FairOrder):
         self.late_s: OrderedDict[str, float] = OrderedDict()
         """Seconds by which runs' last calls ended later than under fair sharing; 0 where they did not."""
 
-    def flow(self, task: Task) -> str:
+    def flow(self, task: ServingTask) -> str:
         """Return the run."""
         return run_of(task)
 
-    def place(self, task: Task) -> tuple[float, ...]:
+    def place(self, task: ServingTask) -> tuple[float, ...]:
         """Return the tag of a call's run, and its place in the run; a run that was not heard of begins now."""
         run = self._runs.get(task.task_id) or self.clock.applications.get(run_of(task))
         at_s, number = self.key(task)
         return self.clock.now if run is None else run.tag, at_s, number
 
-    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+    def rank(self, prompts: list[ServingTask], now: float) -> tuple[list[ServingTask], list[ServingTask]]:
         """Return prompts by their places, twice: live calls by those in their runs at which they were filed."""
         known = self._runs.get
         places = [(run.tag, task.queue_key, task) for task in prompts if (run := known(task.task_id))]
@@ -64,7 +64,7 @@ class JustitiaOrder(FairOrder):
         ranked = [task for _, _, task in sorted(places)]
         return ranked, ranked
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Hashable, list[ServingTask]], most: int) -> list[ServingTask]:
         """Return the prompts that enter next, run by run."""
         # A few are sorted sooner than they are found among all open ones.
         if len(flows) <= 2 * most:

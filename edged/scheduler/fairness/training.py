@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Collection
 
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
-from edged.scheduler.task import IterationResult, Kind, Task
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind
 
 
 class TrainingTurns:
@@ -26,7 +26,7 @@ class TrainingTurns:
         self._ready = set(adapters)
         return heapq.nsmallest(most, adapters, key=self.counters.counter)
 
-    def ended(self, task: Task) -> None:
+    def ended(self, task: FinetuneTask) -> None:
         """Charge a step to the adapters that it trained, in equal parts, if it is done."""
         service = self._trained.pop(task.task_id, 0.0)
         if not task.has_work:

@@ -13,7 +13,7 @@ from edged.scheduler.fairness.order import MAX_SHOWN, FairOrder
 from edged.scheduler.fairness.training import TrainingTurns
 from edged.scheduler.fairness.virtual_counters import VirtualCounters
 from edged.scheduler.policies.base import Order
-from edged.scheduler.task import DECODE, IterationResult, Kind, Plan, Task
+from edged.scheduler.task import DECODE, PREFILL, IterationResult, Kind, Plan, ServingTask, Task
 from edged.settings.load import FairnessSettings
 
 ANSWER_TOKEN = 2.0
@@ -48,7 +48,7 @@ class TurnOrder(FairOrder):
         self._entered: dict[int, int] = {}
         """Tokens that were charged, by the id of a prompt that entered and of which nothing is computed yet."""
 
-    def flow(self, task: Task) -> str:
+    def flow(self, task: ServingTask) -> str:
         """Return the user."""
         return task.tenant
 
@@ -56,12 +56,12 @@ class TurnOrder(FairOrder):
         """Return the user's counter."""
         return self.counters.counter(str(flow))
 
-    def first(self, flows: Mapping[Any, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Any, list[ServingTask]], most: int) -> list[ServingTask]:
         """Return the prompts that enter next, each as if those before it had been charged."""
         weights, waiting = self.fairness.weights, self._waiting
         firsts = zip(self.counters.of(flows), flows.values(), strict=True)
         places = sorted([(counter, tasks[0].queue_key, tasks, 1) for counter, tasks in firsts])
-        chosen: list[Task] = []
+        chosen: list[ServingTask] = []
         # Those before are chosen; a user's next prompt is put among those after.
         for counted, _, tasks, count in islice(places, most):
             task = tasks[count - 1]
@@ -90,12 +90,12 @@ class TurnOrder(FairOrder):
 
     def begun(self, plan: Plan, now: float) -> None:
         """Charge the prompts that enter."""
-        entering: list[Task] = []
+        entering: list[ServingTask] = []
         # Decodes, which wait no more, are granted first.
         for grant in reversed(plan.grants):
             if grant.task.kind is DECODE:
                 break
-            if grant.task.task_id in self._waiting:
+            if grant.task.kind is PREFILL and grant.task.task_id in self._waiting:
                 entering.append(grant.task)
         for task in reversed(entering):
             self._waiting.remove(task.task_id)

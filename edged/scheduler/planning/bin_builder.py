@@ -9,9 +9,9 @@ from itertools import chain
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
-from edged.scheduler.task import FINETUNE, Grant, Plan, Resources, Task
+from edged.scheduler.task import FINETUNE, FinetuneTask, Grant, Plan, Resources, ServingTask, Task
 
-VictimOrder = Callable[[list[Task]], list[Task]]
+VictimOrder = Callable[[list[ServingTask]], list[ServingTask]]
 
 
 class BinBuilder:
@@ -38,13 +38,15 @@ class BinBuilder:
         """Decodes of the bin that are candidates: whoever asks for their places gets them."""
         self._adapters: set[int] = {0}
         self.plan = Plan()
+        self.decodes: list[Grant[ServingTask]] = []
+        """Grants of the decodes, with which those of `plan` begin."""
         self.slack_s = math.inf
         """Time until the first decode's next token is due."""
-        self.prompts: list[Task] = []
+        self.prompts: list[ServingTask] = []
         """Prompts under way and the next waiting ones, in the order of the policy."""
-        self.heeded: list[Task] = []
+        self.heeded: list[ServingTask] = []
         """Those of `prompts` whose deadlines count."""
-        self.waiting: list[Task] = []
+        self.waiting: list[ServingTask] = []
         """The next waiting prompts in the order of the policy: see `upcoming`."""
         if serves:
             self._add_decodes(now)
@@ -57,7 +59,7 @@ class BinBuilder:
                 promised += 0 if task in gone else -(-missing // size)
         self.promised_pages = promised
 
-    def upcoming(self, most: int) -> Iterator[Task]:
+    def upcoming(self, most: int) -> Iterator[ServingTask]:
         """Yield the next waiting prompts in the order of the policy, about as many as an admission looks at."""
         queues, known = self._queues, len(self.waiting)
         yield from self.waiting
@@ -115,11 +117,11 @@ class BinBuilder:
         self.take(task, num_tokens)
         self.plan.grants.append(Grant(task, num_tokens))
 
-    def pause(self, tasks: Collection[Task], now: float) -> None:
+    def pause(self, tasks: Collection[ServingTask], now: float) -> None:
         """Have decodes stand still in this iteration, before prompts get chunks: they keep their pages."""
-        self._grant_decodes([grant for grant in self.plan.grants if grant.task not in tasks], now)
+        self._grant_decodes([grant for grant in self.decodes if grant.task not in tasks], now)
 
-    def preempt(self, tasks: Collection[Task], now: float) -> None:
+    def preempt(self, tasks: Collection[ServingTask], now: float) -> None:
         """Take the pages of decodes, before prompts get chunks: others may enter on them in this iteration."""
         if tasks:
             self.plan.preempt += tasks
@@ -142,7 +144,7 @@ class BinBuilder:
             return
         # Where nobody overtakes, the next prompt is the first that waits.
         waiting = queues.first(1) if queues.order.strict else queues.any_order
-        stuck = min((*queues.started, *waiting), key=by_arrival, default=None)
+        stuck: Task | None = min((*queues.started, *waiting), key=by_arrival, default=None)
         if stuck is None and not queues.throttled:
             stuck = next((task for task in queues.finetunes if task.context and task.num_tokens), None)
         if stuck is None or self.pages(stuck, stuck.num_tokens) > self.total_pages:
@@ -173,11 +175,11 @@ class BinBuilder:
         if len(decodes) > (most := self.tokens_left + len(self.plan.grants)):
             self._grant_decodes(sorted(decodes, key=lambda grant: grant.task.deadline_s)[:most], now)
 
-    def _grant_decodes(self, chosen: Iterable[Grant], now: float) -> None:
+    def _grant_decodes(self, chosen: list[Grant[ServingTask]], now: float) -> None:
         """Grant the `chosen` decodes that find a page, instead of those granted before."""
         plan, load = self.plan, self.load
         all_pages = free_pages = self.free_pages + plan.pages
-        lacking: set[Task] = set()
+        lacking: set[ServingTask] = set()
         adapters, context, earliest_s = {0}, 0, math.inf
         self.candidates = 0
         for grant in chosen:
@@ -195,14 +197,14 @@ class BinBuilder:
                 adapters.add(task.adapter)
             if task.deadline_s < earliest_s:
                 earliest_s = task.deadline_s
-        grants = [grant for grant in chosen if grant.task not in lacking] if lacking else list(chosen)
+        self.decodes = grants = [grant for grant in chosen if grant.task not in lacking] if lacking else chosen
         self.tokens_left += len(plan.grants) - len(grants)
-        plan.grants, plan.pages, self.free_pages = grants, all_pages - free_pages, free_pages
+        plan.grants, plan.pages, self.free_pages = [*grants], all_pages - free_pages, free_pages
         self.slack_s = earliest_s - now
         load.decodes, load.context, load.adapters = len(grants), context, len(adapters) - 1
         self._adapters = adapters
 
-    def _victims(self, spared: Task | None, holders: list[Task]) -> Iterator[Task]:
+    def _victims(self, spared: Task | None, holders: list[ServingTask]) -> Iterator[Task]:
         """Yield the tasks that hold pages in the order of preemption: candidates, fine-tuning, the other `holders`."""
         yield from (task for task in reversed(holders) if task.candidate and task is not spared)
         holders = [task for task in holders if not task.candidate]
@@ -210,7 +212,7 @@ class BinBuilder:
         yield from sorted(steps, key=lambda task: (task.next_unit - len(task.units), task.context))
         yield from (task for task in self._victim_order(holders) if task is not spared)
 
-    def _holders(self) -> list[Task]:
+    def _holders(self) -> list[ServingTask]:
         """Return the sequences that hold pages, in the order of their arrival."""
         queues = self._queues
         holders = [task for grant in queues.decodes if (task := grant.task).held_pages]
@@ -234,7 +236,7 @@ class BinBuilder:
 
 def grant_finetune(
     builder: BinBuilder,
-    task: Task,
+    task: FinetuneTask,
     cost: CostModel,
     limit_s: float,
     at_least: int,
@@ -278,7 +280,7 @@ def grant_finetune(
         plan.grants.append(Grant(task, num_tokens or ahead, units, window))
 
 
-def _grant_ahead(builder: BinBuilder, task: Task, cost: CostModel, limit_s: float) -> int:
+def _grant_ahead(builder: BinBuilder, task: FinetuneTask, cost: CostModel, limit_s: float) -> int:
     """Take tokens of the next group's forward into what the bin reads the weights for anyway; returns how many.
 
     None while its pages are not open: they are promised to nobody, so that nobody waits for them.

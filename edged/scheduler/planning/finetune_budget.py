@@ -2,7 +2,7 @@
 
 import math
 
-from edged.scheduler.task import Task
+from edged.scheduler.task import FinetuneTask
 from edged.settings.load import SchedulerSettings
 
 LONGEST_S = 5.0
@@ -39,7 +39,7 @@ class FinetuneDeficit:
         """Stop the wait: the last fine-tune task has left."""
         self._stopped_s = now
 
-    def pay(self, task: Task, work_s: float, now: float, prepaid: bool) -> None:
+    def pay(self, task: FinetuneTask, work_s: float, now: float, prepaid: bool) -> None:
         """Shorten the wait of `task`, which was worked on for `work_s`, and that of all fine-tuning.
 
         Work beyond what was owed is forgotten, unless it was `prepaid`: then the next wait begins that much later.

@@ -6,12 +6,11 @@ from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
-from edged.scheduler.task import Grant, Kind, Task
+from edged.scheduler.task import FinetuneTask, Grant, Kind, ServingTask, Task
 
-TaskKey = Callable[[Task], tuple[float, int]]
-by_arrival: TaskKey = attrgetter("arrival_s", "task_id")
+by_arrival: Callable[[Task], tuple[float, int]] = attrgetter("arrival_s", "task_id")
 _queue_key = attrgetter("queue_key")
-_grant_arrival: Callable[[Grant], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
+_grant_arrival: Callable[[Grant[Task]], tuple[float, int]] = attrgetter("task.arrival_s", "task.task_id")
 
 
 class TaskOrder(Protocol):
@@ -19,11 +18,11 @@ class TaskOrder(Protocol):
 
     strict: bool
 
-    def flow(self, task: Task) -> Hashable: ...
+    def flow(self, task: ServingTask) -> Hashable: ...
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]: ...
+    def first(self, flows: Mapping[Hashable, list[ServingTask]], most: int) -> list[ServingTask]: ...
 
-    def key(self, task: Task) -> tuple[float, int]: ...
+    def key(self, task: ServingTask) -> tuple[float, int]: ...
 
 
 class TaskQueues:
@@ -39,13 +38,13 @@ class TaskQueues:
         self.order = order
         self.tasks: dict[int, Task] = {}
         """All live tasks by id."""
-        self.decodes: list[Grant] = []
-        self.started: list[Task] = []
-        self.flows: dict[Hashable, list[Task]] = {}
+        self.decodes: list[Grant[ServingTask]] = []
+        self.started: list[ServingTask] = []
+        self.flows: dict[Hashable, list[ServingTask]] = {}
         """Waiting prompts by flow; none is empty."""
         self.filings = 0
         """Number of times that a prompt was put among the waiting ones: unchanged while none came and none changed."""
-        self.finetunes: list[Task] = []
+        self.finetunes: list[FinetuneTask] = []
         self.throttled = False
         """Whether fine-tuning waits because it has had its share of the time; it may still give its pages back."""
 
@@ -55,11 +54,11 @@ class TaskQueues:
         return sum(map(len, self.flows.values()))
 
     @property
-    def any_order(self) -> Iterator[Task]:
+    def any_order(self) -> Iterator[ServingTask]:
         """The waiting prompts in no order."""
         return chain.from_iterable(self.flows.values())
 
-    def first(self, most: int) -> list[Task]:
+    def first(self, most: int) -> list[ServingTask]:
         """Return the waiting prompts that are next, at most so many."""
         if len(self.flows) < 2:
             return next(iter(self.flows.values()), [])[:most]
@@ -83,7 +82,7 @@ class TaskQueues:
 
     def refile(self, order: TaskOrder) -> None:
         """File all prompts anew, in another order."""
-        flows: dict[Hashable, list[Task]] = {}
+        flows: dict[Hashable, list[ServingTask]] = {}
         # All are asked before anything changes: an order that fails leaves the queues as they were.
         waiting = [(order.flow(task), task) for task in self.any_order]
         places = {task: order.key(task) for task in (*self.started, *self.any_order)}
@@ -115,7 +114,7 @@ class TaskQueues:
         del self.tasks[task.task_id]
         return started
 
-    def take_waiting(self, task: Task) -> None:
+    def take_waiting(self, task: ServingTask) -> None:
         """Take a waiting prompt out of its flow."""
         flow = self.order.flow(task)
         self.flows[flow].remove(task)

@@ -1,11 +1,11 @@
 """Service-level objectives: TTFT and TBT targets by service class, and the pace of prompts that meets them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load
-from edged.scheduler.task import ServiceClass, Task
+from edged.scheduler.task import ServiceClass, ServingTask, Task
 from edged.settings.load import SchedulerSettings
 
 BATCH_TARGETS = {"ttft": (50.0, 5.0), "tbt": (10.0, 0.5)}
@@ -54,7 +54,7 @@ Simulated on four devices near their capacity, 0.5 met more TTFT targets than 0.
 """
 
 
-def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s: float, most: int) -> int:
+def required_tokens(prompts: Sequence[ServingTask], now: float, base_s: float, token_s: float, most: int) -> int:
     """Return the prompt tokens, up to `most`, that this iteration must compute to keep every prompt in time.
 
     The pace is the largest of (tokens up to a prompt's end) / (time until it is due). An iteration of n prompt tokens
@@ -74,7 +74,7 @@ def required_tokens(prompts: Sequence[Task], now: float, base_s: float, token_s:
     return math.ceil(pace * base_s / spare) if pace * base_s < most * spare else most
 
 
-def slack_s(prompts: Sequence[Task], granted: Mapping[Task, int], now: float, token_s: float, floor_s: float) -> float:
+def slack_s(prompts: list[ServingTask], granted: dict[Task, int], now: float, token_s: float, floor_s: float) -> float:
     """Return the seconds until the prompts, less the tokens `granted` to them now, must run without a break.
 
     inf without prompts; below zero when it is too late for one of them. The search ends at one below `floor_s`.

@@ -12,7 +12,7 @@ from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues, by_arrival
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.policies.options import MaceOptions, Options
-from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
+from edged.scheduler.task import FinetuneTask, IterationResult, Plan, Resources, ServiceClass, ServingTask, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -49,14 +49,14 @@ class Part:
 class Order(Part):
     """The order in which prompts are served: flow by flow, and by a key inside each flow; here all are one flow."""
 
-    key: Callable[[Task], tuple[float, int]] = staticmethod(by_arrival)
+    key: Callable[[ServingTask], tuple[float, int]] = staticmethod(by_arrival)
     """Place of a task in its flow, the same for as long as it waits."""
     strict = False
     """Whether no prompt may enter before one that is ahead of it, even where it would fit better."""
     entry_only = False
     """Whether flows matter for who enters only: those that have entered are ordered by their keys."""
 
-    def flow(self, task: Task) -> Hashable:
+    def flow(self, task: ServingTask) -> Hashable:
         """Return the flow that a task belongs to, the same for as long as it waits."""
         return None
 
@@ -64,12 +64,12 @@ class Order(Part):
         """Return the place of a flow among flows: the least goes first. Read whenever a plan is made."""
         return 0.0
 
-    def place(self, task: Task) -> tuple[float, ...]:
+    def place(self, task: ServingTask) -> tuple[float, ...]:
         """Return a task's place among those of all flows at this moment."""
         at_s, number = self.key(task)
         return self.flow_key(self.flow(task)), at_s, number
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Hashable, list[ServingTask]], most: int) -> list[ServingTask]:
         """Return the next prompts of several `flows`, at most so many; here flow by flow."""
         ordered = sorted(flows, key=lambda flow: (self.flow_key(flow), self.key(flows[flow][0])))
         return list(islice(chain.from_iterable(flows[flow] for flow in ordered), most))
@@ -78,7 +78,7 @@ class Order(Part):
         """Return the adapters, of those that are ready, whose fine-tune steps are next, at most so many."""
         return list(islice(adapters, most))
 
-    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+    def rank(self, prompts: list[ServingTask], now: float) -> tuple[list[ServingTask], list[ServingTask]]:
         """Return prompts in the order in which they go in an iteration that begins `now`, and those of them whose
         deadlines it heeds; here both are all of them by their places."""
         ranked = sorted(prompts, key=self.place)
@@ -89,11 +89,11 @@ class Order(Part):
 class Entry:
     """The tasks that work in an iteration."""
 
-    runnable: list[Task]
+    runnable: list[ServingTask]
     """Prompts that may get chunks."""
-    paused: Set[Task] = frozenset()
+    paused: Set[ServingTask] = frozenset()
     """Decodes that stand still in this iteration and keep their pages."""
-    step: Task | None = None
+    step: FinetuneTask | None = None
     """The fine-tune task that may run."""
     due: bool = False
     """Whether fine-tuning outranks serving."""
@@ -133,7 +133,7 @@ class Admission(Part):
 class Victims(Part):
     """The order of preemption; steps go before sequences, by progress made, and the oldest sequence keeps its pages."""
 
-    def ranked(self, sequences: list[Task]) -> list[Task]:
+    def ranked(self, sequences: list[ServingTask]) -> list[ServingTask]:
         """Return sequences, which are in the order of arrival, in that of preemption: the latest goes first."""
         return sequences[::-1]
 
@@ -145,7 +145,7 @@ class Due(Part):
         """Take the targets of these settings."""
         self._targets = SloTargets(settings, cost)
 
-    def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
+    def due_s(self, tasks: Sequence[ServingTask], alone_s: float, now: float) -> list[float]:
         """Return a deadline for each decode that got a token `now`; the present decodes' forward takes `alone_s`."""
         due_s = {service: now + self._targets.tbt_s(service, alone_s) for service in ServiceClass}
         return [due_s[task.service] for task in tasks]
@@ -160,7 +160,7 @@ class ReaderDue(Due):
         super().configure(settings, cost)
         self._reserve_s = MaceOptions.of(settings).reader_reserve_s
 
-    def due_s(self, tasks: Sequence[Task], alone_s: float, now: float) -> list[float]:
+    def due_s(self, tasks: Sequence[ServingTask], alone_s: float, now: float) -> list[float]:
         """Return a deadline for each decode that got a token `now`, of which its reader knows."""
         targets_s = super().due_s(tasks, alone_s, now)
         return [

@@ -14,7 +14,7 @@ from edged.scheduler.policies.base import Fill, FinetuneShare, Policy, Row
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.policies.options import SloOptions
 from edged.scheduler.policies.phased import runnable_steps
-from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, Task
+from edged.scheduler.task import IterationResult, Plan, Resources, ServiceClass, ServingTask
 from edged.settings.load import SchedulerSettings
 
 _LATEST = 0.05
@@ -49,7 +49,7 @@ class SloBudget(FinetuneShare):
     def limit_s(self, builder: BinBuilder, now: float) -> float:
         """Return the longest latency of the iteration, prompts included; asked when it has its decodes alone."""
         if not (slo_s := self._slo_s):
-            served = {grant.task.service for grant in builder.plan.grants} | {task.service for task in builder.prompts}
+            served = {grant.task.service for grant in builder.decodes} | {task.service for task in builder.prompts}
             alone_s = self.cost.priced_s(builder.load if builder.load.decodes else Load(decodes=1))
             slo_s = min(self._targets.tbt_s(service, alone_s) for service in served or ServiceClass)
         return slo_s * (1.0 - self.cost.headroom) - self._overhead_s
@@ -101,7 +101,7 @@ class CoServing(Fill):
             builder.grant(task, num_tokens)
         return True
 
-    def _chunk(self, builder: BinBuilder, task: Task, cost: CostModel) -> int:
+    def _chunk(self, builder: BinBuilder, task: ServingTask, cost: CostModel) -> int:
         """Return the tokens of a prompt that keep the iteration within its latency."""
         most, load = builder.room(task), builder.load_beside(task)
         num_tokens = cost.chunk(load, task.context, most, builder.plan.budget_s, finetune=False) if most > 0 else 0

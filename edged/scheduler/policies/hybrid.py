@@ -9,7 +9,7 @@ from edged.scheduler.planning.bin_builder import BinBuilder, grant_finetune
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Entry, Fill, Policy
 from edged.scheduler.policies.options import PackingOptions
-from edged.scheduler.task import Plan, Resources, Task
+from edged.scheduler.task import Plan, Resources, ServingTask
 from edged.settings.load import SchedulerSettings
 
 SMALLEST_CHUNK = 32
@@ -91,7 +91,7 @@ class Hybrid(Fill):
         priced_s, all_tokens, needed = cost.priced_s(load), builder.tokens_left, 0
         runnable = set(entry.runnable)
 
-        def beyond() -> Iterator[Task]:
+        def beyond() -> Iterator[ServingTask]:
             yield from sorted(runnable.difference(builder.prompts), key=policy.order)
 
         for task in chain(filter(runnable.__contains__, builder.prompts), beyond()):

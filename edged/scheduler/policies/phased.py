@@ -5,7 +5,7 @@ import math
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Fill, Policy, Row
-from edged.scheduler.task import Plan, Resources, Task
+from edged.scheduler.task import FinetuneTask, Plan, Resources
 
 
 def serve_only(
@@ -33,7 +33,7 @@ def serve_only(
     return plan
 
 
-def runnable_steps(queues: TaskQueues, resources: Resources) -> list[Task]:
+def runnable_steps(queues: TaskQueues, resources: Resources) -> list[FinetuneTask]:
     """Return fine-tune tasks with work to do that memory can hold: those in the middle of a step, then by arrival;
     those of jobs and passes come last.
 

@@ -6,13 +6,14 @@ import pytest
 
 from edged.engine.stats.counters import Counters, split
 from edged.scheduler.cost.model import CostModel, roofline
-from edged.scheduler.task import IterationResult, Kind, Plan, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Plan, ServingTask, TaskOutcome, Unit
 
 COST = CostModel(roofline(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11))
 
 
 def outcome(kind: Kind, tokens: int) -> TaskOutcome:
-    return TaskOutcome(Task(1, kind, 0.0, num_tokens=tokens), tokens, 0, kind)
+    task = FinetuneTask(1, 0.0, tokens) if kind is Kind.FINETUNE else ServingTask(1, kind, 0.0, tokens)
+    return TaskOutcome(task, tokens, 0, kind)
 
 
 def test_the_parts_add_up_to_the_forward_and_the_units() -> None:

@@ -10,7 +10,7 @@ import pytest
 from edged.engine.stats.counters import Counters
 from edged.engine.stats.iterations import KEPT, Iteration, IterationShare
 from edged.scheduler.cost.model import CostModel, roofline
-from edged.scheduler.task import IterationResult, Kind, Plan, ServiceClass, Task, TaskOutcome
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Plan, ServiceClass, ServingTask, TaskOutcome
 from tests.engine.harness import random_ids, random_pairs, request, running_engine, wait_idle
 
 COST = CostModel(roofline(parameters=1_000_000_000, flops_per_s=1e13, bytes_per_s=1e11))
@@ -42,18 +42,18 @@ def test_every_token_served_and_every_unit_trained_is_in_a_record(tmp_path: Path
 
 
 def test_members_are_read_as_they_were_packed() -> None:
+    kinds = [*product((Kind.PREFILL, Kind.DECODE), ServiceClass), (Kind.FINETUNE, ServiceClass.INTERACTIVE)]
     members = [
         IterationShare(kind, 2**40 + place, place, 3, 100_000, service, place % 2 == 0)
-        for place, (kind, service) in enumerate(product(Kind, ServiceClass))
+        for place, (kind, service) in enumerate(kinds)
+    ]
+    tasks = [
+        *(ServingTask(its.task_id, its.kind, 0.0, context=its.context, service=its.service) for its in members[:-1]),
+        FinetuneTask(members[-1].task_id, 0.0, context=100_000),
     ]
     outcomes = [
-        TaskOutcome(
-            Task(its.task_id, its.kind, 0.0, context=its.context, service=its.service),
-            its.num_tokens,
-            its.units,
-            None if its.finished else its.kind,
-        )
-        for its in members
+        TaskOutcome(task, its.num_tokens, its.units, None if its.finished else its.kind)
+        for task, its in zip(tasks, members, strict=True)
     ]
     empty, record = record_of(Counters(), []), record_of(Counters(), outcomes)
     assert list(record.members) == members

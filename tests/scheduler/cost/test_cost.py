@@ -18,7 +18,16 @@ from edged.scheduler.cost.prices import Load
 from edged.scheduler.cost.regression import OnlineRegression
 from edged.scheduler.planning.slo import SloTargets
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Resources, ServiceClass, Task, TaskOutcome, Unit
+from edged.scheduler.task import (
+    FinetuneTask,
+    IterationResult,
+    Kind,
+    Resources,
+    ServiceClass,
+    ServingTask,
+    TaskOutcome,
+    Unit,
+)
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.world import Device
 
@@ -40,14 +49,14 @@ def guessed() -> CostModel:
 
 def iteration(device: Device, rng: random.Random) -> IterationResult:
     """What a device reports of a random mix of decodes, a chunk, a pair's forward and units."""
-    tasks = [Task(i, Kind.DECODE, 0.0, context=rng.randint(10, 2000)) for i in range(rng.randint(0, 20))]
+    tasks = [ServingTask(i, Kind.DECODE, 0.0, context=rng.randint(10, 2000)) for i in range(rng.randint(0, 20))]
     outcomes = [TaskOutcome(task, 1, 0, Kind.DECODE) for task in tasks]
     if rng.random() < 0.5:
-        outcomes.append(TaskOutcome(Task(98, Kind.PREFILL, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.PREFILL))
-    if rng.random() < 0.5 or not outcomes:
         outcomes.append(
-            TaskOutcome(Task(99, Kind.FINETUNE, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.FINETUNE)
+            TaskOutcome(ServingTask(98, Kind.PREFILL, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.PREFILL)
         )
+    if rng.random() < 0.5 or not outcomes:
+        outcomes.append(TaskOutcome(FinetuneTask(99, 0.0, num_tokens=999), rng.randint(1, 400), 0, Kind.FINETUNE))
     result = IterationResult(outcomes)
     noise = 1.0 + device.noise * rng.uniform(-1, 1)
     result.forward_s = device.forward_s(load_of(result)) * noise
@@ -198,7 +207,7 @@ def test_deadlines_are_of_prices_and_a_plan_is_of_the_moment() -> None:
     alone_s, tokens = cost.priced_s(Load(decodes=1)), Load(prefill_tokens=100, pairs=5000.0)
     assert SloTargets(SchedulerSettings(tbt_factor=0.5, tbt_floor_ms=1.05e3 * alone_s), cost).impossible() == []
     scheduler = Scheduler(SchedulerSettings(tbt_factor=2.0, tbt_floor_ms=0.001), cost)
-    task = Task(1, Kind.PREFILL, 0.0, num_tokens=100)
+    task = ServingTask(1, Kind.PREFILL, 0.0, num_tokens=100)
     scheduler.add(task, now=0.0)
     predicted_s = scheduler.plan(0.0, AMPLE).predicted_forward_s
     assert predicted_s == pytest.approx(cost.forward_s(tokens))
@@ -211,7 +220,9 @@ def test_deadlines_are_of_prices_and_a_plan_is_of_the_moment() -> None:
 def test_what_was_not_run_for_long_is_priced_as_it_was_at_the_speed_of_now() -> None:
     device, rng = Device(), random.Random(6)
     cost, unit = trained(device), Unit("layer", 128)
-    steady = IterationResult([TaskOutcome(Task(i, Kind.DECODE, 0.0, context=100), 1, 0, Kind.DECODE) for i in range(8)])
+    steady = IterationResult(
+        [TaskOutcome(ServingTask(i, Kind.DECODE, 0.0, context=100), 1, 0, Kind.DECODE) for i in range(8)]
+    )
     for slow in (1.0, 2.0):
         for _ in range(4000):
             steady.forward_s = slow * device.forward_s(load_of(steady)) * rng.lognormvariate(0.0, 0.2)
@@ -258,7 +269,7 @@ def test_how_many_times_longer_than_usual_each_part_took_is_told_of_a_stretch_of
 def test_a_forward_of_many_adapters_is_learned_to_take_longer_than_one_of_one() -> None:
     cost, rng = guessed(), random.Random(0)
     for _ in range(300):
-        tasks = [Task(i, Kind.DECODE, 0.0, context=200, adapter=rng.randrange(9)) for i in range(16)]
+        tasks = [ServingTask(i, Kind.DECODE, 0.0, context=200, adapter=rng.randrange(9)) for i in range(16)]
         result = IterationResult([TaskOutcome(task, 1, 0, Kind.DECODE) for task in tasks])
         result.forward_s = 0.020 + 0.001 * load_of(result).adapters
         cost.observe(result)
@@ -269,7 +280,9 @@ def test_a_forward_of_many_adapters_is_learned_to_take_longer_than_one_of_one() 
 def test_it_keeps_the_prices_that_a_steady_load_does_not_show() -> None:
     device = Device(noise=0.1)
     cost, rng = trained(device), random.Random(3)
-    steady = IterationResult([TaskOutcome(Task(i, Kind.DECODE, 0.0, context=100), 1, 0, Kind.DECODE) for i in range(8)])
+    steady = IterationResult(
+        [TaskOutcome(ServingTask(i, Kind.DECODE, 0.0, context=100), 1, 0, Kind.DECODE) for i in range(8)]
+    )
     for _ in range(2000):
         steady.forward_s = device.forward_s(load_of(steady)) * (1.0 + 0.1 * rng.uniform(-1, 1))
         cost.observe(steady)
@@ -307,8 +320,8 @@ def test_a_unit_of_an_unknown_kind_starts_like_a_layer_and_is_learned() -> None:
 def test_the_part_of_an_iteration_that_was_fine_tuning_is_told() -> None:
     device = Device()
     cost = trained(device)
-    served = TaskOutcome(Task(1, Kind.PREFILL, 0.0, num_tokens=200), 200, 0, Kind.DECODE)
-    tuned = TaskOutcome(Task(2, Kind.FINETUNE, 0.0, num_tokens=300), 300, 1, Kind.FINETUNE)
+    served = TaskOutcome(ServingTask(1, Kind.PREFILL, 0.0, num_tokens=200), 200, 0, Kind.DECODE)
+    tuned = TaskOutcome(FinetuneTask(2, 0.0, num_tokens=300), 300, 1, Kind.FINETUNE)
     forward_s = device.forward_s(load_of(IterationResult([served, tuned])))
     alone_s = device.forward_s(load_of(IterationResult([served])))
     finetune_s = cost.observe(IterationResult([served, tuned], forward_s, [(Unit("layer", 64), 0.007)]))
@@ -322,8 +335,10 @@ def test_predictions_are_never_negative_and_more_work_never_takes_less_time(
 ) -> None:
     cost = guessed()
     for index, (known, seconds) in enumerate(seen):
-        decodes = [TaskOutcome(Task(i, Kind.DECODE, 0.0, context=5), 1, 0, Kind.DECODE) for i in range(known.decodes)]
-        chunk = TaskOutcome(Task(99, Kind.PREFILL, 0.0, num_tokens=999), known.prefill_tokens, 0, Kind.PREFILL)
+        decodes = [
+            TaskOutcome(ServingTask(i, Kind.DECODE, 0.0, context=5), 1, 0, Kind.DECODE) for i in range(known.decodes)
+        ]
+        chunk = TaskOutcome(ServingTask(99, Kind.PREFILL, 0.0, num_tokens=999), known.prefill_tokens, 0, Kind.PREFILL)
         cost.observe(IterationResult([*decodes, chunk], seconds, [(Unit("layer", index), seconds)]))
     more = Load(load.prefill_tokens + 1, load.decodes + 1, load.finetune_tokens + 1, load.context + 9, load.pairs + 9)
     assert 0.0 <= cost.forward_s(load) <= cost.forward_s(more)
@@ -339,7 +354,7 @@ def test_a_chunk_is_the_longest_that_keeps_the_limit(
     cost = guessed()
     for seconds in [0.01] * 15 + [0.0109] * 5:
         # Slower than it was a moment ago.
-        cost.observe(IterationResult([TaskOutcome(Task(1, Kind.DECODE, 0.0), 1, 0, Kind.DECODE)], seconds))
+        cost.observe(IterationResult([TaskOutcome(ServingTask(1, Kind.DECODE, 0.0), 1, 0, Kind.DECODE)], seconds))
 
     def with_chunk(tokens: int) -> float:
         grown = Load(load.prefill_tokens, load.decodes, load.finetune_tokens, load.context, load.pairs)

@@ -11,7 +11,7 @@ from edged.scheduler.fairness.justitia import JustitiaOrder
 from edged.scheduler.fairness.virtual_time import call_cost
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Resources, Task, Unit
+from edged.scheduler.task import Kind, Resources, ServingTask, Unit
 from edged.settings.load import FairnessSettings, SchedulerSettings
 from tests.scheduler.policies.test_policies import resources
 from tests.scheduler.world import Life, World
@@ -31,7 +31,7 @@ def order_of(world: World) -> JustitiaOrder:
 
 
 def call(world: World, prompt: int, answer: int, run: str = "", user: str = "ann", cost: float = 0.0) -> Life:
-    task = Task(world._id(), Kind.PREFILL, world.now, num_tokens=prompt, tenant=user, run=run)
+    task = ServingTask(world._id(), Kind.PREFILL, world.now, num_tokens=prompt, tenant=user, run=run)
     task.run_cost = cost or call_cost(prompt, answer)
     life = world.lives[task.task_id] = Life(task, prompt, answer)
     world.scheduler.add(task, world.now)
@@ -128,7 +128,8 @@ def test_calls_are_ranked_by_their_places_whatever_happened_since_they_were_file
         call(world, 20 + number * 7 % 90, 5 + number % 20, f"run-{number % 8}" if number % 3 else "", f"u{number % 4}")
     while world.lives:
         world.step()
-        some = [*queues.any_order, *queues.started, Task(10_000, Kind.PREFILL, world.now)][-9 - world.iterations % 2 :]
+        new = ServingTask(10_000, Kind.PREFILL, world.now)
+        some = [*queues.any_order, *queues.started, new][-9 - world.iterations % 2 :]
         for prompts in (some, some[:-1]):
             assert order.rank(prompts, world.now)[0] == sorted(prompts, key=order.place)
     assert sum(life.preemptions for life in world.done) > 0

@@ -12,7 +12,7 @@ from edged.scheduler.fairness.turns import TurnOrder
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Resources, ServingTask, TaskOutcome, Unit
 from edged.settings.load import FairnessSettings, SchedulerSettings
 from tests.scheduler.policies.test_policies import granted, resources
 from tests.scheduler.world import World
@@ -37,8 +37,8 @@ def order_of(scheduler: Scheduler) -> TurnOrder:
     return order
 
 
-def prompt(task_id: int, tenant: str, tokens: int = 50) -> Task:
-    return Task(task_id, Kind.PREFILL, float(task_id), num_tokens=tokens, tenant=tenant)
+def prompt(task_id: int, tenant: str, tokens: int = 50) -> ServingTask:
+    return ServingTask(task_id, Kind.PREFILL, float(task_id), num_tokens=tokens, tenant=tenant)
 
 
 @rows
@@ -193,7 +193,7 @@ def test_an_order_that_fails_is_replaced_by_that_of_arrival(monkeypatch: pytest.
     scheduler.add(prompt(1, "bob"), 1.0)
     scheduler.add(prompt(2, "ann"), 2.0)
 
-    def fail(*_: object) -> list[Task]:
+    def fail(*_: object) -> list[ServingTask]:
         raise ZeroDivisionError("a share of nothing")
 
     monkeypatch.setattr(order_of(scheduler), "first", fail)
@@ -213,7 +213,7 @@ class TestTraining:
     """The next step is of the ready adapter that was trained least."""
 
     def step(self, scheduler: Scheduler, task_id: int, *adapters: str, done: bool = True) -> None:
-        task = Task(task_id, Kind.FINETUNE, 0.0, num_tokens=100, trains=adapters)
+        task = FinetuneTask(task_id, 0.0, num_tokens=100, trains=adapters)
         scheduler.add(task, 0.0)
         plan = scheduler.plan(0.0, resources())
         assert [grant.task for grant in plan.grants] == [task]

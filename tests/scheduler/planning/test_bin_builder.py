@@ -7,7 +7,7 @@ import random
 from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.queues import TaskQueues
 from edged.scheduler.policies.base import Order
-from edged.scheduler.task import Kind, Resources, Task, Unit
+from edged.scheduler.task import FinetuneTask, Kind, Resources, ServingTask, Task, Unit
 
 PAGE_SIZE = 16
 
@@ -17,9 +17,11 @@ def a_task(number: int, kind: Kind, chance: random.Random) -> Task:
     context = chance.choice((0, chance.randint(1, 200)))
     pages = -(-context // PAGE_SIZE)
     room = {"held_pages": pages, "capacity": pages * PAGE_SIZE}
-    units = tuple(Unit("layer", 64) for _ in range(chance.randint(0, 3))) if kind is Kind.FINETUNE else ()
-    tokens = 1 if kind is Kind.DECODE else chance.randint(kind is Kind.PREFILL, 300)
-    return Task(number, kind, chance.random(), chance.random(), tokens, context, units=units, **room)
+    if kind is Kind.FINETUNE:
+        units = tuple(Unit("layer", 64) for _ in range(chance.randint(0, 3)))
+        return FinetuneTask(number, chance.random(), chance.randint(0, 300), context, units=units, **room)
+    tokens = 1 if kind is Kind.DECODE else chance.randint(1, 300)
+    return ServingTask(number, kind, chance.random(), tokens, context, deadline_s=chance.random(), **room)
 
 
 def test_promised_are_the_pages_of_those_who_have_begun_and_keep_theirs() -> None:

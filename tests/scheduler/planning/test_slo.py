@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.scheduler.planning.slo import MARGIN, required_tokens, slack_s
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import Kind, ServingTask
 
 BASE_S, TOKEN_S = 0.02, 0.0005
 
 
-def prompts(*due: tuple[int, float]) -> list[Task]:
+def prompts(*due: tuple[int, float]) -> list[ServingTask]:
     return [
-        Task(index, Kind.PREFILL, 0.0, deadline_s=deadline_s, num_tokens=tokens)
+        ServingTask(index, Kind.PREFILL, 0.0, deadline_s=deadline_s, num_tokens=tokens)
         for index, (tokens, deadline_s) in enumerate(sorted(due, key=lambda pair: pair[1]))
     ]
 

@@ -12,7 +12,7 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.planning.finetune_budget import DutyCycle
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Resources, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Resources, TaskOutcome, Unit
 from edged.settings.load import SchedulerSettings
 
 
@@ -48,7 +48,7 @@ def test_no_policy_works_on_a_throttled_step_and_the_plan_says_when_it_goes_on(p
     settings = SchedulerSettings(policy=policy)
     scheduler = Scheduler(settings, CostModel(roofline(parameters=135_000_000, flops_per_s=1e11, bytes_per_s=2e10)))
     units = (Unit("layer", 16), Unit("step", 1))
-    task = Task(1, Kind.FINETUNE, 0.0, num_tokens=0, units=units)
+    task = FinetuneTask(1, 0.0, num_tokens=0, units=units)
     scheduler.add(task, 0.0)
     room = Resources(free_pages=100, total_pages=100, page_size=16, max_tokens=256, max_sequences=8)
     plan = scheduler.plan(1.0, room)

@@ -11,7 +11,7 @@ import pytest
 from edged.scheduler.policies.andes.knapsack import Contender, batch_sizes, contest, fewest, pack
 from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import Kind, ServingTask
 from tests.scheduler.policies.test_policies import PAGE, add_decode, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import world_of
@@ -27,7 +27,7 @@ def packed(gains: list[float], needs: list[int], pages: int, most: int) -> list[
 
 
 def contender(task_id: int, pages: int, dry_s: float = 0.0, starts_s: float = 0.0) -> Contender:
-    return Contender(Task(task_id, Kind.DECODE, 0.0), Reader(PACE, ideal_s=dry_s), pages, starts_s)
+    return Contender(ServingTask(task_id, Kind.DECODE, 0.0), Reader(PACE, ideal_s=dry_s), pages, starts_s)
 
 
 class TestKnapsack:
@@ -92,23 +92,27 @@ def scheduler() -> Scheduler:
     return scheduler_of(policy="andes")
 
 
-def add_answer(scheduler: Scheduler, task_id: int, ahead_s: float, pages: int = 20, preemptions: int = 0) -> Task:
+def add_answer(
+    scheduler: Scheduler, task_id: int, ahead_s: float, pages: int = 20, preemptions: int = 0
+) -> ServingTask:
     """A decode, in the order of its id, whose reader has text for `ahead_s` from 10 on."""
     context = pages * PAGE - 1
-    task = Task(task_id, Kind.DECODE, 0.1 * task_id, context=context, held_pages=pages, capacity=pages * PAGE)
+    task = ServingTask(task_id, Kind.DECODE, 0.1 * task_id, context=context, held_pages=pages, capacity=pages * PAGE)
     task.reader, task.preemptions = Reader(PACE, ideal_s=10.0 + ahead_s), preemptions
     scheduler.add(task, 10.0)
     return task
 
 
-def add_question(scheduler: Scheduler, task_id: int, tokens: int, waited_s: float = 1.0, reads: bool = True) -> Task:
-    task = Task(task_id, Kind.PREFILL, 10.0 - waited_s, num_tokens=tokens)
+def add_question(
+    scheduler: Scheduler, task_id: int, tokens: int, waited_s: float = 1.0, reads: bool = True
+) -> ServingTask:
+    task = ServingTask(task_id, Kind.PREFILL, 10.0 - waited_s, num_tokens=tokens)
     task.reader = Reader(PACE, ideal_s=task.arrival_s + 1.0) if reads else None
     scheduler.add(task, 10.0)
     return task
 
 
-def full(scheduler: Scheduler, *ahead_s: float) -> list[Task]:
+def full(scheduler: Scheduler, *ahead_s: float) -> list[ServingTask]:
     """Answers that leave next to no page, the oldest with nothing in hand."""
     return [add_answer(scheduler, number, seconds) for number, seconds in enumerate((0.0, *ahead_s), 1)]
 
@@ -189,7 +193,7 @@ def test_a_prompt_stays_out_whose_entry_costs_readers_more_than_it_gains(policy:
 
 def test_an_answer_that_gave_way_comes_back_before_its_reader_has_read_all(scheduler: Scheduler) -> None:
     full(scheduler, 2.0, 30.0)
-    back = Task(9, Kind.PREFILL, 0.5, deadline_s=10.0, num_tokens=15 * PAGE, preemptions=1)
+    back = ServingTask(9, Kind.PREFILL, 0.5, deadline_s=10.0, num_tokens=15 * PAGE, preemptions=1)
     back.reader = Reader(PACE, ideal_s=25.0)
     scheduler.add(back, 10.0)
     assert 9 not in granted(scheduler.plan(10.0, resources(free=10, total=70)))

@@ -8,7 +8,7 @@ from edged.scheduler.cost.model import CostModel, roofline
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, ServiceClass, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, ServiceClass, ServingTask, TaskOutcome, Unit
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of, settings_of
@@ -79,7 +79,7 @@ def test_a_step_does_not_begin_on_pages_that_a_prompt_waits_for() -> None:
 
 def test_the_target_is_the_least_of_the_classes_that_are_served() -> None:
     scheduler = scheduler_of(policy="flexllm", tbt_floor_ms=80.0)
-    batch = Task(1, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, service=ServiceClass.BATCH)
+    batch = ServingTask(1, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, service=ServiceClass.BATCH)
     scheduler.add(batch, 0.0)
     share = 1.0 - scheduler.cost.headroom
     assert scheduler.plan(0.0, resources()).budget_s == 0.5 * share
@@ -249,7 +249,7 @@ class TestSpatialSharing:
 class TestFillAhead:
     """The next group's forward joins forwards of serving while units of the group before it run."""
 
-    def served(self, ahead: int = 5000) -> tuple[Scheduler, Task]:
+    def served(self, ahead: int = 5000) -> tuple[Scheduler, FinetuneTask]:
         scheduler = scheduler_of(policy="flexllm", slo_ms=100.0)
         add_decode(scheduler, 1)
         lesson = add_lesson(scheduler, 9)

@@ -7,7 +7,7 @@ import pytest
 from edged.scheduler.cost.prices import Load
 from edged.scheduler.policies.mace.length import LATEST
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, ServiceClass, Task
+from edged.scheduler.task import Kind, ServiceClass, ServingTask
 from tests.scheduler.policies.test_policies import add_decode, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import world_of
@@ -19,7 +19,7 @@ LONG = 4000
 def seen(scheduler: Scheduler, tokens: int, count: int, candidate: bool = False) -> None:
     """Have so many requests come and go."""
     for number in range(count):
-        scheduler.add(Task(1000 + number, Kind.PREFILL, 0.0, num_tokens=tokens, candidate=candidate), 0.0)
+        scheduler.add(ServingTask(1000 + number, Kind.PREFILL, 0.0, num_tokens=tokens, candidate=candidate), 0.0)
         scheduler.remove(1000 + number)
 
 

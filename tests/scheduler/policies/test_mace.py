@@ -8,7 +8,7 @@ from edged.scheduler.cost.model import CostModel
 from edged.scheduler.cost.prices import Load, Prices
 from edged.scheduler.policies.hybrid import SMALLEST_CHUNK
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, TaskOutcome
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import PAGE, UNITS, add_decode, add_lesson, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
@@ -125,7 +125,7 @@ class TestMaceFineTuning:
     def test_prompts_that_wait_as_long_outrank_it_also_where_an_answer_loses_its_pages(self, prompts: int) -> None:
         scheduler = scheduler_of(finetune_max_wait_s=1.0)
         answers = [add_decode(scheduler, number, context=4 * PAGE) for number in (1, 2)]
-        lesson = Task(3, Kind.FINETUNE, 0.0, units=UNITS, next_unit=1, num_tokens=0)
+        lesson = FinetuneTask(3, 0.0, units=UNITS, next_unit=1, num_tokens=0)
         scheduler.add(lesson, 0.0)
         for number in range(prompts):
             add_prompt(scheduler, 4 + number, 100)

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit
 from edged.scheduler.policies.options import PackingOptions
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import Kind, ServingTask
 
 TOTAL, LENGTH_S = 100, 10.0
 
 
 def items_of(sizes: list[tuple[int, float]], patient: bool = True) -> list[Item]:
     return [
-        Item(Task(index, Kind.PREFILL, float(index)), pages, seconds, patient)
+        Item(ServingTask(index, Kind.PREFILL, float(index)), pages, seconds, patient)
         for index, (pages, seconds) in enumerate(sizes)
     ]
 

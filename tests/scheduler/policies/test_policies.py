@@ -9,7 +9,7 @@ import pytest
 from edged.scheduler.policies import base
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Plan, Resources, Task, TaskOutcome, Unit
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Plan, Resources, ServingTask, TaskOutcome, Unit
 from tests.scheduler.test_scheduler import scheduler_of
 
 PAGE = 16
@@ -20,23 +20,27 @@ def resources(free: int = 1000, tokens: int = 1024, sequences: int = 64, total: 
     return Resources(free, total, PAGE, tokens, sequences)
 
 
-def add_decode(scheduler: Scheduler, task_id: int, arrival_s: float = 0.0, context: int = 63, now: float = 0.0) -> Task:
+def add_decode(
+    scheduler: Scheduler, task_id: int, arrival_s: float = 0.0, context: int = 63, now: float = 0.0
+) -> ServingTask:
     """A decode whose pages are full when `context` is a multiple of the page size."""
     pages = -(-context // PAGE)
-    task = Task(task_id, Kind.DECODE, arrival_s, context=context, held_pages=pages, capacity=pages * PAGE)
+    task = ServingTask(task_id, Kind.DECODE, arrival_s, context=context, held_pages=pages, capacity=pages * PAGE)
     scheduler.add(task, now)
     return task
 
 
-def add_prompt(scheduler: Scheduler, task_id: int, tokens: int, arrival_s: float = 0.0) -> Task:
-    task = Task(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
+def add_prompt(scheduler: Scheduler, task_id: int, tokens: int, arrival_s: float = 0.0) -> ServingTask:
+    task = ServingTask(task_id, Kind.PREFILL, arrival_s, num_tokens=tokens)
     scheduler.add(task, arrival_s)
     return task
 
 
-def add_lesson(scheduler: Scheduler, task_id: int, tokens: int = 0, now: float = 0.0, loss: float = 0.69) -> Task:
+def add_lesson(
+    scheduler: Scheduler, task_id: int, tokens: int = 0, now: float = 0.0, loss: float = 0.69
+) -> FinetuneTask:
     """A fine-tune task; without `tokens` its forward is done and its pages are held."""
-    task = Task(task_id, Kind.FINETUNE, now, num_tokens=tokens, units=UNITS, loss=loss)
+    task = FinetuneTask(task_id, now, num_tokens=tokens, units=UNITS, loss=loss)
     if not tokens:
         task.context, task.held_pages, task.capacity = 320, 20, 320
     scheduler.add(task, now)
@@ -110,8 +114,8 @@ def test_when_the_tokens_do_not_suffice_the_decodes_that_are_due_first_go_first(
 @every
 def test_a_step_whose_streams_lack_pages_gets_nothing_and_takes_nothing(policy: str) -> None:
     scheduler = scheduler_of(policy=policy)
-    # Of tokens under way in several streams, some in pages that are not there yet: see `Task.capacity`.
-    lesson = Task(9, Kind.FINETUNE, 0.0, num_tokens=100, units=UNITS, context=64, held_pages=4, capacity=0)
+    # Of tokens under way in several streams, some in pages that are not there yet: see `FinetuneTask.capacity`.
+    lesson = FinetuneTask(9, 0.0, num_tokens=100, units=UNITS, context=64, held_pages=4, capacity=0)
     scheduler.add(lesson, 0.0)
     add_decode(scheduler, 1, arrival_s=0.5)
     for now in (1.0, 100.0):
@@ -178,7 +182,9 @@ class TestPreemption:
     def test_a_prompt_that_waits_for_pages_which_other_waiting_ones_hold_gets_them(self, policy: str) -> None:
         scheduler = scheduler_of(policy=policy)
         add_prompt(scheduler, 1, 20 * PAGE)
-        holder = Task(2, Kind.PREFILL, 1.0, num_tokens=15 * PAGE, context=10 * PAGE, held_pages=10, capacity=10 * PAGE)
+        holder = ServingTask(
+            2, Kind.PREFILL, 1.0, num_tokens=15 * PAGE, context=10 * PAGE, held_pages=10, capacity=10 * PAGE
+        )
         scheduler.add(holder, 1.0)
         plan = scheduler.plan(2.0, resources(free=12, total=22))
         assert plan.preempt == [holder]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.mace.priority import Priorities
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import FinetuneTask
 from edged.settings.load import SchedulerSettings
 
 waits = st.floats(0.0, 1e4)
@@ -66,7 +66,7 @@ def arrears_at(now: float, wait_s: float = 1.0) -> FinetuneDeficit:
 
 
 def test_a_sliver_of_work_pays_for_as_much_waiting_as_its_share() -> None:
-    arrears, task = arrears_at(10.0), Task(1, Kind.FINETUNE, 10.0)
+    arrears, task = arrears_at(10.0), FinetuneTask(1, 10.0)
     arrears.pay(task, 0.01, 11.0, prepaid=False)
     assert arrears.wait_s(11.0) == pytest.approx(0.9)
     arrears.pay(task, 0.09, 11.0, prepaid=False)
@@ -110,6 +110,6 @@ def test_a_reload_keeps_what_was_overdrawn() -> None:
 
 def test_work_that_was_prepaid_puts_off_the_next_wait() -> None:
     arrears = arrears_at(0.0)
-    arrears.pay(Task(1, Kind.FINETUNE, 0.0), 0.2, 0.0, prepaid=True)
+    arrears.pay(FinetuneTask(1, 0.0), 0.2, 0.0, prepaid=True)
     assert arrears.wait_s(2.0) == 0.0
     assert arrears.wait_s(3.0) == pytest.approx(1.0)

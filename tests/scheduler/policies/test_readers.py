@@ -6,7 +6,7 @@ import pytest
 
 from edged.scheduler.reader import Reader
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import Kind, Task, Unit
+from edged.scheduler.task import Kind, ServingTask, Unit
 from tests.scheduler.policies.test_policies import add_decode, add_lesson, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.world import Device, World
@@ -14,9 +14,11 @@ from tests.scheduler.world import Device, World
 PACE = 5.0
 
 
-def add_reader(scheduler: Scheduler, task_id: int, ahead_s: float) -> Task:
+def add_reader(scheduler: Scheduler, task_id: int, ahead_s: float) -> ServingTask:
     """A decode whose reader has text for `ahead_s` from 0 on."""
-    task = Task(task_id, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, reader=Reader(PACE, ideal_s=ahead_s))
+    task = ServingTask(
+        task_id, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, reader=Reader(PACE, ideal_s=ahead_s)
+    )
     scheduler.add(task, 0.0)
     return task
 
@@ -40,7 +42,7 @@ def test_candidates_take_nothing_that_readers_lend(scheduler: Scheduler) -> None
     add_reader(scheduler, 1, ahead_s=3.0)
     alone = granted(scheduler.plan(0.0, resources(sequences=9)))[9][1]
     for task_id in (2, 3, 4, 5):
-        candidate = Task(task_id, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, candidate=True)
+        candidate = ServingTask(task_id, Kind.DECODE, 0.0, context=63, held_pages=4, capacity=64, candidate=True)
         scheduler.add(candidate, 0.0)
     beside = granted(scheduler.plan(0.0, resources(sequences=9, free=1000)))
     assert beside.keys() == {1, 2, 3, 4, 5, 9}

@@ -18,7 +18,7 @@ from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.phased import FCFS
 from edged.scheduler.policies.registry import ROWS
 from edged.scheduler.scheduler import Scheduler
-from edged.scheduler.task import IterationResult, Kind, Plan, Resources, Task, TaskOutcome
+from edged.scheduler.task import IterationResult, Kind, Plan, Resources, ServingTask, Task, TaskOutcome
 from edged.settings.load import SchedulerSettings
 from tests.scheduler.policies.test_policies import add_decode, granted, resources
 from tests.scheduler.world import World
@@ -36,7 +36,7 @@ class LeastServed(Order):
         self.served: dict[str, float] = {}
         self.live: Counter[str] = Counter()
 
-    def flow(self, task: Task) -> str:
+    def flow(self, task: ServingTask) -> str:
         return task.tenant
 
     def flow_key(self, flow: object) -> float:
@@ -50,7 +50,8 @@ class LeastServed(Order):
             self.live[task.tenant] += 1
 
     def left(self, task: Task, now: float) -> None:
-        self.live[task.tenant] -= task.kind is not Kind.FINETUNE
+        if task.kind is not Kind.FINETUNE:
+            self.live[task.tenant] -= 1
 
     def completed(self, plan: Plan, result: IterationResult, finetune_s: float, now: float) -> None:
         for outcome in result.outcomes:
@@ -90,7 +91,7 @@ def served(scheduler: Scheduler) -> dict[str, float]:
 
 
 class TestFairQueue:
-    """Flows by `Task.tenant`, whose keys change with what was served."""
+    """Flows by `ServingTask.tenant`, whose keys change with what was served."""
 
     @fair
     def test_one_request_is_not_behind_all_of_anothers(self, row: Row) -> None:
@@ -156,10 +157,10 @@ class TestFairQueue:
 
     def test_who_is_parked_has_not_left(self) -> None:
         scheduler = scheduler_with(FAIR)
-        task = Task(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
+        task = ServingTask(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
         scheduler.add(task, 0.0)
         served(scheduler)["bob"] = 70.0
-        scheduler.add(Task(2, Kind.PREFILL, 0.0, num_tokens=50, tenant="bob"), 0.0)
+        scheduler.add(ServingTask(2, Kind.PREFILL, 0.0, num_tokens=50, tenant="bob"), 0.0)
         scheduler.park(task)
         assert list(granted(scheduler.plan(0.0, resources()))) == [2]
         scheduler.add(task, 0.0)
@@ -168,7 +169,7 @@ class TestFairQueue:
 
     def test_who_is_removed_while_parked_has_left(self) -> None:
         scheduler = scheduler_with(FAIR)
-        task = Task(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
+        task = ServingTask(1, Kind.PREFILL, 0.0, num_tokens=50, tenant="ann")
         scheduler.add(task, 0.0)
         scheduler.park(task)
         scheduler.remove(1)
@@ -178,7 +179,9 @@ class TestFairQueue:
 
     def test_the_engine_orders_tasks_as_the_queues_do(self) -> None:
         scheduler = scheduler_with(FAIR)
-        tasks = [Task(i, Kind.PREFILL, float(i), num_tokens=50, tenant="ann" if i < 3 else "bob") for i in range(5)]
+        tasks = [
+            ServingTask(i, Kind.PREFILL, float(i), num_tokens=50, tenant="ann" if i < 3 else "bob") for i in range(5)
+        ]
         for task in tasks:
             scheduler.add(task, task.arrival_s)
         served(scheduler)["ann"] = 9.0
@@ -219,7 +222,7 @@ class TestPausing:
         scheduler = scheduler_with(PAUSING)
         for task_id in range(6):
             add_decode(scheduler, task_id, context=64)
-        task = Task(9, Kind.PREFILL, 1.0, num_tokens=48)
+        task = ServingTask(9, Kind.PREFILL, 1.0, num_tokens=48)
         scheduler.add(task, 1.0)
         scheduler.complete(IterationResult([TaskOutcome(task, 16, 0, Kind.PREFILL)], 0.02), 1.1)
         task.held_pages, task.capacity = 1, 16
@@ -231,7 +234,7 @@ class TestPausing:
         scheduler = scheduler_with(PAUSING)
         for task_id in range(4):
             add_decode(scheduler, task_id)
-        scheduler.add(Task(9, Kind.PREFILL, 0.0, num_tokens=20), 0.0)
+        scheduler.add(ServingTask(9, Kind.PREFILL, 0.0, num_tokens=20), 0.0)
         assert 9 not in granted(scheduler.plan(0.0, resources(sequences=4)))
         assert 9 in granted(scheduler.plan(0.0, resources(sequences=5)))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edged.scheduler.policies.mace.patience import PATIENCE, TARGETS, Patience
 from edged.scheduler.policies.mace.triage import LATE, PatientAdmission
-from edged.scheduler.task import IterationResult, Kind, Task, TaskOutcome
+from edged.scheduler.task import IterationResult, Kind, ServingTask, TaskOutcome
 from tests.scheduler.policies.test_policies import PAGE, add_decode, add_prompt, granted, resources
 from tests.scheduler.test_scheduler import scheduler_of
 from tests.scheduler.test_simulation import world_of
@@ -19,7 +19,7 @@ def order_at(now: float, *prompts: tuple[int, float, float]) -> list[int]:
     """Numbers in the order of their chunks of prompts with (tokens, arrival, deadline)."""
     scheduler = scheduler_of()
     for number, (tokens, arrival_s, deadline_s) in enumerate(prompts):
-        scheduler.add(Task(number, Kind.PREFILL, arrival_s, num_tokens=tokens, deadline_s=deadline_s), arrival_s)
+        scheduler.add(ServingTask(number, Kind.PREFILL, arrival_s, num_tokens=tokens, deadline_s=deadline_s), arrival_s)
     return list(granted(scheduler.plan(now, resources())))
 
 
@@ -47,25 +47,25 @@ def test_one_that_has_been_late_for_long_goes_first() -> None:
 
 def test_how_long_a_late_prompt_waits_is_bounded_by_what_is_before_it_and_not_by_its_length() -> None:
     patience, token_s = Patience(), 0.01
-    prompts = [Task(number, Kind.PREFILL, 0.0, num_tokens=100, deadline_s=0.5) for number in range(20)]
+    prompts = [ServingTask(number, Kind.PREFILL, 0.0, num_tokens=100, deadline_s=0.5) for number in range(20)]
     for prompt in prompts:
         patience.arrived(prompt, token_s)
     assert patience.overdue_s[0] == TARGETS * 0.5
     assert patience.overdue_s[19] == pytest.approx(PATIENCE * 1900 * token_s)
     for prompt in prompts:
         patience.completed(IterationResult([TaskOutcome(prompt, 100, 0, Kind.DECODE)], 0.5), 0.0)
-    long = Task(20, Kind.PREFILL, 60.0, num_tokens=4000, deadline_s=80.0)
+    long = ServingTask(20, Kind.PREFILL, 60.0, num_tokens=4000, deadline_s=80.0)
     patience.arrived(long, token_s)
     assert patience.overdue_s[20] == pytest.approx(60.0 + PATIENCE * 1900 * token_s), "the latest waits count"
 
 
 def test_what_the_cache_had_of_a_prompt_and_hearing_of_it_again_count_for_no_wait() -> None:
     patience, token_s = Patience(), 0.01
-    cached = Task(1, Kind.PREFILL, 0.0, num_tokens=4000, deadline_s=0.5)
+    cached = ServingTask(1, Kind.PREFILL, 0.0, num_tokens=4000, deadline_s=0.5)
     for _ in range(2):
         patience.arrived(cached, token_s)
     patience.completed(IterationResult([TaskOutcome(cached, 10, 0, Kind.DECODE)], 0.1), 0.0)
-    later = Task(2, Kind.PREFILL, 1.0, num_tokens=10, deadline_s=1.5)
+    later = ServingTask(2, Kind.PREFILL, 1.0, num_tokens=10, deadline_s=1.5)
     patience.arrived(later, token_s)
     assert patience.overdue_s[2] == pytest.approx(1.0 + TARGETS * 0.5)
 

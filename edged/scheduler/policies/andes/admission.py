@@ -11,7 +11,7 @@ from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.triage import PatientAdmission
 from edged.scheduler.policies.options import AndesOptions
-from edged.scheduler.task import Task
+from edged.scheduler.task import ServingTask
 from edged.settings.load import SchedulerSettings
 
 SHORT = 0.9
@@ -43,7 +43,7 @@ class ReaderAdmission(PatientAdmission):
 
     def _short(self, builder: BinBuilder) -> bool:
         """Whether not all can be served, readers among them, or not as fast as the fastest reader reads."""
-        paces = [reader.pace for grant in builder.plan.grants if (reader := grant.task.reader) is not None]
+        paces = [reader.pace for grant in builder.decodes if (reader := grant.task.reader) is not None]
         if not paces and all([task.reader is None for task in builder.waiting[: 2 * LOOK_AHEAD]]):
             return False
         if builder.sequences_left < len(builder.waiting):
@@ -55,10 +55,12 @@ class ReaderAdmission(PatientAdmission):
                 return True
         return bool(paces) and self.cost.priced_s(builder.load) * max(paces) > 1.0
 
-    def _contest(self, builder: BinBuilder, queues: TaskQueues, now: float) -> tuple[list[Task], set[Task]]:
+    def _contest(
+        self, builder: BinBuilder, queues: TaskQueues, now: float
+    ) -> tuple[list[ServingTask], set[ServingTask]]:
         """Return the prompts that enter, with their pages promised, and the decodes that stand still; who gives way is
         preempted in `builder`."""
-        grants, load = builder.plan.grants, builder.load
+        grants, load = builder.decodes, builder.load
         # Decodes are queued by arrival.
         first = [next(grant.task for grant in queues.decodes if grant in grants)] if grants else []
         oldest = min(first + queues.started, key=by_arrival, default=None)
@@ -94,12 +96,12 @@ class ReaderAdmission(PatientAdmission):
         return entered, held_out - builder.preempted
 
     def _refined(
-        self, builder: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[Task], now: float
-    ) -> list[Task]:
+        self, builder: BinBuilder, ranked: Sequence[tuple[Contender, float]], chosen: set[ServingTask], now: float
+    ) -> list[ServingTask]:
         """Let those of the `chosen` enter who wait, each for the fewest of the lowest others, while it pays."""
         free, slots, num_tokens = builder.open_pages, builder.sequences_left, builder.tokens_left
         lowest = [one for one, _ in reversed(ranked) if not one.starts_s and one.task not in chosen]
-        entered: list[Task] = []
+        entered: list[ServingTask] = []
         gone: list[Contender] = []
         for one, gained in ranked:
             if not one.starts_s or not (one.urgent or one.task in chosen):
@@ -134,5 +136,5 @@ class ReaderAdmission(PatientAdmission):
             return False
         overhead_s = self.cost.prompt_s(one.task.num_tokens) + sum(again_s)
         left = {victim.task for victim in victims}
-        stay = [grant.task.reader for grant in builder.plan.grants if grant.task not in left]
+        stay = [grant.task.reader for grant in builder.decodes if grant.task not in left]
         return gained > sum([reader.loss(now, self._horizon_s, overhead_s) for reader in stay if reader is not None])

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from edged.scheduler.reader import Reader, gain
-from edged.scheduler.task import Task
+from edged.scheduler.task import ServingTask
 
 URGENT = 1e9
 """Gain of those who must not wait any more: above all others together, whatever their pages."""
@@ -21,7 +21,7 @@ _SIZES = 3
 class Contender:
     """A request with a reader that asks to be served."""
 
-    task: Task
+    task: ServingTask
     reader: Reader
     pages: int
     """Number of pages that it holds or needs."""
@@ -37,7 +37,7 @@ def contest(
     token_s: Callable[[int], float],
     now: float,
     horizon_s: float,
-) -> tuple[list[tuple[Contender, float]], set[Task], float]:
+) -> tuple[list[tuple[Contender, float]], set[ServingTask], float]:
     """Return contenders by gain per page (Eq. 2.6), each with the QoE that serving it gains, whom to serve within
     `pages` and `slots`, and at most how many; inf where no size of the batch is better than what fits.
 

@@ -8,7 +8,7 @@ from edged.scheduler.policies.andes.admission import ReaderAdmission
 from edged.scheduler.policies.base import Victims
 from edged.scheduler.policies.mace.policy import MACE
 from edged.scheduler.policies.options import AndesOptions
-from edged.scheduler.task import Kind, Task
+from edged.scheduler.task import Kind, ServingTask
 from edged.settings.load import SchedulerSettings
 
 _FAST = 1e6
@@ -30,13 +30,13 @@ class LeastGain(Victims):
         """Note the moment of which gains are told."""
         self._now = now
 
-    def ranked(self, sequences: list[Task]) -> list[Task]:
+    def ranked(self, sequences: list[ServingTask]) -> list[ServingTask]:
         """Return sequences in their order."""
         latest = super().ranked(sequences)
         read = [task for task in latest if task.reader is not None and not task.preemptions]
         return sorted(read, key=self._gain) + [task for task in latest if task.reader is None or task.preemptions]
 
-    def _gain(self, task: Task) -> float:
+    def _gain(self, task: ServingTask) -> float:
         assert task.reader is not None
         starts_s = 0.0 if task.kind is Kind.DECODE else self.cost.prompt_s(task.num_tokens)
         gain = task.reader.gain(self._now, self._horizon_s, starts_s, _FAST)

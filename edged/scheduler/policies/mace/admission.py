@@ -11,7 +11,7 @@ from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.packing import Bin, Item, best_fit, in_order
 from edged.scheduler.policies.mace.priority import Priorities
 from edged.scheduler.policies.options import PackingOptions
-from edged.scheduler.task import FINETUNE, Task
+from edged.scheduler.task import FINETUNE, FinetuneTask, ServingTask, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -44,7 +44,7 @@ class MaceAdmission(Admission):
         self._admit(builder, queues, tuning, entry, now)
         return entry
 
-    def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[Task]:
+    def _ranked(self, queues: TaskQueues, builder: BinBuilder, now: float) -> list[FinetuneTask]:
         """Return fine-tune tasks with work to do, by priority: only those in the middle of a step where there are any,
         for they hold memory, of no use before the end; those of jobs and passes where there are no others."""
         rank, gone, tasks = self._priorities.finetune, builder.preempted, queues.finetunes
@@ -55,7 +55,7 @@ class MaceAdmission(Admission):
         return able if len(able) < 2 else sorted(able, key=lambda task: -rank(now - task.arrival_s, task.loss))
 
     def _outranks_serving(
-        self, builder: BinBuilder, queues: TaskQueues, first: Task, finetune_share: FinetuneShare, now: float
+        self, builder: BinBuilder, queues: TaskQueues, first: FinetuneTask, finetune_share: FinetuneShare, now: float
     ) -> bool:
         """Whether fine-tuning, by the wait of all of it and the loss of its `first`, stands at or above all serving."""
         priorities = self._priorities
@@ -67,7 +67,9 @@ class MaceAdmission(Admission):
             return False
         return bool(queues.decodes or prompts)
 
-    def _admit(self, builder: BinBuilder, queues: TaskQueues, tuning: list[Task], entry: Entry, now: float) -> None:
+    def _admit(
+        self, builder: BinBuilder, queues: TaskQueues, tuning: list[FinetuneTask], entry: Entry, now: float
+    ) -> None:
         """Run Algorithm 1 over all tasks that ask for memory: `entry` gets the prompts that enter, and its step.
 
         One step at a time is begun: a second one would hold memory and delay the first.
@@ -97,10 +99,11 @@ class MaceAdmission(Admission):
             bins = best_fit(self._packing, items, first, builder.total_pages, length_s)
             # What best fit put off may still run behind the others: no iteration idles in wait for a better fit.
             packed = [item for room in bins for item in room.items]
-        step = next((item for item in packed if item.task.kind is FINETUNE and item.pages <= first_pages), None)
-        if step is not None and (entry.due or 2 * step.pages <= first_pages or not (running or waiting)):
-            entry.step = step.task
-            builder.enter(entry.step)
+        steps = ((item.task, item.pages) for item in packed if item.task.kind is FINETUNE and item.pages <= first_pages)
+        step, pages = next(steps, (None, 0))
+        if step is not None and (entry.due or 2 * pages <= first_pages or not (running or waiting)):
+            entry.step = step
+            builder.enter(step)
         elif (
             entry.due
             and running
@@ -124,17 +127,18 @@ class MaceAdmission(Admission):
             entry.in_the_way = head is not None and builder.pages(head, head.num_tokens) > builder.open_pages
 
     def _asking(
-        self, builder: BinBuilder, tuning: list[Task], waiting: Iterable[Task], due: bool, now: float
+        self, builder: BinBuilder, tuning: list[FinetuneTask], waiting: Iterable[ServingTask], due: bool, now: float
     ) -> Iterator[Item]:
         """Yield the tasks that ask for memory, by priority.
 
         A prompt that waited for twice its target is not to be overtaken any more. Not before: one that is late has
         missed its target anyway, and many that are in time would wait with it. A step has no deadline.
         """
-        token_s, most, size = self.cost.token_s, builder.tokens_left, builder.page_size
-        for task in chain(tuning, waiting) if due else chain(waiting, tuning):
+        token_s, most, size, patience = self.cost.token_s, builder.tokens_left, builder.page_size, self.patience
+        tasks: Iterable[Task] = chain(tuning, waiting) if due else chain(waiting, tuning)
+        for task in tasks:
             asks = task.pages_for(task.num_tokens, size)
             # A step that would never fit asks for nothing.
             if asks <= builder.total_pages or task.kind is not FINETUNE:
-                patient = now < task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
+                patient = task.kind is FINETUNE or now < task.arrival_s + patience * (task.deadline_s - task.arrival_s)
                 yield Item(task, asks, min(task.num_tokens, most) * token_s, patient)

@@ -8,7 +8,7 @@ from edged.scheduler.planning.bin_builder import BinBuilder
 from edged.scheduler.planning.finetune_budget import FinetuneDeficit, SlowdownBudget
 from edged.scheduler.policies.base import Entry, FinetuneShare
 from edged.scheduler.policies.options import QuantumOptions
-from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.scheduler.task import FinetuneTask, IterationResult, Kind, Plan, Task
 from edged.settings.load import SchedulerSettings
 
 
@@ -22,7 +22,7 @@ class MaceFinetuneShare(FinetuneShare):
     def __init__(self) -> None:
         self._deficit = FinetuneDeficit()
         self._budget = SlowdownBudget()
-        self._tasks: set[Task] = set()
+        self._tasks: set[FinetuneTask] = set()
 
     def configure(self, settings: SchedulerSettings, cost: CostModel) -> None:
         """Take share, longest wait, slow-down and quantum; what was owed and spent still is."""
@@ -40,7 +40,7 @@ class MaceFinetuneShare(FinetuneShare):
 
     def left(self, task: Task, now: float) -> None:
         """Stop the wait at the last task's end."""
-        if task in self._tasks:
+        if task.kind is Kind.FINETUNE and task in self._tasks:
             self._tasks.remove(task)
             if not self._tasks:
                 self._deficit.stop(now)

@@ -63,7 +63,7 @@ def _all_read(plan: Plan) -> bool:
     """Whether a plan serves anybody, and readers alone; candidates are dropped before anybody waits for them."""
     read = False
     for grant in plan.grants:
-        if (task := grant.task).candidate or task.kind is FINETUNE:
+        if (task := grant.task).kind is FINETUNE or task.candidate:
             continue
         if task.reader is None:
             return False

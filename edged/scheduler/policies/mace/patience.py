@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from edged.scheduler.task import IterationResult, Kind, Task
+from edged.scheduler.task import IterationResult, Kind, ServingTask, Task
 
 PATIENCE = 3.0
 """How much longer than the latest prompts would have waited, first come, first served, one waits before it goes first.
@@ -37,7 +37,7 @@ class Patience:
         """Mean seconds of serving for a prompt token; None: as priced."""
         self._waits_s: deque[float] = deque(maxlen=LATEST)
 
-    def arrived(self, task: Task, token_s: float) -> None:
+    def arrived(self, task: ServingTask, token_s: float) -> None:
         """Take a prompt in; `token_s` is the price of a token."""
         if task.task_id in self.overdue_s:
             # Orders that change hear of live tasks again.
@@ -49,7 +49,7 @@ class Patience:
         wait_s = max(TARGETS * (task.deadline_s - task.arrival_s), PATIENCE * max(self._waits_s, default=0.0))
         self.overdue_s[task.task_id] = task.arrival_s + wait_s
 
-    def due_s(self, task: Task) -> float:
+    def due_s(self, task: ServingTask) -> float:
         """Return the moment of a task; of one that did not come as a prompt it follows from its own target."""
         known_s = self.overdue_s.get(task.task_id)
         return task.arrival_s + TARGETS * (task.deadline_s - task.arrival_s) if known_s is None else known_s

@@ -9,7 +9,7 @@ from edged.scheduler.policies.base import Order
 from edged.scheduler.policies.hybrid import LOOK_AHEAD
 from edged.scheduler.policies.mace.admission import MaceAdmission
 from edged.scheduler.policies.mace.patience import Patience
-from edged.scheduler.task import IterationResult, Kind, Plan, Task
+from edged.scheduler.task import IterationResult, Kind, Plan, ServingTask, Task
 
 FIRST, HOPEFUL, LATE = 0, 1, 2
 """Flows of the queue, in their order."""
@@ -28,11 +28,11 @@ class Triage(Order):
         # By task id, under which plans made ahead know copies of tasks.
         self._flows: dict[int, int] = {}
         self._answered: set[int] = set()
-        self._begun: list[Task] = []
+        self._begun: list[ServingTask] = []
         """Tasks that had their first token in the latest iteration."""
         self._patience = Patience()
 
-    def flow(self, task: Task) -> Hashable:
+    def flow(self, task: ServingTask) -> Hashable:
         """Return the flow that `before` last found a prompt to belong to."""
         return self._flows.get(task.task_id, HOPEFUL)
 
@@ -41,12 +41,12 @@ class Triage(Order):
         assert isinstance(flow, int)
         return flow
 
-    def first(self, flows: Mapping[Hashable, list[Task]], most: int) -> list[Task]:
+    def first(self, flows: Mapping[Hashable, list[ServingTask]], most: int) -> list[ServingTask]:
         """Return the next prompts, flow by flow."""
         first_ones, hopeful, late = flows.get(FIRST, []), flows.get(HOPEFUL, []), flows.get(LATE, [])
         return [*first_ones[:most], *hopeful[:most], *late[:most]][:most]
 
-    def key(self, task: Task) -> tuple[float, int]:
+    def key(self, task: ServingTask) -> tuple[float, int]:
         """Return the deadline of a prompt, of one that was given up the moment at which it goes first."""
         number = task.task_id
         return self._patience.due_s(task) if number in self._flows else task.deadline_s, number
@@ -91,12 +91,12 @@ class Triage(Order):
             self._flows[task.task_id] = flow
             queues.file(task)
 
-    def rank(self, prompts: list[Task], now: float) -> tuple[list[Task], list[Task]]:
+    def rank(self, prompts: list[ServingTask], now: float) -> tuple[list[ServingTask], list[ServingTask]]:
         """Return prompts in their order at `now`, and those that can be in time."""
         answered, patience, token_s = self._answered, self._patience, self.cost.token_s
-        hopeful: list[Task] = []
-        first_ones: dict[Task, float] = {}
-        late: dict[Task, float] = {}
+        hopeful: list[ServingTask] = []
+        first_ones: dict[ServingTask, float] = {}
+        late: dict[ServingTask, float] = {}
         for task in prompts:
             in_time = now <= (deadline_s := task.deadline_s) and now + task.num_tokens * token_s <= deadline_s
             if in_time and task.task_id not in answered:
@@ -126,6 +126,6 @@ class PatientAdmission(MaceAdmission):
 
     patience = 8.0
 
-    def overdue_s(self, task: Task) -> float:
+    def overdue_s(self, task: ServingTask) -> float:
         """Return the moment from which on nobody overtakes a prompt."""
         return task.arrival_s + self.patience * (task.deadline_s - task.arrival_s)
