@@ -84,6 +84,17 @@ def test_a_waiting_prompt_that_changed_meanwhile_is_planned_for_at_once() -> Non
     assert world.step().foreseen
 
 
+def test_a_step_whose_units_changed_meanwhile_is_planned_for_at_once() -> None:
+    world = world_of("fcfs", pages=500)
+    world.ask(10, 20)
+    step = world.teach(20, [Unit("layer", 20), Unit("step", 0)]).task
+    world.plans_ahead = True
+    world.step()
+    step.units = step.units[:1]
+    assert not world.step().foreseen
+    assert world.step().foreseen
+
+
 def test_a_granted_prompt_that_could_not_begin_is_planned_anew() -> None:
     world = world_of("fcfs", pages=500)
     world.ask(10, 20)
