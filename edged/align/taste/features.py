@@ -45,6 +45,7 @@ _LENGTHS = (5, 10, 15, 20, 25, 30, 40, 60, 100, 200)
 SCALES = {
     "word": 0.35, "pair": 0.3, "start": 0.6, "start2": 0.4, "last": 0.4, "opens": 1.0, "end": 1.0, "has": 0.8,
     "rate": 0.5, "kind": 0.8, "kindrate": 0.6, "short": 0.5, "length": 0.8, "sentences": 0.8, "shape": 0.4,
+    "layout": 0.8, "pace": 0.6,
 }  # fmt: skip
 """The prior's standard deviation of a feature's weight, by the kind of feature (the part of its name before ":")."""
 _OF_TEXT = frozenset({"word", "pair", "start", "start2", "last", "end", "has", "rate"})
@@ -169,6 +170,7 @@ def _of_length(text: str, count: int, out: dict[str, float]) -> None:
             out[f"short:{most}"] = 1.0
     sentences = sum(1 for part in _SENTENCE_END.split(text) if part and part.strip())
     out[f"sentences:{min(sentences, 6)}"] = 1.0
+    out["pace:long sentences"] = 2 * math.log((count + 1) / (sentences + 1)) - 4.6
 
 
 def _of_shape(text: str, words: list[str], out: dict[str, float]) -> None:
@@ -185,8 +187,8 @@ def _of_shape(text: str, words: list[str], out: dict[str, float]) -> None:
             out["shape:starts small"] = 1.0
         capitals = sum(word[0].isupper() for word in letters)
         out["shape:capitals"] = 4 * capitals / len(letters) - 0.5
-    if len(_LIST_LINE.findall(text)) >= 2:
-        out["shape:list"] = 1.0
+    layout = {"list": len(_LIST_LINE.findall(text)) >= 2, "one paragraph": "\n" not in text, "bold": "**" in text}
+    out.update({f"layout:{name}": 1.0 for name, shown in layout.items() if shown})
 
 
 def describe(name: str) -> str:

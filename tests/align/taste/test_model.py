@@ -89,6 +89,31 @@ def test_signals_that_contradict_each_other_leave_it_unsure():
     assert taste.preference("p", "Bake it!", "Bake it.") == pytest.approx(0.5, abs=0.1)
 
 
+def sentences_of(rng: random.Random, count: int) -> list[str]:
+    return [f"{rng.choice(STARTS).lower()} {rng.choice(MIDDLES)}" for _ in range(count)]
+
+
+FORMS = {
+    "long sentences": lambda rng: ", and ".join(sentences_of(rng, 6)).capitalize() + ".",
+    "short sentences": lambda rng: " ".join(each.capitalize() + "." for each in sentences_of(rng, 6)),
+    "a list": lambda rng: "\n".join(f"- {each}" for each in sentences_of(rng, 6)),
+    "bold": lambda rng: " ".join(f"**{each.capitalize()}**." for each in sentences_of(rng, 6)),
+}
+
+
+@pytest.mark.parametrize("liked", FORMS)
+def test_a_taste_for_a_form_shows_in_texts_of_like_words_and_length(liked):
+    opinions = []
+    for number in range(8):
+        rng = random.Random(number)
+        chosen, *others = (form(rng) for form in (FORMS[liked], *(FORMS[name] for name in FORMS if name != liked)))
+        opinions += [Opinion(prompt(number), chosen, other, 1.0, number) for other in others]
+    taste = Taste.fit(opinions)
+    for number in range(100, 110):
+        scores = taste.scores(prompt(number), [form(random.Random(number)) for form in FORMS.values()])
+        assert list(FORMS)[int(np.argmax(scores))] == liked
+
+
 def test_ratings_alone_teach():
     ratings = []
     for number, each in enumerate(picks(20)):
