@@ -301,10 +301,13 @@ class SequenceTable:
         least_s = self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
         if rest_s(0) <= least_s or (anew_s := rest_s(trie.reach(key, token_ids))) <= least_s:
             return sequence.version
+        best_s, best = anew_s / 2, sequence.version
         for version, reached in trie.earlier(key, token_ids):
-            if rest_s(reached) < anew_s / 2:
-                return version
-        return sequence.version
+            if (left_s := rest_s(reached)) < best_s:
+                best_s, best = left_s, version
+                if left_s <= least_s:
+                    break
+        return best
 
     def _count_pages(self, sequence: Sequence) -> None:
         task = sequence.task
