@@ -388,7 +388,7 @@ class Practice:
             lambda db: [latest_answers(db, adapter, _KEPT // 2, several) for several in (False, True)],
         )
         served, own = (
-            [DrawnAnswer(question_of(each.messages, each.prompt), each.choices[0].text) for each in some]
+            [DrawnAnswer(question_of(each.messages, each.prompt), each.choices[0].text) for each in reversed(some)]
             for some in (rows, several)
         )
         base = [

@@ -176,7 +176,13 @@ class PrefixTrie:
             yield each.version, self.reach(each, token_ids)
 
     def supersede(self, key: Key, token_ids: Sequence[int]) -> None:
-        """Remove the copies of `token_ids`, whole pages, by earlier versions, as far as no other tokens follow them."""
+        """Remove the copies of `token_ids`, whole pages, by earlier versions, as far as no other tokens follow them.
+
+        Where layers keep states, only as far as the key has a copy of these to go on from.
+        """
+        if self._release_states is not None:
+            kept = _up_to_a_state(self._path(key, token_ids, len(token_ids)))
+            token_ids = token_ids[: len(kept) * self._pool.page_size]
         for each in self._before(key):
             for node in reversed(self._path(each, token_ids, len(token_ids))):
                 if node.children:

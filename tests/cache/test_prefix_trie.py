@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -165,6 +166,38 @@ def test_expiring_a_version_frees_its_pages_and_leaves_the_running_ones_alone() 
     pool.release(running)
     check_trie(trie)
     assert pool.free_pages == pool.pages - 1
+
+
+def test_earlier_versions_are_found_newest_first_of_the_same_adapter_and_tenant() -> None:
+    pool = PagePool(40, 2)
+    trie, tokens = PrefixTrie(pool), [1, 2, 3, 4, 5, 6, 7]
+    for version, count in ((1, 6), (3, 2), (9, 6)):
+        cached(trie, pool, Key("ann", version), tokens[:count])
+    for other in (Key(None, 0), Key("bob", 2), Key("ann", 2, "cy")):
+        cached(trie, pool, other, tokens[:6])
+    assert list(trie.earlier(Key("ann", 8), tokens)) == [(3, 2), (1, 6)]
+    assert trie.reach(Key("ann", 9), tokens) == 6
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+def test_a_copy_takes_the_place_of_earlier_ones_as_far_as_a_prompt_goes_on_from_it(keeps_states: bool) -> None:
+    pool, released = PagePool(40, 2), list[int]()
+    trie = PrefixTrie(pool, release_states=released.extend if keeps_states else None)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    for version in (1, 2):
+        cached(trie, pool, Key("ann", version), tokens[:6])
+    cached(trie, pool, Key("ann", 1), [*tokens[:2], 8, 9])
+    if keeps_states:
+        trie.keep_state(Key("ann", 1), tokens[:6], 5)
+        trie.supersede(Key("ann", 2), tokens[:6])
+        assert trie.reach(Key("ann", 1), tokens) == 6, "the newer copy has no states to go on from"
+        trie.keep_state(Key("ann", 2), tokens[:6], 7)
+    trie.supersede(Key("ann", 2), tokens[:6])
+    assert trie.covered(Key("ann", 1), tokens) == 2, "another talk begins alike"
+    assert trie.covered(Key("ann", 1), [1, 2, 8, 9]) == 4
+    assert trie.covered(Key("ann", 2), tokens) == 6
+    assert released == ([5] if keeps_states else [])
+    check_trie(trie)
 
 
 def test_a_page_of_another_version_is_never_taken_over() -> None:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import SequenceMatcher
-from functools import partial
 from itertools import pairwise, product
 from os.path import commonprefix
 from typing import Any, Literal
@@ -46,11 +45,12 @@ _ONE_EMOJI = (
     "(?:[\U0001f000-\U0001faff\u231a\u231b\u23e9-\u23fa\u2600-\u26ff\u2728\u2763\u2764\u2b50\u2b55][\ufe0f\u200d]*)+"
 )
 """Not ticks and crosses, which tell something in tables."""
-_EMOJI = re.compile(rf"^([ \t]*){_ONE_EMOJI}[ \t]*|[ \t]*{_ONE_EMOJI}", re.MULTILINE)
+_EMOJI = re.compile(rf"^([ \t]*){_ONE_EMOJI}[ \t]*|(?<![ \t])[ \t]*{_ONE_EMOJI}", re.MULTILINE)
 _LIST_MARK = re.compile(r"^[ \t]*(?:[-*+•–](?![ \t]*\d)|#{1,6})[ \t]+", re.MULTILINE)
-_NUMBER = re.compile(r"^[ \t]*\d{1,2}[.)][ \t]+", re.MULTILINE)
-"""A line's number: two of them make a list, and one may be a date."""
+_NUMBER = re.compile(r"^[ \t]*(\d{1,2})[.)][ \t]+", re.MULTILINE)
 _BLOCK = re.compile(r"(```.*?(?:```|$))", re.DOTALL)
+_ABBREVIATION = 24
+"""The last characters of a sentence that may be one of these, in more than its length."""
 _CODE = re.compile(r"(```.*?(?:```|$)|`[^`\n]*`)", re.DOTALL)
 
 
@@ -105,9 +105,7 @@ class Operator:
         """Return `text` without emoji, and marks of lists and headings, outside of code; one of these alone stays."""
         bare = _outside(_CODE, text, lambda part: _EMOJI.sub(r"\1", part)) if self.no_emoji else text
         if self.no_list_marks:
-            marks = [_LIST_MARK, _NUMBER] if len(_NUMBER.findall(bare)) > 1 else [_LIST_MARK]
-            for mark in marks:
-                bare = _outside(_BLOCK, bare, partial(mark.sub, ""))
+            bare = _outside(_BLOCK, bare, lambda part: _unnumbered(_LIST_MARK.sub("", part)))
         return bare if bare.strip() else text
 
     def _changed(self, text: str) -> str:
@@ -386,11 +384,26 @@ def _sentences(text: str) -> list[str]:
     """Cut a text into sentences, each with the space behind it."""
     found: list[str] = []
     for piece in _SENTENCE.findall(text):
-        if found and _NO_END.search(found[-1]):
+        if found and _NO_END.search(found[-1].rstrip()[-_ABBREVIATION:]):
             found[-1] += piece
         else:
             found.append(piece)
     return found
+
+
+def _unnumbered(text: str) -> str:
+    """Return `text` without the numbers of lists: 1 at a line's start, and those that follow in turn."""
+    following = 1
+
+    def drop(found: re.Match[str]) -> str:
+        nonlocal following
+        number = int(found[1])
+        if number not in (1, following):
+            return found[0]
+        following = number + 1
+        return ""
+
+    return _NUMBER.sub(drop, text)
 
 
 def _outside(code: re.Pattern[str], text: str, change: Callable[[str], str]) -> str:
@@ -550,16 +563,16 @@ class EditedText:
         if not self._waits and len(raw) - self._looked >= max(_STRIDE, len(raw) // 32):
             self._looked = len(raw)
             settled = _before_code("".join(_TOKEN.findall(raw)[: -self._held_tokens]).rstrip())
-            if self._operator.no_list_marks and len(numbers := list(_NUMBER.finditer(raw))) == 1:
-                # A second number makes it a list.
-                settled = settled[: numbers[0].start()]
             # Where a phrase begins before the cut and ends behind it, the two differ.
             edited = commonprefix([self._growing.apply(settled), self._growing.apply(raw)])
-            # Only when the first sentence has ended it is known whether it stays.
-            begun = replace(self._growing, max_sentences=0).apply(settled)
-            known = bool(self.text) or not self._operator.no_opening or len(_sentences(begun)) > 1
-            if known and edited.startswith(self.text):
+            if self._knows_its_opening(settled) and edited.startswith(self.text):
                 self.text = edited
+
+    def _knows_its_opening(self, settled: str) -> bool:
+        """Whether the first sentence that stays has ended, so that it is known to stay."""
+        if self.text or not self._operator.no_opening:
+            return True
+        return len(_sentences(replace(self._growing, begins="", max_sentences=0).apply(settled))) > 1
 
     def end(self, raw: str, whole: bool) -> None:
         """Edit the rest of an answer that ended as `raw`; without `whole` it was cut and gets no ending."""

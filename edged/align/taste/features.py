@@ -50,7 +50,7 @@ SCALES = {
 """The prior's standard deviation of a feature's weight, by the kind of feature (the part of its name before ":")."""
 _OF_TEXT = frozenset({"word", "pair", "start", "start2", "last", "end", "has", "rate"})
 """Kinds that name the very text that they are about."""
-_WHOLE = frozenset({"last", "end", "short", "length", "sentences"})
+_WHOLE = frozenset({"last", "end", "short", "length", "sentences", "pace"})
 """Kinds that only a whole text has, not its beginning."""
 
 
@@ -187,8 +187,12 @@ def _of_shape(text: str, words: list[str], out: dict[str, float]) -> None:
             out["shape:starts small"] = 1.0
         capitals = sum(word[0].isupper() for word in letters)
         out["shape:capitals"] = 4 * capitals / len(letters) - 0.5
-    layout = {"list": len(_LIST_LINE.findall(text)) >= 2, "one paragraph": "\n" not in text, "bold": "**" in text}
-    out.update({f"layout:{name}": 1.0 for name, shown in layout.items() if shown})
+    layout = {
+        "layout:list": len(_LIST_LINE.findall(text)) >= 2,
+        "layout:bold": "**" in text,
+        "pace:one paragraph": "\n" not in text,
+    }
+    out.update({name: 1.0 for name, shown in layout.items() if shown})
 
 
 def describe(name: str) -> str:

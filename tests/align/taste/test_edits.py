@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edged.align.taste.edits import EditedText, Operator, induce
@@ -137,6 +137,48 @@ def test_headings_that_end_alike_are_no_openings() -> None:
         (f"{word}\n\nBoil it. Serve it.", "Boil it. Serve it.") for word in ("Better", "Dinner", "Summer", "Winter")
     ]
     assert induce(edits) is None
+
+
+_PIECES = (
+    *(
+        "Sure! ",
+        "Wow!! ",
+        "Here are tips:\n\n",
+        "\n",
+        "\n\n",
+        "# ",
+        "## ",
+        "- ",
+        "* ",
+        "1. ",
+        "2. ",
+        "3) ",
+        "12. March ",
+        "😊 ",
+    ),
+    *("Boil it. ", "Go on, please. ", "**Salt** ", "`ls -l` ", "```\n1. x\n- y\n```\n", "is it? ", "wait — no "),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(_PIECES), min_size=1, max_size=24),
+    parts=st.fixed_dictionaries({name: st.booleans() for name in ("no_emoji", "no_list_marks")}),
+    opening=st.sampled_from(["", "!", ":"]),
+    begins=st.sampled_from(["", "Hi Ann! "]),
+    cuts=st.sets(st.integers(1, 300), max_size=30),
+)
+def test_decorations_that_leave_a_growing_answer_leave_the_whole_one_alike(
+    pieces: list[str], parts: dict[str, bool], opening: str, begins: str, cuts: set[int]
+) -> None:
+    raw, operator = "".join(pieces), Operator(begins, no_opening=opening, **parts)
+    growing, sent = EditedText(operator), ""
+    for cut in sorted(cut for cut in cuts if cut < len(raw)):
+        growing.push(raw[:cut])
+        assert growing.text.startswith(sent)
+        sent = growing.text
+    growing.end(raw, whole=True)
+    assert growing.text == operator.apply(raw)
 
 
 @pytest.mark.parametrize(
