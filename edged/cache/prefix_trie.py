@@ -272,6 +272,18 @@ class PrefixTrie:
         for key in [key for key in self._roots if key.adapter == adapter and key.version <= last]:
             self.expire(key)
 
+    def expire_short(self, adapter: str, version: int, tokens: int) -> None:
+        """Remove what a version of an adapter computed of texts of less than so many tokens, for all tenants."""
+        for key in [key for key in self._roots if (key.adapter, key.version) == (adapter, version)]:
+            depths = {self._roots[key]: 0}
+            order = list(depths)
+            for node in order:
+                depths.update(dict.fromkeys(node.children.values(), depths[node] + 1))
+                order.extend(node.children.values())
+            for node in reversed(order[1:]):
+                if not node.children and depths[node] * self._pool.page_size < tokens:
+                    self.stats.evicted_pages += self._drop(node)
+
     def expire_all(self, name: str) -> None:
         """Remove all prefixes that a user may have sent, or that an adapter of that name computed.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from itertools import islice, takewhile
@@ -293,12 +294,11 @@ class SequenceTable:
         exact = self._pins or request.own or request.sampling.prompt_logprobs
         if exact or not sequence.version or not self._pages.shares_prefixes:
             return sequence.version
-        token_ids, key = sequence.token_ids, sequence.key_under(sequence.version)
+        token_ids, key, least_s = sequence.token_ids, sequence.key_under(sequence.version), self._least_s
 
         def rest_s(reached: int) -> float:
             return cost.prompt_s(len(token_ids) - reached, reached)
 
-        least_s = self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
         if rest_s(0) <= least_s or (anew_s := rest_s(trie.reach(key, token_ids))) <= least_s:
             return sequence.version
         best_s, best = anew_s / 2, sequence.version
@@ -308,6 +308,11 @@ class SequenceTable:
                 if left_s <= least_s:
                     break
         return best
+
+    @property
+    def _least_s(self) -> float:
+        """The strictest TTFT target."""
+        return self._scheduler.targets.ttft_s(ServiceClass.INTERACTIVE, 1)
 
     def _count_pages(self, sequence: Sequence) -> None:
         task = sequence.task
@@ -604,6 +609,10 @@ class SequenceTable:
             )
         last = state.version - 1 - (_TALK_VERSIONS if stepped and not self._pins else 0)
         self._pages.trie.expire_versions(state.name, last)
+        # Nobody goes on over what is computed anew in that time.
+        prompt_s, lengths = self._scheduler.cost.prompt_s, range(1, self._max_context)
+        short = 1 + bisect_right(lengths, self._least_s, key=lambda num_tokens: prompt_s(num_tokens, 0))
+        self._pages.trie.expire_short(state.name, previous, short)
         for sequence in self.by_task.values():
             if sequence.request.adapter == state.name and 0 < sequence.kv_version <= last and not sequence.pinned:
                 # What it has computed over these must not come back when it ends.

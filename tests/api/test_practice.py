@@ -156,16 +156,16 @@ def test_a_user_who_is_forgotten_in_the_middle_practises_no_more(practising: Liv
 
 def test_a_verdict_is_told_where_one_of_several_answers_is_picked(http: httpx2.Client) -> None:
     def pick(number: int) -> None:
-        body = {"messages": [{"role": "user", "content": f"How is {number}?"}], "user": "pia", "n": 4, "max_tokens": 8}
+        body = {"messages": [{"role": "user", "content": f"How is {number}?"}], "user": "pippa", "n": 4, "max_tokens": 8}
         found = http.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
         signal = {"completion_id": found["id"], "signal": "chosen", "choice": number % 4}
         assert http.post("/v1/feedback", json=signal).status_code == 200
 
     pick(0)
-    until(lambda: (adapter(http, "pia").get("version") or 0) > 0)
+    until(lambda: (adapter(http, "pippa").get("version") or 0) > 0)
     for number in range(1, 9):
         pick(number)
-    until(lambda: (adapter(http, "pia").get("liked") or {}).get("adapter"))
-    assert adapter(http, "pia")["liked"]["adapter"]["answers"] == 8, "the first of each: the base may give the last"
-    assert adapter(http, "pia")["liked"]["served"] is None, "nothing was chosen by the daemon"
-    assert "of the last 8 answers are liked" in adapter(http, "pia")["verdict"]
+    until(lambda: (adapter(http, "pippa").get("liked") or {}).get("adapter"))
+    assert adapter(http, "pippa")["liked"]["adapter"]["answers"] == 8, "the first of each: the base may give the last"
+    assert adapter(http, "pippa")["liked"]["served"] is None, "nothing was chosen by the daemon"
+    assert "of the last 8 answers are liked" in adapter(http, "pippa")["verdict"]

@@ -189,7 +189,7 @@ class AdapterStep:
         if pair.practice and not (pair.imitate and pair.ref_chosen_logp is not None):
             tokens = sum(answer.num_tokens for answer in answers[:2])
             self._ratios.append(sum(answer.ratio for answer in answers[:2]) / max(tokens, 1))
-        new = judged and pair.telling and not pair.epochs_done
+        new = judged and not pair.epochs_done and not pair.single
         score = pair_score(pair, self.version, "prequential", answers, loss) if new else None
         self._taken.append(PairOutcome(known, loss.loss, train, verdict, score, loss.objective, loss.count))
         return loss if train else None

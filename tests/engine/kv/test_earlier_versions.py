@@ -42,6 +42,8 @@ def test_the_next_turns_find_the_talk_and_answer_by_the_new_weights(kind: str, t
         first = teach(engine, client, 1)
         begun = answer(engine, client, "begun", random_ids(64, 1))
         second = teach(engine, client, 2)
+        # While anybody is served no talk is computed anew.
+        engine.submit(request("busy", random_ids(8, 4), 450))
         turn = [*begun, *random_ids(9, 2)]
         going_on = answer(engine, client, "turn", turn)
         found = client.finished["turn"]
@@ -50,6 +52,8 @@ def test_the_next_turns_find_the_talk_and_answer_by_the_new_weights(kind: str, t
         assert engine.status()["prefix"]["earlier_tokens"] == found.cached_tokens
         answer(engine, client, "later", [*going_on, *random_ids(9, 3)])
         assert client.finished["later"].cached_tokens > found.cached_tokens, "its own turn was found, too"
+        assert "busy" not in client.finished
+        engine.cancel("busy")
     if kind != "llama":
         return
     folders = {record.version: record.path for record in client.of(VersionSaved)}
