@@ -156,7 +156,12 @@ def test_a_user_who_is_forgotten_in_the_middle_practises_no_more(practising: Liv
 
 def test_a_verdict_is_told_where_one_of_several_answers_is_picked(http: httpx2.Client) -> None:
     def pick(number: int) -> None:
-        body = {"messages": [{"role": "user", "content": f"How is {number}?"}], "user": "pippa", "n": 4, "max_tokens": 8}
+        body = {
+            "messages": [{"role": "user", "content": f"How is {number}?"}],
+            "user": "pippa",
+            "n": 4,
+            "max_tokens": 8,
+        }
         found = http.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
         signal = {"completion_id": found["id"], "signal": "chosen", "choice": number % 4}
         assert http.post("/v1/feedback", json=signal).status_code == 200
