@@ -97,9 +97,14 @@ def test_an_answer_is_the_node_s_own(fleet: Fleet) -> None:
 
 
 def test_requests_without_a_user_go_to_all_nodes(fleet: Fleet) -> None:
-    with ThreadPoolExecutor(24) as pool:
-        chats = [pool.submit(fleet.chat) for _ in range(24)]
-    assert {chat.result()[2]["X-Edged-Node"] for chat in chats} == set("abc")
+    answered = set[str]()
+    for _ in range(8):  # a node whose load was not heard of for a moment is asked in the next round
+        with ThreadPoolExecutor(24) as pool:
+            chats = [pool.submit(fleet.chat) for _ in range(24)]
+        answered |= {chat.result()[2]["X-Edged-Node"] for chat in chats}
+        if answered == set("abc"):
+            return
+    raise AssertionError(f"of three nodes only {sorted(answered)} answered")
 
 
 def test_pairs_are_learned_once_at_their_user_s_home(fleet: Fleet) -> None:
