@@ -139,6 +139,17 @@ def test_headings_that_end_alike_are_no_openings() -> None:
     assert induce(edits) is None
 
 
+def grows_as_a_whole(operator: Operator, raw: str, cuts: set[int]) -> None:
+    """Check that an answer that grows by `cuts` takes nothing back, and ends as the whole one is edited."""
+    edited, sent = EditedText(operator), ""
+    for cut in sorted(cuts):
+        edited.push(raw[:cut])
+        assert edited.text.startswith(sent)
+        sent = edited.text
+    edited.end(raw, whole=True)
+    assert edited.text == operator.apply(raw)
+
+
 _PIECES = (
     *(
         "Sure! ",
@@ -171,14 +182,8 @@ _PIECES = (
 def test_decorations_that_leave_a_growing_answer_leave_the_whole_one_alike(
     pieces: list[str], parts: dict[str, bool], opening: str, begins: str, cuts: set[int]
 ) -> None:
-    raw, operator = "".join(pieces), Operator(begins, no_opening=opening, **parts)
-    growing, sent = EditedText(operator), ""
-    for cut in sorted(cut for cut in cuts if cut < len(raw)):
-        growing.push(raw[:cut])
-        assert growing.text.startswith(sent)
-        sent = growing.text
-    growing.end(raw, whole=True)
-    assert growing.text == operator.apply(raw)
+    raw = "".join(pieces)
+    grows_as_a_whole(Operator(begins, no_opening=opening, **parts), raw, {cut for cut in cuts if cut < len(raw)})
 
 
 @pytest.mark.parametrize(
@@ -388,14 +393,7 @@ def test_a_growing_answer_is_edited_as_a_whole_one_and_takes_nothing_back(
     operator: Operator, data: st.DataObject
 ) -> None:
     raw = data.draw(st.sampled_from(_ANSWERS))
-    cuts = sorted(data.draw(st.sets(st.integers(1, len(raw)), max_size=20)))
-    edited, sent = EditedText(operator), ""
-    for cut in cuts:
-        edited.push(raw[:cut])
-        assert edited.text.startswith(sent)
-        sent = edited.text
-    edited.end(raw, whole=True)
-    assert edited.text == operator.apply(raw)
+    grows_as_a_whole(operator, raw, data.draw(st.sets(st.integers(1, len(raw)), max_size=20)))
 
 
 @pytest.mark.parametrize(
